@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 
-.PHONY: setup demo test test-all check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid stress clean
+# Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-hybrid bench-transport bench-gpu mutants stress clean
 
 setup: $(STAMP)
 
@@ -18,7 +21,7 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/shardwise train examples/demo.toml --nproc 2 --resume auto
+	@$(BIN)/shardwise train demo --nproc 2 --resume auto
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=10 $(PYTEST_OPTIONS)
@@ -26,6 +29,10 @@ test: setup
 # All of them: those that `make test` runs, then the slow ones of tests/slow_tests.txt.
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not stress" --numprocesses 2 --dist worksteal --durations=10 $(PYTEST_OPTIONS)
+
+# On the accelerators of this host, from one on; what needs more is skipped with a line that says so.
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu -m gpu --timeout 600 -o faulthandler_timeout=700 --durations=10 $(PYTEST_OPTIONS)
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks examples docs
@@ -39,6 +46,7 @@ fix: setup
 
 golden: setup
 	$(BIN)/python -m tests.golden
+	$(BIN)/python -m docs.fill
 
 bench: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
@@ -56,6 +64,14 @@ bench-pipeline: setup
 bench-rewrite: setup
 	$(BIN)/python -m benchmarks.rewrite
 
+# Needs network namespaces and tc; writes benchmarks/results/transport.md.
+bench-transport: setup
+	$(BIN)/python -m benchmarks.transport --write
+
+# On the accelerators of this host; writes benchmarks/results/devices.md.
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.device
+
 bench-hybrid: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.hybrid
@@ -65,8 +81,14 @@ docs: setup
 	$(BIN)/pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet
 
+# How many one-line faults the quick tests find: half an hour, so by hand. The figures go into the tree.
+mutants: setup
+	$(BIN)/python -m tests.mutants --record --jobs 2 --results benchmarks/results/mutants.md
+
+# The second line: properties, on twenty times as many examples and on new ones each time.
 stress: setup
-	$(BIN)/python -m pytest -m stress
+	$(BIN)/python -m pytest -m stress -o faulthandler_timeout=0
+	EXAMPLES=20 $(BIN)/python -m pytest -m "hypothesis and not stress" --timeout 1200 -o faulthandler_timeout=0
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

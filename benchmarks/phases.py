@@ -75,6 +75,10 @@ class _ClockedWork:
     clock: Clock
     phase: str
 
+    @property
+    def is_done(self) -> bool:
+        return self.work.is_done
+
     def wait(self) -> None:
         with self.clock.during(self.phase):
             self.work.wait()

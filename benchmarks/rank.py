@@ -6,16 +6,17 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks.sides import side_named
-from benchmarks.workload import Batch, Shape, Side, Training, batches, llama
+from benchmarks.workload import Batch, Shape, Training, batches, llama
 
 NUM_BATCHES = 32
 NUM_PROOF_STEPS = 6
@@ -105,7 +106,23 @@ def run_cell(cell: Cell) -> Outcome:
     )
 
 
-def prove_training(sides: list[Side], losses: dict[str, list[float]]) -> None:
+class Proven(Protocol):
+    """A side, as far as its losses prove that it trains (`Side`)."""
+
+    @property
+    def name(self) -> str:
+        """Its key among the losses."""
+
+    @property
+    def trains_fully(self) -> bool:
+        """See `Side.trains_fully`."""
+
+    @property
+    def tolerance(self) -> float:
+        """See `Side.tolerance`."""
+
+
+def prove_training(sides: Sequence[Proven], losses: dict[str, list[float]]) -> None:
     """Raise `RuntimeError` unless all sides start at one loss and, where they exchange gradients, end at one, lower."""
     starts = {name: values[0] for name, values in losses.items()}
     ends = {side.name: losses[side.name][-1] for side in sides if side.trains_fully}

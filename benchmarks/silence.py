@@ -1,7 +1,8 @@
 """A channel with the communication taken out: what a step would take if moving data cost nothing."""
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,6 +10,8 @@ from shardwise.comm import Channel, Work
 
 
 class _Done:
+    is_done = True
+
     def wait(self) -> None:
         """Nothing is in flight."""
 
@@ -33,7 +36,7 @@ class Silence:
 
     def over(self, ranks: Sequence[int]) -> Channel:
         """Fewer ranks, as silent."""
-        return Silence(rank=list(ranks).index(self.rank), size=len(ranks))
+        return replace(self, rank=list(ranks).index(self.rank), size=len(ranks))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Ordinary memory."""
@@ -80,6 +83,13 @@ class Silence:
         """Nothing is held."""
 
     def _own(self, whole: torch.Tensor, counts: Sequence[int] | None) -> torch.Tensor:
-        sizes = list(counts) if counts is not None else [whole.numel() // self.size] * self.size
-        start = sum(sizes[: self.rank])
-        return whole[start : start + sizes[self.rank]]
+        if counts is None:
+            counts = [whole.numel() // self.size] * self.size
+        return whole[_span(self.rank, tuple(counts))]
+
+
+@functools.cache
+def _span(rank: int, counts: tuple[int, ...]) -> slice:
+    # Once: to know where a part is belongs to the communication that is taken out.
+    start = sum(counts[:rank])
+    return slice(start, start + counts[rank])

@@ -1,7 +1,13 @@
-"""Fills pages when the site is built: what code, commands and measurements know is not typed into a page.
+"""Fills pages with facts from code, commands and measurements, so that a page repeats none of them by hand.
 
-A page says `{{ settings("train") }}`, and gets what the function of that name in this file returns for these words.
-`make docs` runs it as a hook of MkDocs; tests call `filled` themselves, so that a wrong macro fails there first.
+A macro is a call of a function of this file between comments, with its text up to the next comment::
+
+    <!-- settings("train") -->
+    | setting | default | meaning |         written by `python -m docs.fill`, and kept equal by a test,
+    <!-- end -->                            because GitHub shows the page as it is
+
+`make docs` runs this file as a hook of MkDocs. The site gets the full value of a macro. The committed page gets less
+where the full value is long or a picture: a link to the file, or the command that draws the picture.
 """
 
 import ast
@@ -10,9 +16,10 @@ import difflib
 import inspect
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import click
@@ -34,7 +41,10 @@ SPECS = {
     "pipeline": Pipeline,
     "tensor": Tensor,
 }
-MACRO = re.compile(r"\{\{ (\w+)\(([^{}]*)\) \}\}")
+MACRO = re.compile(r"<!-- (\w+)\(([^<>]*)\) -->(.*?)<!-- end -->", re.DOTALL)
+ARGUMENTS = re.compile(r"<p>[a-z_]+(?:, [a-z_]+)*: .*?</p>", re.DOTALL)
+EXAMPLE = re.compile(r"(?:<blockquote>\s*){3}<p>(.*?)</p>\s*(?:</blockquote>\s*){3}", re.DOTALL)
+ARGUMENT = re.compile(r"^(<p>)?([a-z_]+(?:, [a-z_]+)*): ", re.MULTILINE)
 
 
 def settings(table: str) -> str:
@@ -49,7 +59,9 @@ def _fields(table: str) -> dict[str, tuple[str, str]]:
     """The default and the description of each setting."""
     if table in SPECS:
         spec = SPECS[table]
-        meanings = _attribute_docstrings(spec)
+        [definition] = ast.parse(inspect.getsource(spec)).body
+        assert isinstance(definition, ast.ClassDef)
+        meanings = _docstrings(definition.body)
         return {
             field.name: ("left out" if field.default is None else f"`{toml_text(field.default)}`", meanings[field.name])
             for field in dataclasses.fields(spec)
@@ -62,18 +74,6 @@ def _fields(table: str) -> dict[str, tuple[str, str]]:
         )
         for name, field in model.model_fields.items()
     }
-
-
-def _attribute_docstrings(spec: type) -> dict[str, str]:
-    """The string under each attribute of a class."""
-    [definition] = ast.parse(inspect.getsource(spec)).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for statement, following in itertools.pairwise(definition.body):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = text
-    return found
 
 
 def glossary() -> str:
@@ -124,8 +124,8 @@ def results(name: str) -> str:
     return re.sub(r"\A# .*\n", "", text)
 
 
-def drawing(source: str, *words: str, processes: int = 1) -> str:
-    """The picture that `shardwise draw SOURCE --nproc PROCESSES` with these settings draws, as a part of the page."""
+def drawing(source: str, *words: str, processes: int | None = None) -> str:
+    """The picture that `shardwise draw SOURCE` with these settings draws, as a part of the page."""
     from shardwise.train.drawing import draw
 
     svg = draw(str(ROOT / source), overrides=words, num_processes=processes)
@@ -152,23 +152,122 @@ def about(program: str) -> str:
     return " ".join(text.partition("\n\n")[0].split())
 
 
+def reference(dotted: str, options: str = "") -> str:
+    """The docstrings of a module, a class or a function: mkdocstrings expands these lines, with its options."""
+    return f"::: {dotted}" + (f"\n    options: {{{options}}}" if options else "")
+
+
 MACROS: dict[str, Callable[..., str]] = {
-    macro.__name__: macro for macro in (settings, glossary, commands, measured, results, drawing, include, diff, about)
+    macro.__name__: macro
+    for macro in (settings, glossary, commands, measured, results, drawing, include, diff, about, reference)
 }
 
 
-def filled(page: str) -> str:
-    """The text of a page with all its macros replaced; raises LookupError for a macro or a cell that is not there."""
-    return MACRO.sub(_value, page)
+def _short_commands(_: Path) -> str:
+    rows = ["| command | what it does |", "|---|---|"]
+    found: list[tuple[str, click.Command]] = [("shardwise", main)]
+    while found:
+        name, command = found.pop()
+        if isinstance(command, click.Group):
+            found += [(f"{name} {word}", each) for word, each in sorted(command.commands.items(), reverse=True)]
+        else:
+            rows.append(f"| `{name} --help` | {command.get_short_help_str(limit=200)} |")
+    return "\n".join(rows)
 
 
-def _value(match: re.Match[str]) -> str:
-    call = ast.parse(f"f({match[2]})", mode="eval").body
+def _short_drawing(_: Path, source: str, *words: str, processes: int | None = None) -> str:
+    of_processes = "" if processes is None else f" --nproc {processes}"
+    changed = "".join(f" --set {word}" for word in words)
+    return f"```console\nshardwise draw {source}{of_processes}{changed}    # draws this picture\n```"
+
+
+def _short_reference(page: Path, dotted: str, _: str = "") -> str:
+    module, _, name = dotted.rpartition(".")
+    file = Path("src", *dotted.split(".")).with_suffix(".py")
+    if (ROOT / file).exists():
+        text = ast.get_docstring(_parsed(file)) or ""
+    else:
+        file = Path("src", *module.split(".")).with_suffix(".py")
+        text = _docstrings(_parsed(file).body)[name]
+    first = text.partition("\n\n")[0]
+    return f"- {_link(page, file, f'`{name}`')}: {' '.join(first.split())}"
+
+
+def _docstrings(body: list[ast.stmt]) -> dict[str, str]:
+    """Of functions (after their overloads), classes, and names with a string after them."""
+    found = {}
+    for each, after in itertools.zip_longest(body, body[1:]):
+        match each, after:
+            case ((ast.FunctionDef() | ast.ClassDef()), _):
+                found[each.name] = ast.get_docstring(each) or ""
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = text
+    return found
+
+
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def _link(page: Path, file: str | Path, words: str = "") -> str:
+    return f"[{words or file}]({os.path.relpath(ROOT / file, page.parent)})"
+
+
+SHORT: dict[str, Callable[..., str]] = {
+    "commands": _short_commands,
+    "drawing": _short_drawing,
+    "include": _link,
+    "reference": _short_reference,
+    "results": lambda page, name: _link(page, f"benchmarks/results/{name}.md"),
+}
+"""The values in committed pages, where they differ from those on the site. Each takes the page, then the words."""
+
+
+def filled(text: str) -> str:
+    """The text of a page for the site; raises LookupError for a macro or a cell that is not there."""
+    return MACRO.sub(lambda match: _value(MACROS[match[1]], match[2]), text)
+
+
+def committed(page: Path) -> str:
+    """The text of a page for GitHub: as it is, with the texts of its macros written anew."""
+
+    def written(match: re.Match[str]) -> str:
+        value = _value(partial(SHORT[match[1]], page) if match[1] in SHORT else MACROS[match[1]], match[2])
+        # A comment at the start of a line is a block of its own in Markdown: its text needs empty lines around it.
+        is_block = match.start() == 0 or match.string[match.start() - 1] == "\n"
+        return f"<!-- {match[1]}({match[2]}) -->" + (f"\n\n{value}\n\n" if is_block else value) + "<!-- end -->"
+
+    return MACRO.sub(written, page.read_text(encoding="utf-8"))
+
+
+def _value(macro: Callable[..., str], words: str) -> str:
+    call = ast.parse(f"f({words})", mode="eval").body
     assert isinstance(call, ast.Call)
     named = {each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg is not None}
-    return MACROS[match[1]](*map(ast.literal_eval, call.args), **named)
+    return macro(*map(ast.literal_eval, call.args), **named)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Called by MkDocs for each page."""
     return filled(markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Called by MkDocs for each page when it is HTML."""
+    return laid_out(html) if "doc-contents" in html else html
+
+
+def laid_out(html: str) -> str:
+    """Docstrings, which are no Markdown: `name: meaning` with a line for each name, examples (`>>>`) as code."""
+    html = ARGUMENTS.sub(lambda paragraph: ARGUMENT.sub(_on_a_line, paragraph[0]), html)
+    # Three signs of a quotation to Markdown, which drops them.
+    return EXAMPLE.sub(lambda quoted: f"<pre><code>{re.sub(' *# doctest.*', '', quoted[1])}</code></pre>", html)
+
+
+def _on_a_line(argument: re.Match[str]) -> str:
+    return f"{argument[1] or '<br>'}<code>{argument[2]}</code>: "
+
+
+if __name__ == "__main__":
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        path.write_text(committed(path), encoding="utf-8")

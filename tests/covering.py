@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def covering(*values: Sequence[Any], strength: int = 3) -> list[tuple[Any, ...]]:
     """Choices of one of `values` each, such that any `strength` of the parameters take every combination in one.
@@ -24,3 +26,9 @@ def covering(*values: Sequence[Any], strength: int = 3) -> list[tuple[Any, ...]]
         missing -= within(best)
         chosen.append(best)
     return [tuple(each[at] for each, at in zip(values, case, strict=True)) for case in chosen]
+
+
+def pairwise(*values: Sequence[Any]) -> list[Any]:
+    """All choices for `parametrize`: those that have every pair in one, and the others for `make stress`."""
+    chosen = covering(*values, strength=2)
+    return [each if each in chosen else pytest.param(*each, marks=pytest.mark.stress) for each in product(*values)]

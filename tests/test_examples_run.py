@@ -1,10 +1,10 @@
 """Every program of `examples` runs, and says what it showed; the pages show the programs as they are."""
 
+import contextlib
 import json
 import math
-import os
 import runpy
-import subprocess
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from docs.fill import diff, filled, include
+from tests.forks.programs import started
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -67,22 +68,23 @@ def test_from_a_plain_loop_few_lines_change() -> None:
 
 
 @pytest.mark.processes
-def test_the_plain_loop_under_torchrun_prints_the_losses_of_one_process(
+def test_the_plain_loop_on_two_processes_prints_the_losses_of_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = run("plain_loop/before.py", monkeypatch)["train"]()
     capsys.readouterr()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, str(EXAMPLES / "plain_loop" / "after.py")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert result.returncode == 0, result.stderr
-    *steps, last = result.stdout.splitlines()
+    program = f"import runpy; runpy.run_path({str(EXAMPLES / 'plain_loop' / 'after.py')!r}, run_name='__main__')"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        first, second = [
+            stack.enter_context(started(["-c", program], environment={**world, "RANK": str(rank)})) for rank in range(2)
+        ]
+        out, err = first.communicate(timeout=100)
+        assert first.wait(timeout=0) == 0, err
+        assert second.communicate(timeout=100) == ("", "")
+    *steps, last = out.splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in steps]
     assert all(math.isclose(a, b, abs_tol=2e-5) for a, b in zip(losses, alone, strict=True))
     assert last.startswith("an engine trained this (data ranks: 2)")

@@ -1,8 +1,7 @@
 """What launchers announce: several processes make one world or none starts, and a program that runs once runs alone."""
 
+import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from shardwise.comm import default_channel
 from shardwise.errors import PlanError
 from shardwise.launchers import announced, first_host, place_of
+from tests.forks.programs import started
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[07-08]", "SLURM_JOB_NODELIST": "node[07-08]"}
 BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
@@ -24,6 +24,7 @@ OMPI = {
     "PMIX_RANK": "1",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+INDEXED = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "train-0.train"}
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node07", "MASTER_PORT": "29500"}
 
 
@@ -48,6 +49,9 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node07", "MASTER_POR
         ({**TASK, **OMPI}, (1, 2)),  # its daemon is the task
         ({**TASK, "PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4)),  # srun --mpi=pmi2
         ({**HYDRA, "MASTER_PORT": "29500"}, (1, 2)),
+        ({**INDEXED, **TORCHRUN}, (0, 2)),  # torchrun in each pod
+        (INDEXED, (1, 2)),
+        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "1"}, None),  # pods that each run alone
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
         ({"RANK": "0"}, None),
     ],
@@ -74,15 +78,33 @@ def test_tasks_of_a_step_find_rank_0_without_being_told() -> None:
     assert (local.host, local.local_rank) == ("127.0.0.1", 1)
 
 
+def test_mpirun_in_a_job_begins_with_its_first_node() -> None:
+    # A daemon on the second node is the only task of a step of that node.
+    daemon = {**TASK, "SLURM_STEP_NODELIST": "node08", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    processes = [
+        announced({**place, **OMPI, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+        for rank, place in enumerate((BATCH, daemon))
+    ]
+    found = {(each.launcher, each.host, each.port, each.size) for each in processes if each is not None}
+    assert len(found) == 1
+    assert {each[:2] for each in found} == {("mpirun", "node07")}
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
         (
             {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            r"mpirun has started 2 processes.* rank 1.* export MASTER_ADDR to",
+            r"mpirun has started 2 .* rank 1.* Export MASTER_ADDR to.* as mpirun -x MASTER_ADDR=\$\(hostname\), or",
         ),
-        (HYDRA, r"mpiexec has started 2 processes.* export MASTER_PORT to all of them.* set RANK=0 and WORLD_SIZE=1"),
-        ({**TASK, "SLURM_DISTRIBUTION": "arbitrary"}, "srun has started 4 processes.* export MASTER_ADDR to"),
+        (
+            HYDRA,
+            r"mpiexec has started 2 .* Export MASTER_PORT to all of them.* -genv MASTER_PORT 29500.* set RANK=0 and",
+        ),
+        ({**TASK, "SLURM_DISTRIBUTION": "arbitrary"}, "srun has started 4 processes.* Export MASTER_ADDR to"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "index 1 of an indexed job, but not how many pods it has. Set WORLD_SIZE in"),
+        ({**INDEXED, "MASTER_ADDR": ""}, "Kubernetes has started 2 processes.* Export MASTER_ADDR and MASTER_PORT to"),
+        ({**INDEXED, "JOB_COMPLETION_INDEX": "2"}, "Kubernetes announces rank 2 of 2 processes; ranks are 0 to 1"),
         ({**TASK, "SLURM_PROCID": "4"}, "srun announces rank 4 of 4 processes; ranks are 0 to 3"),
         ({**TASK, "SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS='four', which is no whole number"),
     ],
@@ -91,7 +113,10 @@ def test_several_processes_that_cannot_meet_are_refused_with_the_way_out(
     environment: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [*os.environ]:
-        if name.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_")) or name in ("RANK", "WORLD_SIZE"):
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_", "JOB_COMPLETION_INDEX")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+        ):
             monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -124,19 +149,15 @@ channel.close()
 @pytest.mark.processes
 def test_tasks_of_srun_are_one_world() -> None:
     step = {**JOB, **STEP, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={
-                **os.environ,
-                **step,
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [task.communicate(timeout=60)[0] for task in tasks] == ["2 [0, 1]\n"] * 2
+    step["SLURM_STEP_NUM_TASKS"] = "2"
+    with contextlib.ExitStack() as stack:
+        tasks = [
+            stack.enter_context(
+                started(
+                    ["-c", PROGRAM],
+                    environment={**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+                )
+            )
+            for rank in range(2)
+        ]
+        assert [task.communicate(timeout=60)[0] for task in tasks] == ["2 [0, 1]\n"] * 2

@@ -13,7 +13,7 @@ from shardwise.checkpoint.contents_picture import contents_picture
 from shardwise.cli import main
 from shardwise.plan.plan_pictures import held, mesh_picture, step_picture
 from shardwise.rewrite.rewrite_picture import rewrite_picture
-from shardwise.svg import Picture, colour, stacked
+from shardwise.svg import Picture, colour, shortened, stacked
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,6 +21,10 @@ SVG = "{http://www.w3.org/2000/svg}"
 def boxes(text: str) -> list[dict[str, str]]:
     """The rectangles of a picture, which is well-formed XML."""
     return [each.attrib for each in ElementTree.fromstring(text).iter(f"{SVG}rect") if "stroke" in each.attrib]
+
+
+def texts(text: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(text).iter(f"{SVG}text"))
 
 
 PLANS = [
@@ -106,8 +110,9 @@ def test_the_command_draws_plans_configurations_and_checkpoints(tmp_path: Path) 
     sw.save(tmp_path / "save", {"a": torch.ones(2, 3), "b": torch.zeros(1, 3)})
     runner = CliRunner()
     for words, shown in [
-        ([str(plan)], "what each rank holds"),
+        ([str(plan)], "the model&#x27;s parts on each rank"),
         (["examples/tiny.toml", "--nproc", "2"], "buckets, 2 owners"),
+        (["examples/hybrid.toml"], "rank 7"),
         ([str(tmp_path / "save")], "a [2, 3]"),
         ([str(tmp_path / "save"), "--rewrite", str(tmp_path / "fuse.rewrite")], "ab [3, 3]"),
     ]:
@@ -125,13 +130,15 @@ def test_the_command_draws_plans_configurations_and_checkpoints(tmp_path: Path) 
         (["{save}", "--tensor", "c"], "has no tensor 'c'; it has a"),
         (["{plan}", "--tensor", "c"], "go with a checkpoint"),
         (["{broken}"], "mesh.up: unknown setting"),
+        (["{empty}"], "has no settings; write a plan there"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_words(tmp_path: Path, words: list[str], message: str) -> None:
     (tmp_path / "plan.toml").write_text(sw.Plan().text())
     (tmp_path / "broken.toml").write_text("mesh.up = 2\n")
+    (tmp_path / "empty.toml").write_text("# nothing yet\n")
     sw.save(tmp_path / "save", {"a": torch.ones(2, 3)})
-    names = {"save": tmp_path / "save", "plan": tmp_path / "plan.toml", "broken": tmp_path / "broken.toml"}
+    names = {"save": tmp_path / "save"} | {name: tmp_path / f"{name}.toml" for name in ("plan", "broken", "empty")}
     result = CliRunner().invoke(
         main, ["draw", *(word.format(**names) for word in words), "--out", str(tmp_path / "x.svg")]
     )
@@ -159,6 +166,35 @@ def test_pictures_of_many_things_have_room_for_all_of_them() -> None:
     assert len(rows) == 130
     assert {round(after - before, 2) for before, after in pairwise(rows)} == {128.0}
     assert len({colour(number) for number in range(100)}) == 100
+
+
+@pytest.mark.parametrize(
+    "words", ["short", "layers.0." + "long" * 40 + ".weight", "\N{CJK UNIFIED IDEOGRAPH-91CD}" * 50, ""]
+)
+@pytest.mark.parametrize("width", [0, 5, 60, 200])
+def test_a_label_keeps_its_width_and_both_ends(words: str, width: int) -> None:
+    label = shortened(words, width, size=10)
+    letters = sum(10 if letter > "\xff" else 6 for letter in label)
+    assert label == words or letters <= max(width, 3 * 6)
+    head, dots, tail = label.partition("...")
+    assert not dots or (words.startswith(head) and words.endswith(tail) and abs(len(head) - len(tail)) <= 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "labels"),
+    [
+        (sw.Mesh(dp_replicate=3, tp=2), ["rank 5: dp_replicate 2, tp 1"]),
+        (sw.Mesh(dp_replicate=16, dp_shard=16), ["rank 31: 1, 15", "rank: dp_replicate, dp_shard"]),
+        (sw.Mesh(pp=2, dp_replicate=2, dp_shard=2, tp=2), ["rank 5: 0, 1, 0, 1", "rank: pp, dp_replicate"]),
+    ],
+)
+def test_labels_of_ranks_do_not_overlap(mesh: sw.Mesh, labels: list[str]) -> None:
+    text = mesh_picture(sw.Plan(mesh=mesh)).svg()
+    places = [(float(each.attrib["y"]), float(each.attrib["x"]), each.text or "") for each in texts(text)]
+    for (y, x, words), (next_y, next_x, _) in pairwise(sorted(places)):
+        assert y != next_y or x + 7 * len(words) <= next_x, words
+    for label in labels:
+        assert label in text
 
 
 @pytest.mark.parametrize("name", ["a\x01\x1b", "half \ud800", '<b> & "c"', "\N{SNOWMAN} \u202e"])
@@ -199,6 +235,18 @@ def test_options_that_would_do_nothing_are_refused(tmp_path: Path, words: list[s
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert not (tmp_path / "x.svg").exists()
+
+
+def test_a_folder_with_the_name_of_a_shipped_configuration_is_drawn_as_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    refused = CliRunner().invoke(main, ["draw", "demo"])
+    assert "This folder hides the configuration 'demo' that comes with shardwise" in refused.output
+    sw.save(tmp_path / "demo", {"a": torch.ones(2, 3)})
+    assert CliRunner().invoke(main, ["draw", "demo"]).output == "drawn in demo.svg\n"
+    assert "a [2, 3]" in (tmp_path / "demo.svg").read_text()
 
 
 def test_dots_of_a_name_stay_and_dotted_keys_are_a_configuration(

@@ -4,6 +4,8 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from shardwise.words import GLOSSARY
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
-PURE = ("space", "plan", "rewrite", "words", "errors", "train/config")
+PURE = ("space", "plan", "rewrite", "words", "errors", "keepers", "train/config")
 DRAWERS = frozenset({"util", "helper", "common", "base", "misc", "manager", "handler", "wrapper", "context", "impl"})
 MAX_LINES = 700
 
@@ -22,6 +24,18 @@ def modules_under(source: Path, rooms: tuple[str, ...]) -> list[str]:
     files = [file for room in rooms for file in (source / "shardwise" / room).rglob("*.py")]
     files += [file for room in rooms if (file := source / "shardwise" / f"{room}.py").exists()]
     return sorted(".".join(file.relative_to(source).with_suffix("").parts) for file in files)
+
+
+@cache
+def nodes_of(text: str) -> list[ast.AST]:
+    """Every node of the tree of a source text, parsed once for all rules."""
+    return list(ast.walk(ast.parse(text)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_go_with_their_tests() -> Iterator[None]:
+    yield
+    nodes_of.cache_clear()
 
 
 def faults_of_file(file: Path) -> list[str]:
@@ -38,14 +52,14 @@ def faults_of_file(file: Path) -> list[str]:
         faults.append(f"{file} is not ASCII in lines {lines}")
     if (num_lines := len(text.splitlines())) > MAX_LINES:
         faults.append(f"{file} has {num_lines} lines, more than {MAX_LINES}")
-    statements = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Global)]
+    statements = [node.lineno for node in nodes_of(text) if isinstance(node, ast.Global)]
     return faults + [f"{file}:{line} has a global statement" for line in statements]
 
 
 def uses_of_torch_distributed(text: str) -> list[int]:
     """The lines of a source text that import torch.distributed or reach it through torch."""
     lines = []
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         match node:
             case ast.Import(names=names):
                 modules = [alias.name for alias in names]
@@ -56,6 +70,26 @@ def uses_of_torch_distributed(text: str) -> list[int]:
             case _:
                 continue
         if any(f"{module}.".startswith("torch.distributed.") for module in modules):
+            lines.append(node.lineno)
+    return lines
+
+
+def names_of_cuda(text: str) -> list[int]:
+    """The lines of a source text that name CUDA, apart from prose and from attributes of tensors in lists of them."""
+    lines = []
+    prose = {node.value for node in nodes_of(text) if isinstance(node, ast.Expr)}
+    for node in nodes_of(text):
+        match node:
+            case ast.Constant(value=str(word)) if node not in prose and word not in (
+                "is_cuda",
+                "__cuda_array_interface__",
+            ):
+                words = word
+            case ast.Attribute(attr=words) | ast.Name(id=words) | ast.alias(name=words) | ast.keyword(arg=str(words)):
+                pass
+            case _:
+                continue
+        if "cuda" in words.lower():
             lines.append(node.lineno)
     return lines
 
@@ -73,7 +107,7 @@ def module_graph(source: Path) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, file in modules.items():
         named: set[str] = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file.read_text()):
             match node:
                 case ast.Import(names=names):
                     named |= {alias.name for alias in names}
@@ -112,6 +146,29 @@ def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if module not in number:
             visit(module)
     return circles
+
+
+@pytest.mark.parametrize("room", ["engine", "train", "cli", "moving", "plan", "checkpoint"])
+def test_no_kind_of_device_is_named_outside_of_comm(room: str) -> None:
+    files = sorted((SOURCE / "shardwise" / room).rglob("*.py"))
+    assert files
+    assert [f"{file}:{line}" for file in files for line in names_of_cuda(file.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "x.is_cuda",
+        'x.to("cuda:1")',
+        "import torch.cuda",
+        "f(cuda=1)",
+        "from torch import cuda",
+    ],
+)
+def test_each_way_to_name_cuda_is_seen(line: str) -> None:
+    assert names_of_cuda(f"import torch\n{line}") == [2]
+    assert names_of_cuda(line.replace("cuda", "xpu")) == []
 
 
 def test_no_modules_import_each_other() -> None:
@@ -222,7 +279,7 @@ def test_no_two_files_and_no_two_classes_have_one_name() -> None:
             path.name in NAMES_OF_COMMANDS and "cli" in path.relative_to(SOURCE).parts
         ):
             files.setdefault(path.name, []).append(path)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name.lstrip("_"), []).append(path)
     assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}

@@ -14,6 +14,8 @@ def test_every_slow_test_of_the_list_is_in_its_file() -> None:
     missing = [
         (file, name)
         for file, name in sorted(functions)
-        if not (ROOT / file).exists() or f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")
+        # Its own, or one that it imports by a line of this name.
+        if not (ROOT / file).exists()
+        or not re.search(rf"def {name}\(|^ +{name},$|import {name}$", (ROOT / file).read_text(encoding="utf-8"), re.M)
     ]
     assert missing == [], "record again: tests/tiers.py says how"

@@ -5,16 +5,21 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.limits import Finding
 from benchmarks.pipeline.clipping import PHASES
+from benchmarks.pipeline.host import WHOLE
 from benchmarks.pipeline.ours import SCHEDULES
-from benchmarks.pipeline.outcome import Cell, Clipping, Outcome
+from benchmarks.pipeline.outcome import Cell, Clipping, Host, Outcome
 from benchmarks.pipeline.theirs import PEERS
 from shardwise.plan.timeline import ideal_bubble
 
-__all__ = ["busy_s", "findings", "foreign_s", "formula", "growth"]
+__all__ = ["busy_s", "findings", "foreign_s", "formula", "growth", "host_share", "is_fine"]
 
 PREDICTION = 1.07
 PEER = 1.0
 CLIPPING = 0.02
+HOST = 0.6
+FINE = 1.1
+FINE_S = 0.02
+"""Stages shorter than this, forward and backward together, are fine."""
 LOOKUPS = 1.0
 OF_PEERS = ("fthenb", "1f1b")
 """Our schedules whose peers were asked for; interleaved is shown beside them."""
@@ -22,7 +27,11 @@ OF_PEERS = ("fthenb", "1f1b")
 
 def findings(outcomes: Sequence[Outcome]) -> list[Finding[Cell]]:
     """Everything that was asked for and that these outcomes measured."""
-    found = [each for outcome in outcomes for each in (*_times(outcome), *_memory(outcome), *_clipping(outcome))]
+    found = [
+        each
+        for outcome in outcomes
+        for each in (*_times(outcome), *_memory(outcome), *_clipping(outcome), *_host(outcome))
+    ]
     return [*found, *_growth([each for each in outcomes if each.clipping])]
 
 
@@ -40,12 +49,15 @@ def _times(outcome: Outcome) -> Iterator[Finding[Cell]]:
         ours = f"ours {name}"
         seen = outcome.schedules[ours]
         ratios = _ratios(outcome.passes[ours], seen.predicted_s)
-        yield Finding(cell=cell, what=f"{name}: forwards and backwards / predicted", limit=PREDICTION, values=ratios)
-        if cell.kind == "sleeping":  # else the stages are not quite equal, as the formula wants them
+        limit = FINE if is_fine(cell) else PREDICTION
+        yield Finding(cell=cell, what=f"{name}: forwards and backwards / predicted", limit=limit, values=ratios)
+        if cell.kind == "sleeping" and not is_fine(
+            cell
+        ):  # else the stages are not quite equal, as the formula wants them
             limit = 1 - (1 - formula(cell, name)) / PREDICTION
             what = f"{name}: bubble (formula {formula(cell, name):.3f}, in a step {PREDICTION} times as long)"
             yield Finding(cell=cell, what=what, limit=limit, values=seen.bubbles)
-    if outcome.updates:
+    if outcome.updates and not is_fine(cell):
         # The work is the same: steps are as long as their bubbles allow.
         limit = PREDICTION * (1 - formula(cell, "1f1b")) / (1 - formula(cell, "interleaved"))
         ratios = _ratios(outcome.passes["ours interleaved"], outcome.passes["ours 1f1b"])
@@ -76,6 +88,24 @@ def _memory(outcome: Outcome) -> Iterator[Finding[Cell]]:
     over = [max(each.in_flight, each.counted_in_flight) - each.promised_in_flight for each in ranks]
     what = "1f1b: microbatches in flight, over min(stages - stage, k)"
     yield Finding(cell=cell, what=what, limit=0, values=[max(over)])
+
+
+def is_fine(cell: Cell) -> bool:
+    """Whether stages are so short that what a microbatch costs besides them shows."""
+    of_a_layer_s = cell.shape.forward_s + cell.shape.backward_s
+    return 0 < of_a_layer_s * cell.shape.num_layers / cell.num_ranks < FINE_S
+
+
+def _host(outcome: Outcome) -> Iterator[Finding[Cell]]:
+    for schedule in outcome.host[0].num_tried if outcome.host else ():
+        ratios = [host_share(rank, schedule) for rank in outcome.host]
+        what = f"{schedule}: host time of a rank / of the whole model, worst rank"
+        yield Finding(cell=outcome.cell, what=what, limit=HOST, values=[max(ratios)])
+
+
+def host_share(rank: Host, schedule: str) -> float:
+    """The middle over rounds of a rank's processor time, in the whole model's of the same round."""
+    return statistics.median(_ratios(rank.cpu_s[schedule], rank.cpu_s[WHOLE]))
 
 
 def busy_s(rank: Clipping) -> float:

@@ -26,6 +26,7 @@ import shardwise as sw
 from benchmarks.pipeline.models import Batch
 from benchmarks.pipeline.ours import runner_of
 from benchmarks.pipeline.outcome import Clipping
+from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 
 __all__ = ["PHASES", "measure_clipping"]
@@ -72,7 +73,7 @@ def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
         engine.step(drawn[0])
     assert runner.schedule is not None
     num_microbatches = runner.schedule.num_microbatches
-    lookups = runner.inference.num_lookups
+    lookups = _num_lookups(runner)
     clocks = []
     for batch in drawn:
         clocks.append(Clock())
@@ -83,11 +84,16 @@ def measure_clipping(engine: sw.Engine, drawn: list[Batch]) -> Clipping:
         rank=runner.stages.rank,
         num_local=len(local),
         num_foreign=len(runner.stages.units) - len(local),
-        num_lookups=(runner.inference.num_lookups - lookups) // (len(drawn) * num_microbatches),
+        num_lookups=(_num_lookups(runner) - lookups) // (len(drawn) * num_microbatches),
         num_tried=runner.inference.num_tried,
         cpu_s=_medians([clock.cpu_s for clock in clocks], num_microbatches),
         wall_s=_medians([clock.wall_s for clock in clocks], num_microbatches),
     )
+
+
+def _num_lookups(runner: PipelineRunner) -> int:
+    """Calls that were looked up, by their signature or by their key."""
+    return runner.inference.num_lookups + runner.replay.num_replayed
 
 
 def _medians(updates: Sequence[Mapping[str, float]], num_microbatches: int) -> dict[str, float]:
@@ -104,7 +110,7 @@ def _clocked(engine: sw.Engine, clock: Clock) -> Iterator[None]:
             else:
                 outer = clock.on("foreign", vars(unit.module)["forward"])
                 patches.enter_context(patch.dict(vars(unit.module), {"forward": outer}))
-        patches.enter_context(patch.object(StagedOperation, "run", _method(clock, StagedOperation.run)))
+        patches.enter_context(patch.object(StagedOperation, "run_plainly", _method(clock, StagedOperation.run_plainly)))
         patches.enter_context(patch.object(runner.post, "send", clock.on("sending", runner.post.send)))
         patches.enter_context(patch.object(runner.post, "take", clock.on("waiting", runner.post.take)))
         patches.enter_context(patch.object(runner, "_end", clock.on("waiting", runner._end)))

@@ -25,12 +25,12 @@ def num_stages_of(schedule: str, num_ranks: int) -> int:
 
 
 def engine_of(kind: Kind, shape: Shape, schedule: str, num_microbatches: int, channel: Channel) -> sw.Engine:
-    """The model on all ranks of the channel, a pipeline and nothing else."""
+    """The model on all ranks of the channel, a pipeline and nothing else; one rank has the whole model."""
     model, stages = net(kind, shape, num_stages_of(schedule, channel.size))
     plan = sw.Plan(
         mesh=sw.Mesh(pp=channel.size),
         merge=sw.Merge(microbatches=num_microbatches),
-        pipeline=sw.Pipeline(schedule=schedule, stages=stages),
+        pipeline=sw.Pipeline(schedule=schedule, stages=stages) if channel.size > 1 else sw.Pipeline(),
     )
     return sw.parallelize(
         model,

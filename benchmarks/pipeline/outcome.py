@@ -7,14 +7,14 @@ from typing import Literal
 
 from benchmarks.pipeline.models import Kind, Shape
 
-__all__ = ["Cell", "Clipping", "Memory", "Outcome", "Schedules"]
+__all__ = ["Cell", "Clipping", "Host", "Memory", "Outcome", "Schedules"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """One group of processes: a model, a number of ranks, and what they do."""
 
-    work: Literal["steps", "clipping"]
+    work: Literal["steps", "clipping", "host"]
     kind: Kind
     shape: Shape
     num_ranks: int
@@ -72,6 +72,19 @@ class Clipping:
     wall_s: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """Of one rank: what its host did for the whole model, and for its part of it under each schedule."""
+
+    rank: int
+    cpu_s: dict[str, list[float]]
+    """By side, one value per round: processor seconds of forwards and backwards."""
+    num_tried: dict[str, int]
+    """By schedule: signatures that were tried on fake tensors, in all."""
+    num_replayed: dict[str, float]
+    """By schedule: calls of a microbatch whose outcome was replayed."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     """What a cell measured: by side, one value per round."""
@@ -89,6 +102,7 @@ class Outcome:
     transfer_s: float = 0.0
     memory: list[Memory] = field(default_factory=list)
     clipping: list[Clipping] = field(default_factory=list)
+    host: list[Host] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         """Write as JSON."""
@@ -102,6 +116,7 @@ class Outcome:
         fields["schedules"] = {side: Schedules(**each) for side, each in fields["schedules"].items()}
         fields["memory"] = [Memory(**each) for each in fields["memory"]]
         fields["clipping"] = [Clipping(**each) for each in fields["clipping"]]
+        fields["host"] = [Host(**each) for each in fields.get("host", [])]
         return cls(**fields)
 
 

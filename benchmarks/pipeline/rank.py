@@ -11,6 +11,7 @@ import torch.distributed as dist
 from benchmarks.joined import joined
 from benchmarks.pipeline import timelines
 from benchmarks.pipeline.clipping import measure_clipping
+from benchmarks.pipeline.host import measure_host
 from benchmarks.pipeline.memory import measure_memory
 from benchmarks.pipeline.models import batches, net
 from benchmarks.pipeline.ours import SCHEDULES, Ours, engine_of
@@ -35,6 +36,8 @@ def measure_cell(cell: Cell, channel: Channel) -> Outcome:
         engine = engine_of(cell.kind, cell.shape, "1f1b", cell.num_microbatches, channel)
         drawn = batches(cell.kind, cell.shape, cell.num_microbatches, cell.num_rounds)
         return Outcome(cell=cell, clipping=_of_all_ranks(measure_clipping(engine, drawn)))
+    if cell.work == "host":
+        return Outcome(cell=cell, host=_of_all_ranks(measure_host(cell, channel)))
     ours = {name: Ours(cell.kind, cell.shape, name, cell.num_microbatches, channel) for name in SCHEDULES}
     theirs = {PEERS[name]: Theirs(cell.kind, cell.shape, name, cell.num_microbatches) for name in SCHEDULES}
     sides: dict[str, Do] = {f"ours {name}": side.do for name, side in ours.items()}

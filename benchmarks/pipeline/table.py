@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.markdown import Row, markdown
-from benchmarks.pipeline.asked import busy_s, findings, foreign_s, formula
+from benchmarks.pipeline.asked import busy_s, findings, foreign_s, formula, host_share, is_fine
 from benchmarks.pipeline.clipping import PHASES
 from benchmarks.pipeline.outcome import Cell, Outcome
 from benchmarks.rounds_file import write_rounds
 
-__all__ = ["asked_table", "clipping_table", "memory_table", "side_table", "write"]
+__all__ = ["asked_table", "clipping_table", "host_table", "memory_table", "side_table", "write"]
 
 KINDS = {"computing": "plain blocks", "sleeping": "stages that sleep", "llama": "Llama"}
 
@@ -119,11 +119,47 @@ def clipping_table(outcomes: Sequence[Outcome]) -> str:
     return markdown(header, rows)
 
 
+def host_table(outcomes: Sequence[Outcome]) -> str:
+    """A row for every rank and side: processor milliseconds of a step's forwards and backwards."""
+    header = (
+        "model",
+        "ranks",
+        "k",
+        "rank",
+        "side",
+        "least cpu ms",
+        "middle cpu ms",
+        "of the whole",
+        "tried",
+        "replayed",
+    )
+    rows = [
+        (
+            *_cell(outcome.cell),
+            str(each.rank),
+            side,
+            f"{1e3 * min(seconds):.1f}",
+            _ms(seconds),
+            *(
+                (f"{host_share(each, side):.2f}", str(each.num_tried[side]), f"{each.num_replayed[side]:.1f}")
+                if side in each.num_tried
+                else ("", "", "")
+            ),
+        )
+        for outcome in outcomes
+        for each in outcome.host
+        for side, seconds in each.cpu_s.items()
+    ]
+    return markdown(header, rows)
+
+
 def _cell(cell: Cell) -> Row:
     return (_model(cell), str(cell.num_ranks), str(cell.num_microbatches))
 
 
 def _model(cell: Cell) -> str:
+    if is_fine(cell):
+        return "stages of 5 + 10 ms"
     return f"{KINDS[cell.kind]}, width {cell.shape.width}" if cell.kind == "computing" else KINDS[cell.kind]
 
 
@@ -169,7 +205,12 @@ modules of its stage, and operations between modules that are executed on it (a 
 other stages; `glue`: all else, the user's code between modules and what all ranks compute (masks, position tables)
 included; `waiting`: for messages, taking them over, and the exchange at the end. The share is that of foreign and glue
 in all but waiting: bubble and optimizer are not in it, which would make it smaller. `of the wall`: of a step's forwards
-and backwards with waits. With more ranks than cores only processor time means anything. 1F1B, 4 layers per stage."""
+and backwards with waits. With more ranks than cores only processor time means anything. 1F1B, 4 layers per stage.
+
+Host: processor time of the process in a step's forwards and backwards, for 16 layers of width 16 and 4 tokens. The
+whole model and the schedules run in turns in the same processes, and all ranks run the whole model at the same time.
+The share is the middle over rounds of the ratio within a round. `tried`: signatures that were tried on fake tensors,
+once for all steps; `replayed`: calls of a microbatch whose outcome was known."""
 
 
 def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) -> None:
@@ -181,6 +222,7 @@ def write(folder: Path, name: str, outcomes: Sequence[Outcome], command: str) ->
     )
     shapes = "\n".join(f"- {line}" for line in dict.fromkeys(_shape(outcome.cell) for outcome in outcomes))
     tables = [side_table(outcomes), stage_table(outcomes), memory_table(outcomes), clipping_table(outcomes)]
+    tables.append(host_table(outcomes))
     parts = ["# Pipelines", head, asked_table(outcomes), shapes, NOTES, *tables]
     (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")
 

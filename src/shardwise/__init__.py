@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from shardwise import checkpoint
 
     # From their modules: type checkers take `room.parallelize` for the module of that name.
-    from shardwise.checkpoint import full, load, save
+    from shardwise.checkpoint import Replicas, full, load, save
     from shardwise.comm import Channel, Recorded, default_channel, simulate
     from shardwise.comm.processes import processes
+    from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
+    from shardwise.train.preemption import Preemption
     from shardwise.train.verification.verifier import verify
 
 __version__ = "0.1.0"
 
 _ROOM_OF = {
     "Channel": "comm",
+    "Data": "data",
     "Engine": "engine",
     "EvaluationReport": "engine",
     "Merge": "plan",
@@ -36,7 +39,9 @@ _ROOM_OF = {
     "Pipeline": "plan",
     "Plan": "plan",
     "Precision": "plan",
+    "Preemption": "train.preemption",
     "Recorded": "comm",
+    "Replicas": "checkpoint",
     "Rewrite": "rewrite",
     "Sharding": "plan",
     "ShardwiseError": "errors",
@@ -61,6 +66,7 @@ _ROOMS = ("checkpoint",)
 
 __all__ = [
     "Channel",
+    "Data",
     "Engine",
     "EvaluationReport",
     "Merge",
@@ -69,7 +75,9 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Precision",
+    "Preemption",
     "Recorded",
+    "Replicas",
     "Rewrite",
     "Sharding",
     "ShardwiseError",
@@ -92,12 +100,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _ROOMS:
-        return import_module(f"shardwise.{name}")
-    if name not in _ROOM_OF:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"shardwise.{_ROOM_OF[name]}"), name)
+# Hidden from type checkers: a name that is not there would be an object to them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _ROOMS:
+            return import_module(f"shardwise.{name}")
+        if name not in _ROOM_OF:
+            raise AttributeError(f"module 'shardwise' has no attribute {name!r}; it has {', '.join(__all__)}")
+        return getattr(import_module(f"shardwise.{_ROOM_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

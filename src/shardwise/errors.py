@@ -99,6 +99,14 @@ class UnderflowWarning(UserWarning):
     """Gradients that float16 may round to zero, at parallelize; at a step, gradients that are all zero."""
 
 
+class AutocastWarning(UserWarning):
+    """A region of torch.autocast that has been open since the last step."""
+
+
+class SameRowsWarning(UserWarning):
+    """Data ranks that train on the same rows in one of the first steps. Names the ranks."""
+
+
 class MismatchError(ShardwiseError):
     """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
 
@@ -108,7 +116,7 @@ class CallMismatchError(MismatchError):
 
 
 class PeerError(ShardwiseError):
-    """A peer died, got stuck or stopped with an error of its own.
+    """A peer died, got stuck or stopped with its own error.
 
     `rank` is the peer (world rank), `operation` what this rank was doing, `purpose` what it was for.
     """

@@ -4,9 +4,11 @@
     mpirun of Open MPI      OMPI_COMM_WORLD_RANK, ..._SIZE, ..._LOCAL_RANK, ..._LOCAL_SIZE
     mpirun of MPICH, Intel  PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
     srun                    SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_NODELIST
+    an indexed job          JOB_COMPLETION_INDEX of Kubernetes; WORLD_SIZE and MASTER_ADDR from its manifest
 
-A batch script and the shell of `salloc` are no tasks of a step: SLURM_NTASKS is set there, for the steps to come, and
-a program runs once.
+A batch script and the shell of `salloc` are no tasks of a step. SLURM_NTASKS is set there for later steps, and a
+program runs once. An indexed job does not say how many pods it has: without WORLD_SIZE it is refused. No MPI says
+where rank 0 is. On one host that is known. In a job of SLURM, `mpirun` begins with the first node. Else it is refused.
 """
 
 import re
@@ -16,13 +18,23 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 
+ONE_REQUEST_SECONDS = 1.0
+"""Signals to stop that follow each other so closely are one request. Schedulers send them to all processes of a job,
+launchers pass them on to theirs, and `timeout` sends them to its command and then to the group that the command is in.
+"""
+
 _BATCH_STEP = 0xFFFFFFF0
 """Numbers of steps from here on are those of SLURM itself: the batch script, the shell of `salloc`."""
 
-_FIRST_PORT, _NUM_PORTS = 15_000, 15_000
-"""Ports for rank 0 to listen on: below those that the kernel gives away."""
+_PORTS = range(15_000, 30_000)
+"""For rank 0 to listen on, where SHARDWISE_PORTS does not say: below those that the kernel gives away."""
 
-_ALONE = "for a program that runs by itself, start one process, or set RANK=0 and WORLD_SIZE=1 and unset MASTER_ADDR"
+_EXPORTS = {"mpirun": "-x {name}={value}", "mpiexec": "-genv {name} {value}"}
+"""How launchers give a variable to all processes."""
+
+_EXAMPLES = {"MASTER_ADDR": "$(hostname)", "MASTER_PORT": "29500"}
+
+_ALONE = "for a program that runs alone, start one process, or set RANK=0 and WORLD_SIZE=1 and unset MASTER_ADDR"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,17 +57,20 @@ class Announced:
         """Raises PlanError where the processes could not find each other."""
         missing = [name for name, value in (("MASTER_ADDR", self.host), ("MASTER_PORT", self.port)) if not value]
         if missing:
+            option = _EXPORTS.get(self.launcher, "")
+            shown = " ".join(option.format(name=name, value=_EXAMPLES[name]) for name in missing)
+            with_option = f", as {self.launcher} {shown}" if option else ""
             raise PlanError(
-                f"{self.launcher} has started {self.size} processes, of which this is rank {self.rank}, but does not "
-                f"say where rank 0 can be reached; export {' and '.join(missing)} to all of them (the host of rank 0, "
-                f"and a free port there), or start with torchrun. {_ALONE[0].upper()}{_ALONE[1:]}"
+                f"{self.launcher} has started {self.size} processes, and this is rank {self.rank}, but the address of "
+                f"rank 0 is missing. Export {' and '.join(missing)} to all of them (the host of rank 0, and a free "
+                f"port there){with_option}, or start with torchrun. {_ALONE[0].upper()}{_ALONE[1:]}"
             )
         return self
 
     def way_out(self) -> str:
         """What to do when the processes do not meet."""
         return (
-            f"{self.launcher} announces {self.size} processes, of which this is rank {self.rank}. Where rank 0 runs "
+            f"{self.launcher} announces {self.size} processes, and this is rank {self.rank}. If rank 0 runs "
             f"elsewhere, or the port is taken, export MASTER_ADDR and MASTER_PORT to all of them; {_ALONE}"
         )
 
@@ -73,6 +88,8 @@ def announced(environment: Mapping[str, str]) -> Announced | None:
     # srun, whose variables its processes inherit.
     if found is None or (slurm is not None and (slurm.rank, slurm.size) == (found.rank, found.size)):
         found = slurm
+    if found is None:
+        found = _indexed_job(environment)
     if found is None or found.size <= 1:
         return None
     if not 0 <= found.rank < found.size:
@@ -83,7 +100,7 @@ def announced(environment: Mapping[str, str]) -> Announced | None:
 
 
 def place_of(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """The rank of this process and the number of those that were started with it; None where it runs by itself.
+    """The rank of this process and the number of those that were started with it; None where it runs alone.
 
     Raises PlanError where the processes could not find each other.
     """
@@ -105,8 +122,11 @@ def _mpi(environment: Mapping[str, str]) -> Announced | None:
         if rank is None or size is None:
             continue
         local_ranks = (_number(environment, name) for name in (*local_names, "LOCAL_RANK"))
-        # All on one host, which is then this one.
-        host = "127.0.0.1" if _number(environment, local_size_name) == size else ""
+        # All on one host, which is then this one. Else the nodes of the job: a daemon of mpirun may be in a step that
+        # has the other nodes alone.
+        host = first_host(environment.get("SLURM_JOB_NODELIST", "")) if launcher == "mpirun" else ""
+        if _number(environment, local_size_name) == size:
+            host = "127.0.0.1"
         job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid") or ""
         return Announced(
             launcher=launcher,
@@ -114,7 +134,7 @@ def _mpi(environment: Mapping[str, str]) -> Announced | None:
             size=size,
             local_rank=next((local for local in local_ranks if local is not None), None),
             host=environment.get("MASTER_ADDR", host),
-            port=_number(environment, "MASTER_PORT") or (_port_of(job) if job else 0),
+            port=_number(environment, "MASTER_PORT") or (_port_of(job, environment) if job else 0),
             job=f"mpi {job}",
         )
     return None
@@ -139,8 +159,32 @@ def _slurm(environment: Mapping[str, str]) -> Announced | None:
         size=size,
         local_rank=_number(environment, "SLURM_LOCALID"),
         host=environment.get("MASTER_ADDR", first),
-        port=_number(environment, "MASTER_PORT") or _port_of(job),
+        port=_number(environment, "MASTER_PORT") or _port_of(job, environment),
         job=f"slurm {job}",
+    )
+
+
+def _indexed_job(environment: Mapping[str, str]) -> Announced | None:
+    """A pod of an indexed job of Kubernetes, whose index is its rank."""
+    rank = _number(environment, "JOB_COMPLETION_INDEX")
+    if rank is None:
+        return None
+    size = _number(environment, "WORLD_SIZE")
+    if size is None:
+        raise PlanError(
+            f"Kubernetes announces index {rank} of an indexed job, but not how many pods it has. Set WORLD_SIZE in its "
+            "manifest, as completions. Set MASTER_ADDR too: the pod of index 0 under the name of its service, such as "
+            "train-0.train. Or start torchrun in the pods. For pods that each run alone, set WORLD_SIZE to 1"
+        )
+    host = environment.get("MASTER_ADDR", "")
+    return Announced(
+        launcher="Kubernetes",
+        rank=rank,
+        size=size,
+        local_rank=0,  # a pod sees its own devices
+        host=host,
+        port=_number(environment, "MASTER_PORT") or (_port_of(host, environment) if host else 0),
+        job=f"kubernetes {host}",
     )
 
 
@@ -157,6 +201,21 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
 
 
+def listening_ports(environment: Mapping[str, str], *, otherwise: str | None = None) -> range | None:
+    """The ports to listen on, from SHARDWISE_PORTS or else from a setting; None where neither says.
+
+    Raises PlanError for what is no range.
+    """
+    text = environment.get("SHARDWISE_PORTS", "").strip() or otherwise
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < first <= last < 1 << 16:
+        raise PlanError(f"ports to listen on are {text!r}, which is no range of ports from 1 to 65535: 20000-20100")
+    return range(first, last + 1)
+
+
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
     """The value of the first variable that is set. Raises PlanError where it is no whole number."""
     for name in names:
@@ -169,6 +228,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def _port_of(job: str) -> int:
+def _port_of(job: str, environment: Mapping[str, str]) -> int:
     """A port that the processes of a job find without asking, and those of another one seldom."""
-    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+    ports = listening_ports(environment) or _PORTS
+    return ports[zlib.crc32(job.encode()) % len(ports)]

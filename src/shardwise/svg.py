@@ -4,13 +4,14 @@ One picture has one text: nothing in it depends on the machine, a clock or a fon
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from colorsys import hls_to_rgb
 from html import escape
 from itertools import groupby
 from math import prod
 
-__all__ = ["INK", "MUTED", "PAPER", "Picture", "colour", "stacked"]
+__all__ = ["INK", "MUTED", "PAPER", "Picture", "colour", "shortened", "stacked"]
 
 INK, MUTED, PAPER = "#22252b", "#8a8f98", "#ffffff"
 _IDLE = "#eef0f2"
@@ -40,7 +41,7 @@ class Picture:
         self.y = 56
         self._title = title
         self._body: list[str] = []
-        self.text(16, 32, title, size=17)
+        self.text(16, 32, shortened(title, width - 32, size=17), size=17)
 
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, *, title: str = "", line: str = "none"
@@ -113,6 +114,21 @@ class Picture:
             f'font-family="sans-serif" shape-rendering="crispEdges" role="img"><title>{_plain(self._title)}</title>\n'
             f'<rect width="100%" height="100%" fill="{PAPER}"/>\n' + "\n".join(self._body) + "\n</svg>\n"
         )
+
+
+def shortened(words: str, width: float, *, size: int = 12) -> str:
+    """The words, with dots in the place of their middle where they are wider than `width`."""
+    # The font of the viewer is not known. Most fonts need less than this for a letter, and this for one of East Asia.
+    room = [size * (1.0 if unicodedata.east_asian_width(letter) in "WF" else 0.6) for letter in words]
+    if sum(room) <= width:
+        return words
+    head, tail, left = 0, len(words), width - 3 * 0.6 * size
+    while left > 0:
+        if head <= len(words) - tail:
+            left, head = left - room[head], head + 1
+        else:
+            left, tail = left - room[tail - 1], tail - 1
+    return f"{words[: max(head - 1, 0)]}...{words[tail:]}"
 
 
 def _plain(words: str) -> str:

@@ -1,4 +1,4 @@
-"""The glossary: every word with a meaning of its own in shardwise, and that meaning in one sentence.
+"""The glossary: every word with a special meaning in shardwise, and that meaning in one sentence.
 
 Docs, messages and names use these words in one meaning each. All else is called as PyTorch calls it.
 """
@@ -24,7 +24,9 @@ GLOSSARY: Mapping[str, str] = MappingProxyType(
         "owner": "The rank that holds the master and the optimizer state of an element.",
         "master": "The full-precision value of a parameter, which the optimizer updates and a checkpoint holds.",
         "working copy": "The values of the parameters that forward and backward read, in the compute dtype.",
-        "sharding stage": "What is cut over owners: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.",
+        "sharding stage": (
+            "The state that is cut over owners: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing."
+        ),
         "unit": "The parameters that sharding stage 3 gathers together, for the forward and backward of their modules.",
         "microbatch": "The part of a batch that one forward and backward sees.",
         "merge": "Adding up the gradients of several microbatches into one update.",
@@ -35,7 +37,7 @@ GLOSSARY: Mapping[str, str] = MappingProxyType(
         "schedule": "The order in which each rank of a pipeline runs the forwards and backwards of its stages.",
         "portion": "The elements of a cut parameter with which one rank along tp computes.",
         "region": "The smallest module in which all cuts along tp begin and end; it is compared cut and whole.",
-        "save": "One committed state in a folder of its own, complete or absent.",
+        "save": "One committed state in its own folder, complete or absent.",
         "rewrite": "A declared transformation between the names and shapes of two state dicts.",
         "certificate": "A file that says, per converted tensor, whether it comes back bit for bit.",
         "reshard": "To move live tensors from one layout to another, without a file.",

@@ -72,16 +72,22 @@ def test_small_cells_measure_every_side_and_a_peak(tmp_path: Path) -> None:
     assert table.peaks_table([peak]) in written
 
 
+SHARDINGS = [sw.Sharding(stage=1), sw.Sharding(stage=2), sw.Sharding(stage=3), sw.Sharding(stage=3, keep_gathered=True)]
+
+
 @pytest.mark.parametrize(
-    "sharding",
-    [sw.Sharding(stage=1), sw.Sharding(stage=2), sw.Sharding(stage=3), sw.Sharding(stage=3, keep_gathered=True)],
+    ("sharding", "num_ranks", "k"),
+    [
+        *((each, 3, 2) for each in SHARDINGS),
+        (SHARDINGS[0], 2, 1),  # one microbatch has a formula of its own under stage 1 alone
+        *(pytest.param(each, 2, 1, marks=pytest.mark.stress) for each in SHARDINGS[1:]),
+    ],
 )
-def test_an_update_casts_calls_and_sends_what_the_formulas_say(sharding: sw.Sharding) -> None:
+def test_an_update_casts_calls_and_sends_what_the_formulas_say(sharding: sw.Sharding, num_ranks: int, k: int) -> None:
     sharding = replace(sharding, bucket_bytes=counting.BUCKET_BYTES)
-    for num_ranks, k in ((2, 1), (3, 2)):
-        counts = list(counting.of_sharding(num_ranks, k, sharding, num_layers=2))
-        assert len(counts) == 5
-        assert [each.counted for each in counts] == [each.formula for each in counts]
+    counts = list(counting.of_sharding(num_ranks, k, sharding, num_layers=2))
+    assert len(counts) == 5
+    assert [each.counted for each in counts] == [each.formula for each in counts]
 
 
 def test_tensor_parallelism_calls_and_sends_what_the_formulas_say() -> None:

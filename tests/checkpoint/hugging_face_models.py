@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 32,
@@ -19,6 +18,8 @@ T5: dict[str, Any] = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "n
 
 def configs() -> dict[str, Any]:
     """By name: a configuration of each kind."""
+    import transformers
+
     grouped = {**SMALL, **IDS, "num_key_value_heads": 2}
     return {
         "llama": transformers.LlamaConfig(**grouped),
@@ -37,12 +38,16 @@ def configs() -> dict[str, Any]:
 
 def model_class(name: str) -> Any:
     """What makes a model of a configuration, and loads it."""
+    import transformers
+
     other: dict[str, Any] = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
     return other.get(name, transformers.AutoModelForCausalLM)
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model, all of whose numbers are random, biases and norms as well."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(0)
     model = model_class(name).from_config(configs()[name]).to(dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,14 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (a, b)))
+
+
+def save_dcp(folder: Path, state: Mapping[str, Any]) -> None:
+    """A checkpoint of torch.distributed by one process."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # many seconds of imports
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(dict(state), storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, PeerError
 from tests.checkpoint.faulty import Counting, Operation, T, Watched
 from tests.checkpoint.small_states import contents, loaded, rubbish, same, share_of_state, whole_state
+from tests.forks.programs import started
 
 SECONDS = 30
 
@@ -179,10 +178,11 @@ def test_one_snapshot_is_used_by_all_saves_and_given_back(tmp_path: Path) -> Non
         for step in range(4):
             state["w"] += 1
             saver.save(state, step=step)
-            places.add(saver._snapshot.data_ptr())
+            places.add(saver._snapshot._blocks[0].data_ptr())
         assert len(places) == 1
-        assert saver._snapshot.nbytes == 4000
-    assert saver._snapshot.nbytes == 0
+        assert saver._snapshot.num_bytes == 4000
+        assert (saver.counters.waited_bytes, saver.counters.queued_bytes) == (4 * 4000, 0)
+    assert saver._snapshot.num_bytes == 0
     for step in range(4):
         assert torch.equal(checkpoint.open(tmp_path, step=step).read("w"), torch.arange(1000.0) + step + 1)
 
@@ -259,10 +259,9 @@ saver.save({"w": torch.arange(5)}, extra={"step": 7})
 
 
 def test_a_program_that_ends_after_the_call_leaves_a_committed_save(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    with started(["-c", PROGRAM, str(tmp_path)]) as program:
+        _, err = program.communicate(timeout=100)
+        assert (program.wait(timeout=0), err) == (0, "")
     target = {"w": torch.zeros(5, dtype=torch.int64)}
     assert sw.load(tmp_path, target) == {"step": 7}
     assert torch.equal(target["w"], torch.arange(5))

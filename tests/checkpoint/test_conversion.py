@@ -1,8 +1,8 @@
 """`convert`: from every form to every other, by the byte, whole or not at all, in bounded memory."""
 
 import json
-import multiprocessing
 from collections import ChainMap
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -11,16 +11,14 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-import transformers
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shardwise import checkpoint
 from shardwise.checkpoint import convert, diff, windows
 from shardwise.errors import CheckpointError
 from tests.checkpoint.cut_tensors import Cut, Tensors, cut, save_pieces, save_sharded, tensors_of
+from tests.checkpoint.memory_peaks import peaks_of
 from tests.checkpoint.small_states import contents, rubbish, same, same_tensor, share_of_state, whole_state
-from tests.checkpoint.stored_values import random_state
+from tests.checkpoint.stored_values import random_state, save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,7 +39,7 @@ def in_every_form(folder: Path, state: Tensors) -> dict[str, Path]:
     """The same tensors in every form that can be read."""
     (folder / "hf").mkdir()
     safetensors.torch.save_file(dict(state), folder / "hf/model.safetensors", metadata={"format": "pt", "by": "me"})
-    save_dcp(dict(state), storage_writer=FileSystemWriter(folder / "dcp"), no_dist=True)
+    save_dcp(folder / "dcp", state)
     checkpoint.save(folder / "whole", dict(state), layout="whole", extra={"step": 3})
     return {
         "pieces": save_sharded(folder / "pieces", state, extra={"step": 3}),
@@ -126,7 +124,7 @@ def test_what_other_formats_say_beside_their_tensors_is_extra(tmp_path: Path, to
     forms = in_every_form(tmp_path, whole_state(1))
     convert(forms["hf"], tmp_path / "a", to=to)
     assert checkpoint.open(tmp_path / "a").extra == {"metadata": {"format": "pt", "by": "me"}}
-    save_dcp({"w": torch.ones(2), "step": 5}, storage_writer=FileSystemWriter(tmp_path / "dcp2"), no_dist=True)
+    save_dcp(tmp_path / "dcp2", {"w": torch.ones(2), "step": 5})
     convert(tmp_path / "dcp2", tmp_path / "b", to=to)
     assert checkpoint.open(tmp_path / "b").extra == {"objects": {"step": 5}}
     assert checkpoint.open(tmp_path / "b").contents.layout == "converted from dcp"
@@ -156,7 +154,7 @@ def test_every_dtype_scalars_nothing_and_odd_names_survive(tmp_path: Path) -> No
     assert caught.value.problems == (
         "'__metadata__' cannot be the name of a tensor in a safetensors file",
         "torch.complex128 is of dtype complex128, which safetensors files cannot hold; convert to whole "
-        "(--to whole), which says in its manifest what the bytes are",
+        "(--to whole), which names the dtype in its manifest",
     )
     del state["__metadata__"], state["torch.complex128"]
     checkpoint.save(tmp_path / "a", state)
@@ -218,7 +216,7 @@ def test_optimizers_are_left_out_of_hugging_face_files_and_counted(tmp_path: Pat
     found = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
     assert same(found, {name: state[name] for name in ("w", "optimizer.bias")})
     nested = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {"w": {"exp_avg": torch.zeros(3)}}}}
-    save_dcp(nested, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    save_dcp(tmp_path / "dcp", nested)
     report = convert(tmp_path / "dcp", tmp_path / "hf2", to="hf")
     assert report.left_out == ("optimizer.state.w.exp_avg",)
     assert list(safetensors.torch.load_file(tmp_path / "hf2/model.safetensors")) == ["model.w"]
@@ -251,7 +249,9 @@ def test_destinations_that_hold_something_are_left_alone(tmp_path: Path) -> None
     convert(source, tmp_path / "link", to="hf")
     assert same(tensors_of(tmp_path / "empty"), whole_state(1))
     before = contents(tmp_path)
-    assert "holds a safetensors checkpoint, and would no longer be read as one" in refusal(source, tmp_path / "empty")
+    assert "holds a safetensors checkpoint, and a save in it would make it unreadable as one" in refusal(
+        source, tmp_path / "empty"
+    )
     assert contents(tmp_path) == before
 
 
@@ -308,28 +308,18 @@ def test_progress_comes_to_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert seen == [(min(done, total), total) for done in range(64, total + 64, 64)]
 
 
-def _peaks(source: Path, folder: Path, queue: "multiprocessing.Queue[dict[str, float]]") -> None:
-    """MiB above what was there before, after each step."""
-
-    def resident(key: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
-
-    torch.set_num_threads(1)
+def conversions(source: Path, folder: Path) -> Iterator[str]:
     checkpoint.save(folder / "small", {"w": torch.ones(1000)})
-    convert(folder / "small", folder / "again")  # what is loaded once is loaded
+    convert(folder / "small", folder / "again")
     diff(folder / "small", folder / "again")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    peaks: dict[str, float] = {}
+    yield "what is loaded once"
     to: To
     for to in ("pieces", "whole", "hf"):
         convert(source, folder / to, to=to)
-        peaks[to] = resident("VmHWM") - before
+        yield to
     for one, other in (("pieces", "whole"), ("whole", "hf")):
         assert diff(folder / one, folder / other, model_only=True).num_equal == 11
-        peaks[f"{one} and {other}"] = resident("VmHWM") - before
-    queue.put(peaks)
+        yield f"{one} and {other}"
 
 
 def test_memory_stays_below_64_mib_however_large_the_checkpoint(tmp_path: Path) -> None:
@@ -340,17 +330,13 @@ def test_memory_stays_below_64_mib_however_large_the_checkpoint(tmp_path: Path) 
     cuts = [cut(name, tensor, hows.get(name, "columns"), 3) for name, tensor in tensors.items()]
     save_pieces(tmp_path / "a", [{**dict(ChainMap(*shares))} for shares in zip(*cuts, strict=True)])
     del tensors, cuts
-    spawned = multiprocessing.get_context("spawn")
-    queue: multiprocessing.Queue[dict[str, float]] = spawned.Queue()
-    process = spawned.Process(target=_peaks, args=(tmp_path / "a", tmp_path, queue))
-    process.start()
-    process.join(100)
-    assert process.exitcode == 0
-    peaks = queue.get(timeout=10)
+    peaks = peaks_of(conversions, tmp_path / "a", tmp_path, window_part=1)
     assert 4 < max(peaks.values()) < 64, peaks
 
 
 def test_a_causal_model_with_a_tie_is_loaded_by_transformers(tmp_path: Path) -> None:
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     small: dict[str, Any] = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1}
     llama = transformers.LlamaConfig(

@@ -81,7 +81,10 @@ def test_what_is_no_configuration_and_no_form_is_refused(source: Path, tmp_path:
         ("a -> b, dtype='bfloat16'; b -> c, d, axis=0; c -> _", "a part is dropped, cast from float32 to bfloat16"),
         ("a -> b; a -> t, u, axis=0; b -> _; t -> _", "a part is dropped"),
         ("a -> t, u, axis=0; a -> v; t -> _", ""),
-        ("a, z -> t, axis=0; t -> u, v, axis=0, sizes='[4,2]'; v -> _", "a part of what it is joined with is dropped"),
+        (
+            "a, z -> t, axis=0; t -> u, v, axis=0, sizes='[4,2]'; v -> _",
+            "a part of the tensor that it is joined with is dropped",
+        ),
     ],
 )
 def test_the_certificate_says_that_a_part_was_dropped(tmp_path: Path, text: str, why: str) -> None:

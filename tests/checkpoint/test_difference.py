@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -24,6 +22,8 @@ from tests.checkpoint.cut_tensors import Cut, cut, save_pieces
 from tests.checkpoint.faulty import Counting
 from tests.checkpoint.layouts import LAYOUTS, engine_of, train
 from tests.checkpoint.small_states import bits, share_of_state, whole_state
+from tests.checkpoint.stored_values import save_dcp
+from tests.properties import tried
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -44,7 +44,7 @@ STATE = {"w": torch.arange(12.0).view(3, 4), "b": torch.tensor([1, 2, 3])}
     window=st.integers(16, 100),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@tried(20)
 def test_differences_are_those_of_a_loop_whatever_the_pieces(
     shape: list[int],
     how: tuple[tuple[Cut, int], tuple[Cut, int]],
@@ -231,7 +231,7 @@ def test_formats_are_compared_with_each_other(tmp_path: Path, changed: bool) -> 
     rest = {name: other[name] for name in other.keys() - {"rows", "same"}}
     safetensors.torch.save_file(rest, tmp_path / "hf/2.safetensors")
     safetensors.torch.save_file(other, tmp_path / "one.safetensors")
-    save_dcp(dict(other), storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
+    save_dcp(tmp_path / "dcp", other)
     paths = [tmp_path / name for name in ("hf", "one.safetensors", "dcp")]
     for path in paths:
         for found in (diff(tmp_path / "ours", path), diff(path, tmp_path / "ours")):

@@ -57,11 +57,14 @@ def loaded(name: str, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *[(name, layout) for name in ("llama", "mixtral") for layout in LAYOUTS],
+        *[(name, layout) for name in ("gpt2", "t5") for layout in LAYOUTS if layout != "tp"],  # they carry no plan
+    ],
+)
 def test_an_exported_engine_is_loaded_by_transformers(tmp_path: Path, name: str, layout: str) -> None:
-    if layout == "tp" and name in ("gpt2", "t5"):
-        layout = "one"  # which carry no plan
     weights = trained(tmp_path / "save", name, layout)
     report = export_hf(tmp_path / "save", tmp_path / "out")
     assert report.missing == ()
@@ -106,7 +109,7 @@ def test_a_dtype_goes_with_a_rewrite_and_only_floats_are_cast(tmp_path: Path) ->
     assert torch.equal(read("n"), state["n"])
     with pytest.raises(CheckpointError, match=r"dtype 'int8' \(--dtype\) was asked for; floats are written in float16"):
         export_hf(tmp_path / "save", tmp_path / "other", dtype="int8")
-    with pytest.raises(CheckpointError, match=r"it is for files of Hugging Face \(hf\)"):
+    with pytest.raises(CheckpointError, match=r"use --dtype with files of Hugging Face \(hf\)"):
         sw.checkpoint.convert(tmp_path / "save", tmp_path / "other", dtype="bfloat16")
 
 

@@ -19,6 +19,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint.manifest import packed, unpacked
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
+from tests.properties import tried
 
 STATE = {"w": torch.ones(2)}
 
@@ -111,6 +112,7 @@ values = st.recursive(
 )
 
 
+@tried(40)
 @given(values)
 def test_any_values_come_back_with_their_types(value: object) -> None:
     import json

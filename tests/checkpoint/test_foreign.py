@@ -68,9 +68,9 @@ def test_every_difference_between_index_and_shards_is_found(tmp_path: Path) -> N
     put_safetensors(tmp_path, SHARDS, {"weight_map": weight_map})
     assert set(findings(tmp_path)) == {
         f"{tmp_path}/gone.safetensors is missing",
-        "tensor a is not in model-2.safetensors, where the index has it",
+        "the index says that tensor a is in model-2.safetensors, but it is not",
         "tensor a is in model-1.safetensors, but the index has it in model-2.safetensors",
-        "tensor e is not in model-1.safetensors, where the index has it",
+        "the index says that tensor e is in model-1.safetensors, but it is not",
         "tensor e is in model-2.safetensors, but the index has it in model-1.safetensors",
         "tensor s is in model-1.safetensors, but the index does not name it",
     }

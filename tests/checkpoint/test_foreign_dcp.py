@@ -1,5 +1,6 @@
 """Checkpoints of torch.distributed.checkpoint: every stored piece has the values that torch reads."""
 
+import enum
 import io
 import json
 import math
@@ -58,6 +59,15 @@ def test_every_piece_of_a_dcp_checkpoint_has_the_values_that_were_saved(tmp_path
     again = {name: torch.zeros_like(tensor) for name, tensor in random_state().items()}
     load(again, checkpoint_id=tmp_path, no_dist=True)
     assert all(same_bytes(assembled(LocalStore(tmp_path), contents.tensors[name]), again[name]) for name in again)
+
+
+def test_members_of_enumerations_may_be_pickled_as_the_first_pythons_3_11_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    save_dcp(tmp_path, random_state())
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    check_contents(read_foreign(LocalStore(tmp_path)), tmp_path, random_state())
 
 
 def test_every_piece_of_a_dcp_checkpoint_in_safetensors_has_the_values_that_were_saved(tmp_path: Path) -> None:
@@ -235,11 +245,11 @@ def negative(metadata: Metadata) -> None:
         (doubled_chunk, "w: 12 of 12 elements are held more than once"),
         (no_chunk, "no chunk of it was saved"),
         (other_dtype, "it is float32 of shape .* by the metadata int32"),
-        (lost_place, "does not say where the chunk of w"),
+        (lost_place, "gives no place for the chunk of w"),
         (other_place, r"it is float32 of shape \(70, 50\)"),
         (compressed, "stream.zstd"),
         (shifted, "neither in the format of torch.save|announce a header"),
-        (negative, "no whole numbers"),
+        (negative, "not whole numbers"),
     ],
 )
 def test_metadata_that_does_not_fit_the_data_is_refused(

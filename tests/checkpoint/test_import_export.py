@@ -142,7 +142,7 @@ def test_the_certificate_says_what_it_proves_and_compares_with_an_original(tmp_p
     digest = {name: of for name, (_, _, of) in digests(tensors).items()}
     rows = {row["name"]: row for row in written["compared"]}
     assert written["original"] == str(tmp_path / "hub/save-00000001")
-    assert "as in the original where its verdict in the comparison is equal" in written["proves"]
+    assert "as in the original if its verdict in the comparison is equal" in written["proves"]
     assert (rows["a"]["sha256"], rows["a"]["original_sha256"], rows["a"]["verdict"]) == (*[digest["a"]] * 2, "equal")
     assert (rows["c"]["sha256"], rows["c"]["original_sha256"]) == (None, digest["c"])
     with pytest.raises(CheckpointError, match="original= is compared in the certificate"):

@@ -286,6 +286,6 @@ def test_copies_of_a_save_elsewhere_are_the_save(path: Path, tmp_path: Path) -> 
     assert same(loaded(path / "save-00000001")[0], whole_state(1))
     assert same(loaded(path / "save-00000002")[0], whole_state(2))
     assert checkpoint.verify(tmp_path / "elsewhere").good
-    with pytest.raises(CheckpointError, match="is the folder of one save, which is never written to again"):
+    with pytest.raises(CheckpointError, match="is the folder of one save, and a save never changes"):
         checkpoint.save(tmp_path / "elsewhere", whole_state(3))
     assert contents(path) == before

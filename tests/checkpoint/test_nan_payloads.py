@@ -52,6 +52,7 @@ def test_casts_that_keep_values_keep_all_but_which_nan_it_is(source: str, to: st
     assert torch.equal(numbers[~nan], before.double()[~nan])
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # said once in a process, so by the first test
 @pytest.mark.parametrize(
     ("dtype", "to"),
     [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"), ("float32", "complex64")],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -19,6 +19,7 @@ from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.small_states import contents
 from tests.checkpoint.test_saves import Meeting
+from tests.properties import tried
 
 STATE = {"w": torch.arange(3.0)}
 
@@ -79,7 +80,7 @@ def build(root: Path, plan: list[dict[str, object]], whole: Path) -> None:
             (folder / name).write_bytes(b"a file")
 
 
-@settings(max_examples=60, deadline=None)
+@tried(30)
 @given(
     plan=st.lists(folders, max_size=6, unique_by=lambda each: each["name"]),
     keep=st.integers(1, 3),

@@ -15,15 +15,16 @@ import pytest
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError, ShardwiseError
+from tests.checkpoint.stored_values import save_dcp
+from tests.properties import tried
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,7 +38,7 @@ def make(folder: Path, kind: str) -> None:
         case "ours":
             sw.save(folder, STATE, extra={"note": 1}, step=3, channel=alone())
         case "dcp":
-            save_dcp({**STATE, "lr": 0.5, "name": "x"}, checkpoint_id=folder, no_dist=True)
+            save_dcp(folder, {**STATE, "lr": 0.5, "name": "x"})
         case "safetensors":
             folder.mkdir()
             safetensors.torch.save_file(STATE, folder / "model.safetensors", metadata={"format": "pt"})
@@ -122,7 +123,7 @@ def mutate(value: Any, data: st.DataObject) -> None:
         container[key] = copy.deepcopy(data.draw(odd))
 
 
-COPIED = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+COPIED = tried(15, HealthCheck.function_scoped_fixture)
 
 
 @COPIED
@@ -314,14 +315,14 @@ def test_forged_metadata_is_refused_before_it_costs_anything(what: str, made: Pa
     assert not any(each.any() for each in target.values())
 
 
-def test_the_directory_of_a_saved_object_is_short(tmp_path: Path) -> None:
+def test_a_directory_of_very_many_parts_takes_little(tmp_path: Path) -> None:
     from shardwise.checkpoint.foreign.torch_files import read_value
 
     with zipfile.ZipFile(tmp_path / "bomb", "w") as archive:
         for at in range(30_000):
             archive.writestr(f"archive/{at}", b"")
     data = (tmp_path / "bomb").read_bytes()
-    with bounded(), pytest.raises(CheckpointError, match="directory is too long"):
+    with bounded(), pytest.raises(CheckpointError, match="none of torch"):
         read_value(data)
 
 

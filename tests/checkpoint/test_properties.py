@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
@@ -20,6 +20,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Box, Piece
 from tests.checkpoint.small_states import bits, same, same_tensor, unsigned
+from tests.properties import tried
 
 SMALL = [
     (read_rounds, each)
@@ -147,7 +148,7 @@ def states(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(name, draw(st.sampled_from(sorted(ITEMSIZE_BYTES))), draw(shapes)) for name in chosen]
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@tried(50)
 @given(
     state=states(),
     seed=st.integers(0, 1 << 32),

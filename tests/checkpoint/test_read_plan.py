@@ -1,13 +1,11 @@
 """Reads that ranks plan alone, against a count of every block and every element."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint.contents import StoredPiece
@@ -22,10 +20,12 @@ from shardwise.checkpoint.read_plan import (
 from shardwise.plan import Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import BlockPart, Box, Mesh, Move, Piece
+from tests.costs import seconds_of
+from tests.properties import tried
 from tests.space.layouts import Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, runs_within, shapes
 
-proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
+proven = tried(25)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,11 +266,10 @@ def test_missing_of_a_fine_grid_is_quick_and_finds_the_hole() -> None:
     layout = Layout(Mesh(dp_shard=32, tp=32), {"dp_shard": Shard(0), "tp": Shard(1)})
     grid = [layout.piece(rank, name="w", dtype="float32", global_shape=(10**6, 10**6)) for rank in range(1024)]
     whole = Piece(name="w", dtype="float32", global_shape=(10**6, 10**6))
-    begun = time.process_time()
-    assert missing(stored_in_files(grid), whole) == 0
-    del grid[517]
-    assert missing(stored_in_files(grid), whole) == (10**6 // 32) ** 2
-    assert time.process_time() - begun < 5
+    with_a_hole = grid[:517] + grid[518:]
+    needed, counts = seconds_of(lambda: [missing(stored_in_files(each), whole) for each in (grid, with_a_hole)], 5)
+    assert counts == [0, (10**6 // 32) ** 2]
+    assert needed < 5
 
 
 def box(shape: Shape, offset: Shape, size: Shape) -> Piece:
@@ -396,12 +395,16 @@ def test_one_of_a_thousand_ranks_plans_thousands_of_tensors_in_seconds(num_param
     parameters = parameters_of_a_large_model(num_parameters)
     stored = stored_by_writers(layout_of_slices(parameters, 1024, 4 << 30))
     wanted = layout_of_slices(parameters, 768, 3 << 30)
-    begun = time.process_time()
-    plan = plan_reads(stored, wanted, 123, block_bytes=1 << 18, readers=frozenset(range(768)))
-    for span in plan.reads:
-        for rank in plan.needers(span):
-            assert plan.transfers(span, rank)
-    assert time.process_time() - begun < seconds
+
+    def plan_all() -> ReadPlan:
+        plan = plan_reads(stored, wanted, 123, block_bytes=1 << 18, readers=frozenset(range(768)))
+        for span in plan.reads:
+            for rank in plan.needers(span):
+                assert plan.transfers(span, rank)
+        return plan
+
+    needed, plan = seconds_of(plan_all, seconds)
+    assert needed < seconds
     wanted_bytes = sum(want.num_elements * 4 for want in wanted[123])
     read_bytes = sum(
         min(span.last_block << 18, stored[span.ordinal].num_bytes) - (span.first_block << 18) for span in plan.reads
@@ -416,8 +419,11 @@ def test_very_many_tiny_tensors_are_planned_and_handed_out_in_seconds(num_tensor
     pieces = [Piece(name=f"w{at}", dtype="float32", global_shape=(4, 4)) for at in range(num_tensors)]
     stored = stored_in_files(pieces)
     wanted = [pieces]
-    begun = time.process_time()
-    plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
-    handed_out = sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))
-    assert time.process_time() - begun < seconds  # also where two tests share a slow processor
+
+    def plan_all() -> int:
+        plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
+        return sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))
+
+    needed, handed_out = seconds_of(plan_all, seconds)
+    assert needed < seconds
     assert handed_out == num_tensors

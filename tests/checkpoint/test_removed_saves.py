@@ -61,7 +61,7 @@ def read(store: Store) -> int:
     try:
         rows = catalogue.read("rows")
     except CheckpointError as error:
-        if "was removed since it was opened" not in str(error):  # an open catalogue does not change
+        if "was removed after it was opened" not in str(error):  # an open catalogue does not change
             raise
         return read(store)
     assert torch.equal(rows, whole_state(catalogue.extra["state"])["rows"])

@@ -1,4 +1,4 @@
-"""Save at step 2 of 10 and go on; restart from the save: the losses after it are equal bit for bit."""
+"""Save at step 2 of 5 and go on; restart from the save: the losses after it are equal bit for bit."""
 
 from pathlib import Path
 
@@ -33,16 +33,16 @@ def test_the_losses_after_a_restart_are_those_of_the_run_that_went_on(
         train(engine, channel, range(2))
         with sw.checkpoint.AsyncSaver(tmp_path, layout=file_layout, channel=channel) as saver:
             save(engine, channel, saver)
-            return train(engine, channel, range(2, 10))
+            return train(engine, channel, range(2, 5))
 
     def restarted(channel: sw.Channel) -> list[float]:
         engine = engine_of(plan, channel, seed=3)
         assert sw.load(tmp_path, engine, channel=channel) == {"step": 2}
-        return train(engine, channel, range(2, 10))
+        return train(engine, channel, range(2, 5))
 
     expected = sw.simulate(2, uninterrupted)
     assert sw.simulate(2, restarted) == expected
-    assert len(set(expected[0])) == 8, "the losses move, so that equal ones say something"
+    assert len(set(expected[0])) == 3, "the losses move, so that equal ones say something"
 
 
 def test_a_learning_rate_that_a_schedule_changed_goes_on_from_where_it_was(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_a_load_into_an_engine_that_has_trained_undoes_what_it_learnt(tmp_path: 
         engine = engine_of(plan, channel)
         train(engine, channel, range(2))
         sw.save(tmp_path, engine, channel=channel)
-        first = train(engine, channel, range(2, 6))
+        first = train(engine, channel, range(2, 4))
         sw.load(tmp_path, engine, channel=channel)
-        assert train(engine, channel, range(2, 6)) == first
+        assert train(engine, channel, range(2, 4)) == first
 
     sw.simulate(3, run)

@@ -27,18 +27,18 @@ def test_under_the_same_layout_every_bit_goes_on(name: str, tmp_path: Path) -> N
 
     def uninterrupted(channel: sw.Channel) -> list[float]:
         engine = engine_of(plan, channel)
-        train(engine, channel, range(2))
-        sw.save(tmp_path, engine, extra={"step": 2}, channel=channel)
-        return train(engine, channel, range(2, 5))
+        train(engine, channel, [0])
+        sw.save(tmp_path, engine, extra={"step": 1}, channel=channel)
+        return train(engine, channel, range(1, 3))
 
     def restarted(channel: sw.Channel) -> list[float]:
         engine = engine_of(plan, channel, seed=3)
-        assert sw.load(tmp_path, engine, channel=channel) == {"step": 2}
-        return train(engine, channel, range(2, 5))
+        assert sw.load(tmp_path, engine, channel=channel) == {"step": 1}
+        return train(engine, channel, range(1, 3))
 
     expected = sw.simulate(plan.mesh.size, uninterrupted)
     assert sw.simulate(plan.mesh.size, restarted) == expected
-    assert len(set(expected[0])) == 3
+    assert len(set(expected[0])) == 2
 
 
 MOVES = [
@@ -74,16 +74,16 @@ def test_under_another_layout_the_losses_are_those_of_one_process(
 
     def save(channel: sw.Channel) -> list[tuple[float, float]]:
         engine = engine_under(first, channel, 0)
-        told = steps(engine, channel, range(2))
+        told = steps(engine, channel, range(1))
         sw.save(tmp_path, engine, channel=channel)
         return told
 
     def go_on(channel: sw.Channel) -> list[tuple[float, float]]:
         engine = engine_under(second, channel, 1)
         sw.load(tmp_path, engine, channel=channel)
-        return steps(engine, channel, range(2, 4))
+        return steps(engine, channel, range(1, 3))
 
-    [wanted] = sw.simulate(1, lambda channel: steps(engine_under(alone, channel, 0), channel, range(4)))
+    [wanted] = sw.simulate(1, lambda channel: steps(engine_under(alone, channel, 0), channel, range(3)))
     before, after = sw.simulate(first.mesh.size, save), sw.simulate(second.mesh.size, go_on)
     assert len({*map(str, before)}) == len({*map(str, after)}) == 1, "all ranks are told the same"
     told = torch.tensor([*before[0], *after[0]], dtype=torch.float64)

@@ -143,7 +143,7 @@ def test_a_rank_that_stops_early_makes_the_others_raise_an_error() -> None:
     zero, one, two = sw.simulate(3, run)
     assert one == "2"
     assert zero == two
-    assert zero.startswith("rank 1 stopped taking full tensors before the last, and this rank goes on")
+    assert zero.startswith("rank 1 stopped taking full tensors before the last one, and this rank goes on")
 
 
 def test_nothing_happens_before_the_first_is_asked_for(tmp_path: Any) -> None:
@@ -163,7 +163,7 @@ def test_nothing_happens_before_the_first_is_asked_for(tmp_path: Any) -> None:
         ({"optimizer": "x"}, CheckpointError, "optimizer is 'x'; give True or False"),
         ({"rewrite": "a -> b"}, CheckpointError, "rewrite is a str; give sw.Rewrite(text)"),
         ({"rewrite": sw.Rewrite("c -> b")}, RewriteError, "there is no tensor c"),
-        ({"rewrite": sw.Rewrite("_ -> b")}, RewriteError, "b: the rewrite adds what keeps its current value"),
+        ({"rewrite": sw.Rewrite("_ -> b")}, RewriteError, "b: the rewrite adds a tensor that keeps its current value"),
     ],
 )
 def test_what_cannot_be_given_is_refused_on_all_ranks_alike(

@@ -124,7 +124,7 @@ def test_rows_that_data_parallelism_may_have_cut_are_not_taken_for_tensor_parall
     states = blank(shares_of({"gu": torch.zeros(8, 3)}, "rows", 2))
     text = refusal(tmp_path, states, fused, RewriteError)
     assert "the right tensor is cut along dim 0 by its layout" in text
-    assert "say dst_tp= with the tensor-parallel degree, or dst_tp=1" in text
+    assert "Write dst_tp= with the tensor-parallel degree, or dst_tp=1" in text
     for degree, order in ((1, [0, 1, 2, 3, 4, 5, 6, 7]), (2, [0, 1, 4, 5, 2, 3, 6, 7])):
         rewrite = sw.Rewrite(f"{fused}, dst_tp={degree}")
         load_all(tmp_path, states, rewrite=rewrite)
@@ -136,12 +136,12 @@ def test_what_the_outputs_do_not_fit_is_found_as_in_a_plain_load(tmp_path: Path)
     saved_ab(tmp_path)
     states = blank(shares_of({"ab": torch.zeros(6, 5), "new": torch.zeros(3)}, "rows", 2))
     text = refusal(tmp_path, states, "a, b -> ab, axis=0")
-    assert "ab: shape [6, 5] in the target, [6, 6] in what the rewrite makes of the checkpoint" in text
-    assert "new: missing; what the rewrite makes of the checkpoint has no tensor for it" in text
+    assert "ab: shape [6, 5] in the target, [6, 6] in the rewritten checkpoint" in text
+    assert "new: missing; the rewritten checkpoint has no tensor for it" in text
     assert "c: unexpected; the target has no place for it" in text
     states = blank(shares_of({"ab": torch.zeros(6, 6, dtype=torch.float64), "c": torch.zeros(3)}, "runs", 2))
     text = refusal(tmp_path, states, "a, b -> ab, axis=0")
-    assert "dtype float64 in the target, float32 in what the rewrite makes of the checkpoint; allow it with" in text
+    assert "dtype float64 in the target, float32 in the rewritten checkpoint; allow it with" in text
 
 
 def test_with_leave_names_may_be_missing_and_dtypes_other(tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_with_leave_names_may_be_missing_and_dtypes_other(tmp_path: Path) -> Non
     report = checkpoint.load(tmp_path, target, rewrite=rewrite, strict=False, cast=True).report
     assert torch.equal(target["ab"], torch.cat([whole["a"], whole["b"]]).half().double())
     assert torch.equal(target["new"], torch.full((3,), 7.0))
-    assert report.missing == ("new: missing; what the rewrite makes of the checkpoint has no tensor for it",)
+    assert report.missing == ("new: missing; the rewritten checkpoint has no tensor for it",)
     assert report.unexpected == ("c: unexpected; the target has no place for it",)
-    assert report.casts == ("ab: dtype float64 in the target, float16 in what the rewrite makes of the checkpoint",)
+    assert report.casts == ("ab: dtype float64 in the target, float16 in the rewritten checkpoint",)
 
 
 def test_what_is_added_keeps_its_value_and_what_is_dropped_is_told(tmp_path: Path) -> None:

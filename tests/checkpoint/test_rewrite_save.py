@@ -84,7 +84,7 @@ def test_replicas_are_written_once_and_ranks_may_hold_nothing(tmp_path: Path) ->
     [
         ("a, b -> c, axis=0", RewriteError, "a, b -> c, axis=0"),
         ("x -> y", RewriteError, "there is no tensor x"),
-        ("_ -> c", RewriteError, "c: the rewrite adds what keeps its current value"),
+        ("_ -> c", RewriteError, "c: the rewrite adds a tensor that keeps its current value"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks_and_nothing_is_left(

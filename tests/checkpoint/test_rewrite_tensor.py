@@ -5,7 +5,8 @@ the layout. `PerRank` has for each rank its gate and its up, as Megatron-LM and 
 tensor depends on the number of ranks: [gate 0, up 0, gate 1, up 1] for two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -157,30 +158,48 @@ gate_up.bias -> gate.bias, up.bias{how}, axis=0
 """
 
 
-@pytest.mark.parametrize("source", ["single", "dp_shard=2,tp=2"])
+Saves = Callable[[str, str], tuple[Path, torch.Tensor, Whole]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """One save for each model and mesh."""
+
+    @cache
+    def made(kind: str, mesh: str) -> tuple[Path, torch.Tensor, Whole]:
+        path = tmp_path_factory.mktemp("saves")
+        return path, *save(path, kind, mesh)
+
+    return made
+
+
+BOTH = ("single", "dp_shard=2,tp=2")
+
+
 @pytest.mark.parametrize(
-    ("kind", "mesh", "text", "num_ranks"),
+    ("kind", "mesh", "text", "num_ranks", "sources"),
     [
-        ("packed", "tp=2", PLAIN, 1),
-        ("packed", "dp_shard=3,tp=2", PLAIN, 1),
-        ("packed", "dp_shard=3,tp=2", FFN, 1),
-        ("packed", "tp=2", FFN, 1),
-        ("packed", "tp=4", FFN, 1),
-        ("per rank", "single", FFN, 1),
-        ("per rank", "tp=2", FFN, 2),
-        ("per rank", "dp_shard=3,tp=4", FFN, 4),
-        ("per rank", "tp=2", THROUGH, 2),
-        ("per rank", "dp_shard=2,tp=4", THROUGH, 4),
-        ("packed", "tp=2", THROUGH, 1),
+        ("packed", "tp=2", PLAIN, 1, BOTH),
+        ("packed", "dp_shard=3,tp=2", PLAIN, 1, BOTH[:1]),
+        ("packed", "dp_shard=3,tp=2", FFN, 1, BOTH[1:]),
+        ("packed", "tp=2", FFN, 1, BOTH),
+        ("packed", "tp=4", FFN, 1, BOTH[1:]),
+        ("per rank", "single", FFN, 1, BOTH),
+        ("per rank", "tp=2", FFN, 2, BOTH),
+        ("per rank", "dp_shard=3,tp=4", FFN, 4, BOTH[1:]),
+        ("per rank", "tp=2", THROUGH, 2, BOTH),
+        ("per rank", "dp_shard=2,tp=4", THROUGH, 4, BOTH[:1]),
+        ("packed", "tp=2", THROUGH, 1, BOTH),
     ],
 )
 def test_what_is_fused_has_the_degree_of_the_engine_that_loads(
-    source: str, kind: str, mesh: str, text: str, num_ranks: int, tmp_path: Path
+    kind: str, mesh: str, text: str, num_ranks: int, sources: Sequence[str], saved: Saves
 ) -> None:
-    said, state = save(tmp_path, "apart", source)
-    again, got = load(tmp_path, kind, mesh, text, stage=3 if "dp" in mesh else 1)
-    assert_same(got, fused(state, num_ranks))
-    torch.testing.assert_close(again, said, rtol=1e-12, atol=1e-12)
+    for source in sources:
+        path, said, state = saved("apart", source)
+        again, got = load(path, kind, mesh, text, stage=3 if "dp" in mesh else 1)
+        assert_same(got, fused(state, num_ranks))
+        torch.testing.assert_close(again, said, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,10 +217,10 @@ def test_what_is_fused_has_the_degree_of_the_engine_that_loads(
     ],
 )
 def test_what_was_fused_has_the_degree_of_the_engine_that_saved(
-    kind: str, mesh: str, target: str, target_mesh: str, text: str, tmp_path: Path
+    kind: str, mesh: str, target: str, target_mesh: str, text: str, saved: Saves
 ) -> None:
-    said, _ = save(tmp_path, kind, mesh)
-    again, _ = load(tmp_path, target, target_mesh, text)
+    path, said, _ = saved(kind, mesh)
+    again, _ = load(path, target, target_mesh, text)
     torch.testing.assert_close(again, said, rtol=1e-12, atol=1e-12)
 
 
@@ -236,7 +255,7 @@ def test_what_is_whole_in_the_files_of_ranks_along_tp_has_no_degree(tmp_path: Pa
     """Then the number of ranks for which it was fused is to be said."""
     said, _ = save(tmp_path, "per rank", "tp=2", files="whole")
     text = ALONE.format(how=", fused_ffn")
-    with pytest.raises(RewriteError, match="say src_tp="):
+    with pytest.raises(RewriteError, match="Write src_tp="):
         load(tmp_path, "apart", "single", text)
     again, _ = load(tmp_path, "apart", "single", text.replace("fused_ffn", "fused_ffn, src_tp=2"))
     torch.testing.assert_close(again, said, rtol=1e-12, atol=1e-12)

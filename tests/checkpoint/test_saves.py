@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import LocalStore
+from shardwise.checkpoint.arrangement import arrange
+from shardwise.checkpoint.manifest import Head
+from shardwise.checkpoint.saves import clean_up
 from shardwise.checkpoint.stores import Store
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
@@ -58,6 +62,18 @@ def test_old_saves_are_pruned_and_numbers_go_on(tmp_path: Path) -> None:
     assert checkpoint.prune(tmp_path, keep=9) == []
     with pytest.raises(CheckpointError, match="keep is 0, which leaves no save"):
         checkpoint.prune(tmp_path, keep=0)
+
+
+def test_what_was_begun_after_a_commit_is_not_cleaned_up_with_it(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, whole_state(1))
+    at_work = tmp_path / "save-00000002" / "0123abcd-rank00000.safetensors"
+    at_work.parent.mkdir()
+    at_work.write_bytes(b"begun")
+    clean_up(LocalStore(tmp_path), 1)
+    assert at_work.exists()
+    clean_up(LocalStore(tmp_path), 2)
+    assert not at_work.exists()
+    assert same(loaded(tmp_path)[0], whole_state(1))
 
 
 def test_a_good_load_follows_a_failed_one(tmp_path: Path) -> None:
@@ -193,3 +209,33 @@ def test_a_hundred_thousand_tiny_tensors_are_saved_verified_and_loaded(
     tmp_path: Path, size: int, seconds: float
 ) -> None:
     check_tiny(tmp_path, 100_000, size, seconds=seconds)
+
+
+@pytest.mark.parametrize("start", [0, 1 << 19])
+@pytest.mark.parametrize("num_elements", [1 << 18, (1 << 19) + 3, 1 << 20])
+def test_replicas_of_a_large_run_share_its_elements_wherever_it_begins(start: int, num_elements: int) -> None:
+    size = start + num_elements + 5
+    ends = [(0, start), (start, start + num_elements), (start + num_elements, size)]
+    before, run, after = (sw.Piece(name="w", dtype="float32", global_shape=(size,), run=each) for each in ends)
+    alone_on = [[before] if start else [], [], [], [after]]
+    written = arrange([*([*each, run] for each in alone_on[:3]), alone_on[3]], "pieces", block_bytes=1 << 18).written
+    runs = sorted((piece.elements.start, piece.elements.stop) for rank in written for piece in rank)
+    assert (runs[0][0], runs[-1][1]) == (0, size)
+    assert all(stop == following for (_, stop), (following, _) in pairwise(runs))
+    parts = [sum(piece.num_elements for piece in rank if piece != before) for rank in written[:3]]
+    assert sum(parts) == num_elements
+    assert max(parts) < num_elements or num_elements == 1 << 18, "small ones stay whole"
+
+
+def test_the_metadata_of_a_save_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sw.save(tmp_path, {"w": torch.ones(2)})
+    parsed: list[str] = []
+
+    def noted(manifest: bytes, *, location: str) -> Head:
+        parsed.append(location)
+        return unpack(manifest, location=location)
+
+    unpack = Head.unpack
+    monkeypatch.setattr(Head, "unpack", noted)
+    sw.load(tmp_path, {"w": torch.zeros(2)})
+    assert parsed == [str(tmp_path / "save-00000001" / "manifest.json")]

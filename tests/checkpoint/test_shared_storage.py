@@ -44,7 +44,7 @@ def test_every_rank_that_does_not_see_the_storage_is_named_to_all_with_the_way_o
     texts = verdicts(paths, opens_saver=opens_saver)
     assert len(set(texts)) == 1
     for words in (
-        f"rank 0 on {os.uname().nodename} writes to {tmp_path}/a, and rank 1 on",
+        f"rank 0 on {os.uname().nodename} writes to {tmp_path}/a; rank 1 on",
         ", rank 3 on",
         "do not find its file there (No such file or directory)",
         f"the folder is {tmp_path}/b there",

@@ -66,8 +66,8 @@ def test_all_findings_come_at_once_and_alike_on_all_ranks(tmp_path: Path) -> Non
     text = refusal(tmp_path, states, states)
     for said in (
         "a: shape [3, 2] in the target, [2, 3] in the checkpoint",
-        "b: dtype int32 in the target, int64 in the checkpoint; allow it with cast=True, or keep the dtypes of "
-        "what was saved (precision.master)",
+        "b: dtype int32 in the target, int64 in the checkpoint; allow it with cast=True, or keep the saved dtypes "
+        "(precision.master)",
         "new: missing; the checkpoint has no tensor for it",
         "only here: missing; the checkpoint has no tensor for it",
         "d: unexpected; the target has no place for it",
@@ -207,7 +207,7 @@ def test_two_tensors_do_not_silently_become_one(target_is_object: bool, equal: b
         assert report_of(tmp_path, state).unexpected == ()
     else:
         text = refusal(tmp_path, [state], [target.state_dict()])
-        assert "two.weight: unexpected; the target ties it to one.weight, but in the checkpoint the two have" in text
+        assert "two.weight: unexpected. The target ties it to one.weight, but in the checkpoint the two have" in text
     report = report_of(tmp_path, state, strict=False)
     assert len(report.unexpected) == 1
     assert torch.equal(target.two.weight, source.one.weight)
@@ -225,12 +225,10 @@ def test_ranks_that_tie_differently_are_refused(tmp_path: Path) -> None:
     def run(channel: Channel) -> None:
         tensor = torch.ones(2)
         names = ["a", "b"] if channel.rank == 0 else ["b", "a"]
-        with pytest.raises(sw.ShardwiseError, match="are one tensor to some ranks, but rank 0 has them"):
+        with pytest.raises(sw.ShardwiseError, match="are one tensor on some ranks, but rank 0 has two"):
             sw.save(tmp_path, dict.fromkeys(names, tensor), channel=channel)
         apart = {"a": tensor, "b": tensor if channel.rank == 0 else torch.ones(2)}
-        with pytest.raises(
-            sw.ShardwiseError, match="b and a are one tensor to some ranks, but rank 1 has them otherwise"
-        ):
+        with pytest.raises(sw.ShardwiseError, match="b and a are one tensor on some ranks, but rank 1 has two"):
             sw.save(tmp_path, apart, channel=channel)
 
     sw.simulate(2, run)
@@ -293,7 +291,7 @@ def moments(model: Named, optimizer: torch.optim.Optimizer) -> dict[str, torch.T
 @pytest.mark.parametrize(
     ("names", "frozen", "found"),
     [
-        ("xabc", "", ["x: missing", "trained here that were not when the checkpoint was saved: 'x'; freeze them"]),
+        ("xabc", "", ["x: missing", "trained here, but were frozen in the checkpoint: 'x'; freeze them"]),
         ("bc", "", ["a: unexpected"]),
         ("abc", "a", ["a"]),
         ("cab", "", []),

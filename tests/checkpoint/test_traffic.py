@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import Address, LocalStore, read_rounds
+from shardwise.checkpoint import Address, LocalStore, read_rounds, saving
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, Work
 from shardwise.errors import CheckpointError
@@ -18,6 +19,7 @@ from shardwise.moving.mover import Mover
 from shardwise.space import Piece
 from tests.checkpoint.faulty import Counting
 from tests.checkpoint.small_states import Whole, empty_state, same, save_state, whole_state
+from tests.comm.boards import on_threads
 from tests.moving.watched import Watched
 
 ROWS, COLUMNS = 1536, 1024
@@ -153,6 +155,40 @@ def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(
     assert read == [0, TOTAL_BYTES, 0]
     assert sum(messages) >= needed[0] + needed[2]
     assert max(messages) <= limit
+
+
+def test_a_fast_rank_reads_the_next_round_while_a_slow_one_still_takes_from_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "BLOCK_BYTES", 64)
+    for name in ("ROUND_BYTES", "OWN_BYTES", "ONE_ROUND_BYTES"):
+        monkeypatch.setattr(read_rounds, name, 256)
+    buffers_of_all = read_rounds._Buffers.of_all
+
+    def slowly(buffers: read_rounds._Buffers, number: int) -> list[torch.Tensor] | None:
+        if buffers._rank == 1:
+            time.sleep(0.02)
+        return buffers_of_all(buffers, number)
+
+    monkeypatch.setattr(read_rounds._Buffers, "of_all", slowly)
+    values = torch.arange(512)
+    sw.save(tmp_path, {"w": values})
+    targets = [{"w": torch.zeros_like(values)} for _ in range(2)]
+    on_threads(2, lambda channel: sw.load(tmp_path, targets[channel.rank], channel=channel))
+    assert all(torch.equal(target["w"], values) for target in targets)
+
+
+def test_a_rank_that_needs_more_rounds_than_the_first_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "BLOCK_BYTES", 64)
+    for name in ("ROUND_BYTES", "OWN_BYTES", "ONE_ROUND_BYTES", "OWN_BATCHES"):
+        monkeypatch.setattr(read_rounds, name, 256 if name != "OWN_BATCHES" else 1)
+    state = {"little": torch.arange(4), "much": torch.arange(512)}
+    sw.save(tmp_path, state)
+    targets = [{name: torch.zeros_like(state[name])} for name in state]
+    sw.simulate(2, lambda channel: sw.load(tmp_path, targets[channel.rank], channel=channel))
+    assert all(torch.equal(value, state[name]) for target in targets for name, value in target.items())
 
 
 def load_from(places: Sequence[Address], **arguments: Any) -> tuple[list[Whole], list[str]]:

@@ -7,7 +7,6 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -15,6 +14,7 @@ from shardwise.checkpoint import TorchState, matching
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, ShardwiseError
 from tests.checkpoint.small_states import contents
+from tests.checkpoint.stored_values import save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -44,7 +44,7 @@ def put(folder: Path, kind: str, state: Mapping[str, torch.Tensor]) -> Path:
     """A checkpoint by a writer that does not look for ties."""
     folder = folder / kind
     if kind == "dcp":
-        save_dcp(dict(state), checkpoint_id=folder, no_dist=True)
+        save_dcp(folder, state)
     elif kind == "safetensors":
         folder.mkdir()
         safetensors.torch.save_file(dict(state), folder / "model.safetensors")
@@ -116,7 +116,7 @@ def test_one_element_that_differs_refuses_on_all_ranks_and_both_ways_out_work(
     untouched = Tied(9).state_dict()
     assert len(errors) == size
     assert len(set(errors)) == 1
-    assert "out.weight: unexpected; the target ties it to embed.weight, but in the checkpoint the two have" in errors[0]
+    assert "out.weight: unexpected. The target ties it to embed.weight, but in the checkpoint the two have" in errors[0]
     assert 'strict=False, or drop it with a rewrite, sw.Rewrite("out.weight -> _")' in errors[0]
     assert "third" not in errors[0]
     assert all(torch.equal(each, untouched[name]) for model in models for name, each in model.state_dict().items())
@@ -131,7 +131,7 @@ def test_copies_of_other_shapes_or_dtypes_are_refused(cut: torch.Tensor, tmp_pat
     path = put(tmp_path, "safetensors", {**apart(), "out.weight": cut})
     _, [error] = load(path, 1)
     assert "out.weight: unexpected" in error
-    assert "the two are of different shapes or dtypes: leave it with strict=False" in error
+    assert "the two are of different shapes or dtypes. Ignore it with strict=False" in error
 
 
 @pytest.mark.parametrize("equal", [True, False])

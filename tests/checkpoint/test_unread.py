@@ -7,23 +7,25 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.cli import main
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
+from tests.checkpoint.stored_values import save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FOLDERS: dict[str, tuple[list[str], list[str]]] = {
-    "DeepSpeed": (
-        ["latest", "zero_to_fp32.py", "global_step5/mp_rank_00_model_states.pt",
-         "global_step5/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-        ["a checkpoint of DeepSpeed", "python zero_to_fp32.py"],
+    "DeepSpeed, too far out": (
+        ["runs/a/global_step5/mp_rank_00_model_states.pt", "zero_to_fp32.py"],
+        ["a folder with files of DeepSpeed, but neither a save", "name the folder of one save"],
     ),
-    "DeepSpeed, one step": (["zero_pp_rank_1_mp_rank_03_optim_states.pt"], ["a checkpoint of DeepSpeed"]),
+    "DeepSpeed without latest": (
+        ["global_step5/mp_rank_00_model_states.pt", "zero_to_fp32.py"],
+        ["but global_step5 in it holds one: name it"],
+    ),
     "Megatron": (
         ["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00_001/model_optim_rng.pt"],
         ["a checkpoint of Megatron-LM", "--ckpt-format torch_dist"],
@@ -31,10 +33,6 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "Megatron as DCP": (
         ["latest_checkpointed_iteration.txt", "iter_0000100/.metadata", "iter_0000100/__0_0.distcp"],
         ["but iter_0000100 in it holds one: name it"],
-    ),
-    "pickled weights": (
-        ["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
-        ["a model of Hugging Face as pickles of torch, which are not read yet", "safe_serialization=True"],
     ),
     "DCP without metadata": (
         ["__0_0.distcp", "__1_0.distcp"],
@@ -46,9 +44,9 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "Flax": (["flax_model.msgpack", "config.json"], ["Flax or Orbax, which is not read yet"]),
     "Orbax": (["_CHECKPOINT_METADATA", "manifest.ocdbt", "d/abc"], ["Flax or Orbax"]),
     "ONNX": (["model.onnx"], ["ONNX, which is not read yet"]),
-    "GGUF": (["q4.gguf"], ["a model of llama.cpp (GGUF), which is not read yet"]),
-    "Lightning": (["epoch=1.ckpt"], ["a pickle, such as torch.save writes", "weights_only=True"]),
-    "Llama": (["consolidated.00.pth", "params.json"], ["a pickle, such as torch.save writes"]),
+    "GGUF": (["q4.gguf"], ["a folder of models of llama.cpp (GGUF)", "name the file of one"]),
+    "Lightning": (["epoch=1.ckpt"], ["a folder of files that torch.save may have written", "name the file"]),
+    "Llama": (["consolidated.00.pth", "params.json"], ["a folder of files that torch.save may have written"]),
     "anything": (["a.txt", "b\n.txt", "c", "d"], [r"it has a.txt, b\n.txt, c and 1 more; saves of shardwise,"]),
     "runs": (
         ["one/save-00000001/manifest.json", "two/model.safetensors", "three/x.txt"],
@@ -57,10 +55,6 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
 }  # fmt: skip
 
 FILES = {
-    "model.gguf": "a model of llama.cpp (GGUF)",
-    "model.pt": "a pickle, such as torch.save writes",
-    "last.ckpt": "a pickle, such as torch.save writes",
-    "pytorch_model.bin": "a model of Hugging Face as pickles",
     "model.onnx": "a model of ONNX",
     "manifest.json": "one file of several; name the folder that holds it",
     ".metadata": "one file of several; name the folder that holds it",
@@ -116,7 +110,7 @@ def test_places_where_nothing_is_say_which(tmp_path: Path, monkeypatch: pytest.M
     check_told(tmp_path / "absent", f"{tmp_path}/absent holds no checkpoint: it does not exist", [])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        CheckpointError, match=r"if meta-llama/Llama-3\.2-1B is a model on the Hugging Face hub, download"
+        CheckpointError, match=r"If meta-llama/Llama-3\.2-1B is on the Hugging Face hub, run `hf download"
     ):
         checkpoint.open("meta-llama/Llama-3.2-1B")
     with pytest.raises(CheckpointError, match=r"does not exist$"):
@@ -138,6 +132,6 @@ def test_a_safetensors_file_is_read_by_itself(name: str, tmp_path: Path) -> None
 
 
 def test_what_is_read_is_not_called_unread(tmp_path: Path) -> None:
-    save_dcp({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_dcp(tmp_path / "dcp", {"w": torch.ones(2)})
     (tmp_path / "dcp" / "pytorch_model.bin").write_bytes(b"beside it")
     assert checkpoint.open(tmp_path / "dcp").contents.format == "dcp"

@@ -162,7 +162,7 @@ def test_values_that_came_through_no_rewrite_forget_the_one_before(tmp_path: Pat
     sw.save(tmp_path / "again", engine)
     result = convert(tmp_path / "again", tmp_path / "out", "--inverse")
     assert result.exit_code == 1
-    assert "does not say by which rewrite it was made; name the one to undo (--rewrite NAME --inverse" in result.stderr
+    assert "does not say which rewrite made it; name that rewrite (--rewrite NAME --inverse" in result.stderr
 
 
 def test_a_save_that_remembers_nothing_goes_back_like_an_original(tmp_path: Path) -> None:

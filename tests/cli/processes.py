@@ -1,20 +1,28 @@
-"""A `shardwise` as a user starts it, and what it leaves."""
+"""A `shardwise` as a user starts it, and what it leaves.
+
+in_this_process    the command, called                     what it says and computes
+simulated          its ranks, as threads                   what ranks compute
+started, done      processes forked from one interpreter   launchers, ranks, signals, exit codes
+torchrun           interpreters of their own               the start itself
+done_anew
+"""
 
 import contextlib
 import io
 import json
 import os
-import signal
+import pty
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
 from shardwise.cli import main
+from tests.forks.programs import kill_all, members_of_session, started
 
 
 def in_this_process(*arguments: str) -> Result:
@@ -28,51 +36,61 @@ def in_this_process(*arguments: str) -> Result:
 def simulated(config: Path, *overrides: str, num_processes: int, resume: str | None = None) -> str:
     """What so many processes of `shardwise train` would do, on simulated ranks in this one, and what they would print.
 
-    A process takes seconds to import torch before it does anything: only what a process alone can show needs one.
+    Only what a process alone can show needs one. The sample of text at the end is short: it takes a forward per token.
     """
     from shardwise.comm import simulate  # the command line alone loads no torch
-    from shardwise.train import read_config
-    from shardwise.train.rank import run
+    from shardwise.train import rank, read_config
 
     read = read_config(config, overrides=overrides, num_processes=num_processes)
     printed = io.StringIO()
     console = Console(file=printed, width=200)
-    simulate(num_processes, lambda channel: run(read, channel, console, resume=resume))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(rank, "_SAMPLE_TOKENS", 8)
+        simulate(num_processes, lambda channel: rank.run(read, channel, console, resume=resume))
     return printed.getvalue()
 
 
-@contextlib.contextmanager
-def started(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    """A `shardwise` in a process group of its own, of which nothing is left afterwards."""
-    command = [sys.executable, "-m", "shardwise.cli", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def done(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    with started(arguments) as command:
+        out, err = command.communicate(timeout=90)
+        assert not members_of_session(command.pid), "processes were left running"
+        return subprocess.CompletedProcess(arguments, command.wait(timeout=0), out, err)
+
+
+def on_a_terminal(*arguments: str, output_too: bool) -> tuple[int, str, str]:
+    """Exit code, output, and what a terminal gets: its errors, and its output too if that is asked for."""
+    ours, theirs = pty.openpty()
+    environment = {"TERM": "xterm", "COLUMNS": "100"}
+    output = theirs if output_too else None
+    with started(arguments, environment=environment, output=output, errors=theirs) as command:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # how Linux says that nobody holds the other end
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        os.close(ours)
+        out, _ = command.communicate(timeout=60)
+        return command.wait(timeout=0), out, shown.decode()
+
+
+def done_anew(*command: str) -> "subprocess.CompletedProcess[str]":
+    """An interpreter with these arguments, from its start to its end."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        yield process
+        out, err = process.communicate(timeout=90)
+        assert not members_of_session(process.pid), "processes were left running"
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process.pid)
         process.communicate(timeout=10)
 
 
-def done(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    with started(list(arguments)) as process:
-        out, err = process.communicate(timeout=90)
-        assert not members_of_group(process.pid), "processes were left running"
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
-
-
-def members_of_group(group: int) -> list[int]:
-    """The processes of a process group that still run (zombies do not)."""
-    members = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                members.append(int(status.parent.name))
-    return members
+def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`shardwise` on two ranks that torchrun starts."""
+    options = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    return done_anew("-m", "torch.distributed.run", *options, "-m", "shardwise.cli", *arguments)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

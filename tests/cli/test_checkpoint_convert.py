@@ -1,10 +1,6 @@
 """`shardwise ckpt convert` and `shardwise ckpt diff`: words, exit codes, one paragraph of error."""
 
 import json
-import os
-import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from shardwise import checkpoint
 from shardwise.cli import main
+from tests.cli.processes import on_a_terminal
 
 STATE = {"w": torch.arange(12.0).view(3, 4), "optimizer/w/master": torch.ones(12), "optimizer/w/exp_avg": torch.ones(2)}
 
@@ -98,31 +95,14 @@ def test_diff_prints_json_alone(saved: Path) -> None:
     assert json.loads(ckpt("diff", saved, saved, "--json").stdout)["equal"] is True
 
 
-def on_a_terminal(*words: str | Path) -> tuple[int, str]:
-    """Exit code and all that a terminal gets."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "shardwise.cli", "ckpt", *map(str, words)]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-        os.close(theirs)
-        data = b""
-        while True:
-            try:
-                data += os.read(ours, 4096)
-            except OSError:  # the other end is closed
-                break
-        os.close(ours)
-    return process.returncode, data.decode()
-
-
 @pytest.mark.processes
 def test_a_terminal_gets_a_bar_and_then_the_result(saved: Path, tmp_path: Path) -> None:
-    code, text = on_a_terminal("convert", saved, tmp_path / "b")
+    code, _, text = on_a_terminal("ckpt", "convert", str(saved), str(tmp_path / "b"), output_too=True)
     assert code == 0
     assert "converting" in text
     assert "104/104 bytes" in text
     assert "3 tensors, 104 B, verified, in 0." in text.splitlines()[-1]
-    code, text = on_a_terminal("diff", saved, tmp_path / "b", "--step-a", "1")
+    code, _, text = on_a_terminal("ckpt", "diff", str(saved), str(tmp_path / "b"), "--step-a", "1", output_too=True)
     assert code == 1
     assert "comparing" in text
     assert "2 of 3 tensors are equal" in text.splitlines()[-1]

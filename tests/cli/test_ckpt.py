@@ -1,11 +1,7 @@
 """`shardwise ckpt`: what is in a checkpoint, and whether it is whole."""
 
 import json
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,8 @@ from shardwise import checkpoint
 from shardwise.cli import main
 from shardwise.comm import alone, simulate
 from shardwise.space import Piece
+from tests.cli.processes import on_a_terminal
+from tests.forks.programs import started
 
 LONG = "a.parameter.with.a." + ".".join(f"very_long_name_{number}" for number in range(12))
 
@@ -187,10 +185,7 @@ def test_what_goes_wrong_is_one_paragraph_on_stderr(
 def test_a_reader_that_goes_away_ends_the_list_without_a_word(tmp_path: Path) -> None:
     save_file({f"tensor.number.{number}": torch.zeros(1) for number in range(4_000)}, tmp_path / "m.safetensors")
     for more in ([], ["--json"]):
-        command = [sys.executable, "-m", "shardwise.cli", "ckpt", "ls", str(tmp_path), *more]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
+        with started(["ckpt", "ls", str(tmp_path), *more]) as process:
             process.stdout.readline()
             process.stdout.close()
             assert process.stderr.read() == ""
@@ -199,24 +194,15 @@ def test_a_reader_that_goes_away_ends_the_list_without_a_word(tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_verify_shows_how_far_it_is_on_a_terminal_and_leaves_one_line(saves: Path) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "shardwise.cli", "ckpt", "verify", str(saves / "save-00000001")]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment) as process:
-        os.close(theirs)
-        shown = b""
-        while chunk := _read(ours):
-            shown += chunk
-        assert process.stdout is not None
-        assert process.stdout.read().endswith("is as it was written: 2 tensors, 2.4 MB in 2 files\n")
-        assert process.wait(timeout=60) == 0
-    os.close(ours)
-    assert b"2.4/2.4 MB" in shown
+    arguments = ("ckpt", "verify", str(saves / "save-00000001"))
+    code, out, shown = on_a_terminal(*arguments, output_too=False)
+    assert code == 0
+    assert out.endswith("is as it was written: 2 tensors, 2.4 MB in 2 files\n")
+    assert "2.4/2.4 MB" in shown
 
 
-def _read(descriptor: int) -> bytes:
-    """What a terminal shows next; nothing once its program has ended."""
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # how Linux says that nobody holds the other end
-        return b""
+def test_a_diff_of_equal_checkpoints_returns(tmp_path: Path) -> None:
+    """The exit code of success is that of a command that ends, also for a program that calls it."""
+    for name in "ab":
+        checkpoint.save(tmp_path / name, {"w": torch.ones(2)})
+    assert main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")], standalone_mode=False) is None

@@ -1,63 +1,42 @@
 """`shardwise train` as the launchers of clusters start it: one world, or a refusal that all tasks give."""
 
+import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.processes import in_this_process, metrics
+from tests.cli.small_net import written
+from tests.forks.programs import started
 
-NET = """
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(256, 8)
-        self.head = nn.Linear(8, 256)
-
-    def forward(self, input_ids):
-        return self.head(self.embedding(input_ids))
-
-
-def loss(logits, batch):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-"""
-
-CONFIG = """
-model = {factory = "net.py:Net", loss = "net.py:loss"}
-data = {source = "net.py", sequence_length = 16, held_out = 0.2}
+TABLES = """
 train = {steps = 2, global_batch = 4, microbatch = 2, output = "out", timeout_seconds = 2}
 """
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    return tmp_path / "run.toml"
+    return written(tmp_path, TABLES)
 
 
 def srun(config: Path, folders: list[Path], *more: str) -> "list[tuple[int, str, str]]":
     """A task in each folder, with what srun tells it; exit code, output and errors of each."""
     step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0"}
-    step |= {"SLURM_STEP_NODELIST": "localhost", "OMP_NUM_THREADS": "1"}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "shardwise.cli", "train", str(config), *more],
-            env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, folder in enumerate(folders)
-    ]
-    ends = [task.communicate(timeout=90) for task in tasks]
-    return [(task.returncode, *end) for task, end in zip(tasks, ends, strict=True)]
+    step |= {"SLURM_STEP_NODELIST": "localhost"}
+    with contextlib.ExitStack() as stack:
+        tasks = [
+            stack.enter_context(
+                started(
+                    ["train", str(config), *more],
+                    environment={**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+                    folder=folder,
+                )
+            )
+            for rank, folder in enumerate(folders)
+        ]
+        ends = [task.communicate(timeout=90) for task in tasks]
+        return [(task.wait(timeout=0), *end) for task, end in zip(tasks, ends, strict=True)]
 
 
 @pytest.mark.processes
@@ -76,7 +55,7 @@ def test_tasks_that_share_no_storage_all_refuse_before_the_first_update(config: 
     (first, _, words), (second, _, same) = srun(config, folders, "--set", "checkpoint.every=1")
     assert (first, second) == (1, 1)
     assert words == same
-    assert f"rank 0 on {os.uname().nodename} writes to {folders[0]}/out/checkpoints, and rank 1 on" in words
+    assert f"rank 0 on {os.uname().nodename} writes to {folders[0]}/out/checkpoints; rank 1 on" in words
     assert not list(config.parent.rglob("metrics.jsonl"))
 
 
@@ -95,5 +74,5 @@ def test_processes_that_a_launcher_has_started_start_no_more(
     against = ["--against", "dp_shard=2"] if command == "verify" else []
     result = in_this_process(command, str(config), "--nproc", "2", *against)
     assert result.exit_code == 2
-    assert "has started 2 already, and this is rank 1 of them" in result.stderr
+    assert "has started 2 already, and this is rank 1." in result.stderr
     assert "Leave out --nproc" in result.stderr

@@ -5,11 +5,13 @@ import json
 import os
 import resource
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 import shardwise.comm.host_checks
@@ -84,6 +86,26 @@ def test_what_is_limited_is_noted_with_what_to_do(
     assert any(words in text for text in notes), notes
 
 
+def test_each_device_that_torch_sees_is_named_with_what_moves_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [each.text for each in findings(tmp_path)["devices"]] == ["torch sees no accelerator: ranks compute on CPUs"]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda number: f"a card with number {number}")
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: backend == "xccl")
+    found = findings(tmp_path)["devices"]
+    assert [(each.verdict, each.text) for each in found] == [
+        ("ok", "xpu:0, a card with number 0"),
+        ("ok", "xpu:1, a card with number 1"),
+        ("ok", "tensors travel between devices of type xpu over xccl"),
+        ("note", "shardwise has not been run on xpu"),
+    ]
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: False)
+    assert [each.verdict for each in findings(tmp_path)["devices"]] == ["ok", "ok", "wrong", "note"]
+
+
 def test_a_folder_that_takes_no_files_is_wrong(tmp_path: Path) -> None:
     found = findings(tmp_path / "is not there")
     assert found["saves"][0].verdict == "wrong"
@@ -94,6 +116,40 @@ def test_a_launcher_that_contradicts_itself_is_wrong(tmp_path: Path) -> None:
     found = findings(tmp_path, {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "2"})
     assert found["launcher"][0].verdict == "wrong"
     assert "ranks are 0 to 1" in found["launcher"][0].text
+
+
+@pytest.mark.parametrize(
+    ("host", "verdict", "words"),
+    [
+        ("127.0.0.1", "ok", "accepts connections"),
+        ("127.0.0.1 closed", "note", "no program listens"),
+        ("no such host.invalid", "wrong", "cannot be reached"),
+        ("silent", "wrong", "no answer within 0.05 s"),
+    ],
+)
+def test_the_address_of_rank_0_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, verdict: str, words: str
+) -> None:
+    is_over = threading.Event()
+
+    def hang(*_: object, **__: object) -> socket.socket:
+        is_over.wait()
+        raise OSError
+
+    with socket.socket() as listener, socket.socket() as closed:
+        for each in (listener, closed):
+            each.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = (closed if "closed" in host else listener).getsockname()[1]
+        if host == "silent":
+            monkeypatch.setattr("shardwise.comm.host_checks._ANSWER_SECONDS", 0.05)
+            monkeypatch.setattr(socket, "create_connection", hang)
+        environment = {"MASTER_ADDR": host.removesuffix(" closed"), "MASTER_PORT": str(port)}
+        [found] = findings(tmp_path, environment)["rank 0"]
+    is_over.set()
+    assert found.verdict == verdict
+    assert words in found.text
+    assert str(port) in found.text
 
 
 @pytest.mark.processes

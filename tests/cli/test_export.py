@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from shardwise import checkpoint
 from tests.cli.processes import in_this_process
@@ -73,7 +73,7 @@ def test_what_was_trained_is_loaded_by_transformers_with_its_tokenizer(run: Path
     told = shardwise("ckpt", "convert", tmp_path / "fused", tmp_path / "files", "--inverse", "--to", "hf", "--certify")
     assert "tensors come back to the bit" in told
     for folder, dtype in (("direct", torch.float32), ("files", torch.bfloat16)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        model = from_pretrained(tmp_path / folder)
         assert model.dtype == dtype
         assert all(torch.equal(tensor, masters[name].to(dtype)) for name, tensor in model.state_dict().items())
         assert (tmp_path / folder / "tokenizer.json").read_bytes() == (run / "words.json").read_bytes()
@@ -90,7 +90,7 @@ def test_a_save_without_a_configuration_says_so_and_takes_one(run: Path, tmp_pat
         told = shardwise("ckpt", "convert", tmp_path / "plain", out, "--to", "hf", "--config", config)
         assert "config.json" in told
         assert "without config.json" not in told
-        model = transformers.AutoModelForCausalLM.from_pretrained(out)
+        model = from_pretrained(out)
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     fused = ("--rewrite", "llama-qkv", "--config", tmp_path / "hf")  # also for the numbers of heads
     shardwise("ckpt", "convert", tmp_path / "plain", tmp_path / "fused", *fused)
@@ -104,6 +104,12 @@ def test_options_that_do_not_go_together_are_wrong_usage(tmp_path: Path) -> None
         assert result.exit_code == 2, words
     result = in_this_process("ckpt", "convert", str(tmp_path), str(tmp_path / "out"), "--config", str(tmp_path / "x"))
     assert result.exit_code == 1
+
+
+def from_pretrained(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM  # here: the import takes seconds, also where no test is run
+
+    return AutoModelForCausalLM.from_pretrained(path)
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:

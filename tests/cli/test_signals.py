@@ -1,22 +1,20 @@
 """`shardwise train` and the signals of schedulers: real processes save, end with the code of the signal, and go on."""
 
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise import checkpoint
-from tests.cli.processes import members_of_group, metrics, simulated, started
+from tests.cli.processes import done, metrics, simulated, torchrun
+from tests.cli.small_net import back_at, words, written
 from tests.train.runs import without_times
 
 NET = '''
 import os
 import signal
 import threading
-import time
 import torch
 from torch import nn
 from shardwise.checkpoint import LocalStore
@@ -63,10 +61,9 @@ class Net(nn.Module):
             if self.when in ("step", "twice"):
                 self.send(1)
             if self.when == "twice":
-                begin = time.monotonic()
-                while time.monotonic() < begin + 60:
-                    if time.monotonic() > begin + 1.2:
-                        self.send(2)
+                threading.Event().wait(1.2)  # signals within a second are one request
+                self.send(2)
+                threading.Event().wait(60)
         return self.head(nn.functional.dropout(self.embedding(input_ids), 0.3, self.training))
 
 
@@ -74,39 +71,31 @@ def loss(logits, batch):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 '''
 
-CONFIG = """
-model = {factory = "net.py:Net", loss = "net.py:loss"}
-data = {source = "net.py", sequence_length = 16, held_out = 0.2}
+TABLES = """
 train = {steps = 8, global_batch = 4, microbatch = 1, log_every = 1, evaluate_every = 4, timeout_seconds = 30}
 checkpoint = {every = 6}
 """
 
 
 def config_in(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "net.py").write_text(NET)
-    (folder / "run.toml").write_text(CONFIG)
-    return folder / "run.toml"
+    return written(folder, TABLES, net=NET)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config_in(tmp_path_factory.mktemp("uninterrupted"))
-    simulated(config, f"train.output={config.parent / 'out'}", num_processes=2)
+    saves = ("checkpoint.every=2", "checkpoint.keep=9")
+    simulated(config, f"train.output={config.parent / 'out'}", *saves, num_processes=2)
     return config.parent / "out"
 
 
 def ended(config: Path, *, when: str, **more: str) -> "subprocess.CompletedProcess[str]":
     """A run of two processes that get a signal `when`."""
-    settings = {"model.config.when": when, **{f"model.config.{name}": value for name, value in more.items()}}
-    words = [word for name, value in settings.items() for word in ("--set", f'{name}="{value}"')]
-    arguments = ["train", str(config), "--nproc", "2", "--set", f"train.output={config.parent / 'out'}", *words]
+    given = {"when": when, **more}
+    settings = [word for name, value in given.items() for word in ("--set", f'model.config.{name}="{value}"')]
     if when == "save":
-        arguments += ["--set", "checkpoint.background=false"]
-    with started(arguments) as process:
-        out, err = process.communicate(timeout=90)
-        assert not members_of_group(process.pid), "processes were left running"
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        settings += ["--set", "checkpoint.background=false"]
+    return done(*words(config, "--nproc", "2", *settings))
 
 
 @pytest.mark.processes
@@ -147,12 +136,14 @@ def test_before_the_first_update_and_at_the_second_signal_the_run_ends_at_once(
 
 
 @pytest.mark.processes
-def test_torchrun_passes_the_signal_on_and_the_run_is_saved(tmp_path: Path) -> None:
+def test_torchrun_starts_ranks_that_join_go_on_and_stop_at_a_signal_that_it_passes_on(
+    tmp_path: Path, uninterrupted: Path
+) -> None:
     config = config_in(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", "-m", "shardwise.cli", "train", str(config)]
-    command += ["--set", f"train.output={tmp_path / 'out'}", "--set", 'model.config.when="step"']
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
-    assert "stopped by SIGTERM after step 3 of 8, which is saved in" in result.stderr
-    assert checkpoint.open(tmp_path / "out" / "checkpoints").step == 3
+    saves = back_at(2, uninterrupted, config)
+    result = torchrun(*words(config, "--resume", str(saves), "--set", 'model.config.when="step"'))
+    assert result.stdout.count("mesh dp_shard=2") == 1, result.stderr
+    assert result.stdout.count(f"goes on from step 2, saved in {saves}") == 1
+    assert "stopped by SIGTERM after step 5 of 8, which is saved in" in result.stderr
+    assert checkpoint.open(saves).step == 5
+    assert without_times(metrics(tmp_path / "out")) == without_times(metrics(uninterrupted))[:5]

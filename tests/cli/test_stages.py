@@ -1,61 +1,21 @@
 """`shardwise train` with pipeline stages on real processes: the same losses, one message, saves that fit any layout."""
 
 import json
-import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import done, in_this_process, losses, members_of_group, metrics, simulated, started
+from shardwise import checkpoint
+from tests.cli.processes import done, losses, metrics, simulated
+from tests.cli.small_net import words, written
+from tests.forks.programs import members_of_session, started
 from tests.train.runs import without_times
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.toml"
 
-NET = """
-import os
-import signal
-import torch
-from torch import nn
-
-
-class Layer(nn.Module):
-    def __init__(self, fault, at):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.fault, self.at, self.calls = fault, at, 0
-
-    def forward(self, states):
-        self.calls += self.training
-        if self.calls == self.at and self.fault == "raise":
-            raise RuntimeError("the layer went wrong")
-        if self.calls == self.at and self.fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return states + nn.functional.dropout(self.linear(states), 0.3, self.training)
-
-
-class Net(nn.Module):
-    def __init__(self, fault="", at=0):
-        super().__init__()
-        self.embedding = nn.Embedding(256, 8)
-        self.layers = nn.ModuleList([Layer("", 0), Layer("", 0), Layer("", 0), Layer(fault, at)])
-        self.head = nn.Linear(8, 256)
-
-    def forward(self, input_ids):
-        states = self.embedding(input_ids)
-        for layer in self.layers:
-            states = layer(states)
-        return self.head(states)
-
-
-def loss(logits, batch):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-"""
-
-CONFIG = """
-model = {factory = "net.py:Net", loss = "net.py:loss"}
-data = {source = "net.py", sequence_length = 16, held_out = 0.2}
+TABLES = """
 train = {steps = 8, global_batch = 12, microbatch = 2, log_every = 1, evaluate_every = 3, timeout_seconds = 30}
 checkpoint = {every = 2}
 mesh = {pp = 2}
@@ -64,44 +24,44 @@ mesh = {pp = 2}
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "net.py").write_text(NET)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    return tmp_path / "run.toml"
+    return written(tmp_path, TABLES)
 
 
 STAGES = ["--set", 'pipeline.stages={embedding=0, "layers.[012]"=0, "layers.3"=1, head=1}']
 
 
-def words(config: Path, output: Path, *more: str) -> list[str]:
-    return ["train", str(config), "--set", f"train.output={output}", *more]
+def test_the_example_on_two_stages_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    brief = ("train.steps=3", "train.warmup_steps=1")
+    one = ("mesh.pp=1", "train.trace=false")
+    said = simulated(EXAMPLE, f"train.output={tmp_path / 'staged'}", *brief, num_processes=2)
+    alone = simulated(EXAMPLE, f"train.output={tmp_path / 'whole'}", *brief, *one, num_processes=1)
+    assert without_times(metrics(tmp_path / "staged")) == without_times(metrics(tmp_path / "whole"))
+    assert said.split("held-out text:")[1] == alone.split("held-out text:")[1]
+    assert "stage 1 (rank 1): model.layers.2-3, model.norm, lm_head: 115.0 k parameters, 50%" in said
 
 
 @pytest.mark.processes
-def test_the_example_has_the_losses_of_one_process_and_leaves_a_trace_of_all_ranks(tmp_path: Path) -> None:
-    staged, whole = tmp_path / "staged", tmp_path / "whole"
-    run = done(*words(EXAMPLE, staged, "--nproc", "2", "--set", "train.steps=12"))
+def test_stages_have_the_losses_of_one_process_and_leave_a_trace_of_all_ranks(config: Path) -> None:
+    out, whole = config.parent / "out", config.parent / "whole"
+    run = done(*words(config, "--nproc", "2", *STAGES, "--set", "train.trace=true", "--set", "train.steps=3"))
     assert (run.returncode, run.stderr) == (0, ""), run.stderr
-    one = ["--set", "mesh.pp=1", "--set", "train.trace=false", "--set", "train.steps=12"]
-    alone = in_this_process(*words(EXAMPLE, whole, *one))
-    assert (alone.exit_code, alone.stderr) == (0, ""), alone.stderr
-    assert without_times(metrics(staged)) == without_times(metrics(whole))
-    assert run.stdout.split("held-out text:")[1] == alone.stdout.split("held-out text:")[1]
-    assert "stage 1 (rank 1): model.layers.2-3, model.norm, lm_head: 115.0 k parameters, 50%" in run.stdout
+    simulated(config, f"train.output={whole}", "train.steps=3", "mesh.pp=1", num_processes=1)
+    assert without_times(metrics(out)) == without_times(metrics(whole))
     assert re.search(r"^rank 0  .*-.*=.*\nrank 1  .*-.*=.*\n", run.stdout, re.MULTILINE)
-    events = json.loads((staged / "trace.json").read_text())["traceEvents"]
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {(event["tid"], event["name"]) for event in events if event.get("cat") in ("F", "B")} == {
-        (rank, f"{kind}{microbatch}.{rank}") for rank in (0, 1) for kind in "FB" for microbatch in range(8)
+        (rank, f"{kind}{microbatch}.{rank}") for rank in (0, 1) for kind in "FB" for microbatch in range(6)
     }
     (first,) = [event["ts"] for event in events if event["name"] == "F0.0"][-1:]
     (second,) = [event["ts"] + event["dur"] for event in events if event["name"] == "F0.1"][-1:]
     assert first < second, "a microbatch ends on stage 1 after it began on stage 0"
-    assert (staged / "timeline.png").exists()
+    assert (out / "timeline.png").exists()
 
 
 def ended_by(config: Path, fault: str, message: str, *, at: int) -> None:
     """A run of two stages that ends at a fault in the call `at` of the last layer, 6 calls an update."""
     model = f"model.config={{fault='{fault}', at={at}}}"
-    run = done(*words(config, config.parent / "out", "--nproc", "2", *STAGES, "--set", model, "--debug"))
+    run = done(*words(config, "--nproc", "2", *STAGES, "--set", model, "--debug"))
     assert (run.returncode, message in run.stderr) == (1, True), run.stderr
     assert len(re.findall("^Error: ", run.stderr, flags=re.MULTILINE)) == 1
     assert run.stderr.count("Traceback (most recent call last)") == 1
@@ -123,13 +83,15 @@ def test_an_exception_on_one_stage_ends_all_and_is_told_once(config: Path) -> No
 @pytest.mark.processes
 def test_ctrl_c_stops_all_stages_and_other_stages_go_on_from_the_newest_save(config: Path) -> None:
     out = config.parent / "out"
-    with started(words(config, out, "--nproc", "2", *STAGES, "--set", "train.steps=1000000")) as process:
+    with started(words(config, "--nproc", "2", *STAGES, "--set", "train.steps=1000000")) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if line.startswith("step 5/"))
-        os.killpg(process.pid, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, "stopped by Ctrl-C\n")
-        assert not members_of_group(process.pid)
+        kept = f"--resume auto goes on from the newest save in {out}/checkpoints"
+        assert (process.returncode, err) == (130, f"stopped by Ctrl-C; {kept}\n")
+        assert not members_of_session(process.pid)
+    assert checkpoint.verify(out / "checkpoints").good
     newest = max(int(line["step"]) for line in metrics(out)) // 2 * 2
     steps = [f"train.output={out}", f"train.steps={newest + 4}", "train.decay=constant"]
     wide = ["mesh.dp_shard=2", "pipeline.schedule=interleaved"]

@@ -7,56 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cli.processes import done, in_this_process, losses, members_of_group, started
+from shardwise.comm import Channel
+from shardwise.train import rank
+from tests.cli.processes import done, done_anew, in_this_process, losses, simulated
+from tests.cli.small_net import words, written
+from tests.forks.programs import members_of_session, started
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-FAULTS = """
-import os
-import torch
-from torch import nn
-
-RANK = os.environ.get("RANK")
-
-
-class Faulty(nn.Module):
-    def __init__(self, fault="", rank="1", update=3):
-        super().__init__()
-        self.embedding = nn.Embedding(256, 8)
-        self.head = nn.Linear(8, 256)
-        self.fault, self.rank, self.at, self.calls = fault, rank, update, 0
-        if fault == "build" and RANK == rank:
-            raise ValueError("this net cannot be built")
-
-    def forward(self, input_ids):
-        self.calls += self.training
-        if self.calls == self.at and (self.rank == "all" or RANK == self.rank):
-            if self.fault == "raise":
-                raise RuntimeError("the forward went wrong")
-        return self.head(self.embedding(input_ids))
-
-
-def loss(logits, batch):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-"""
-
-CONFIG = """
-model = {factory = "faulty.py:Faulty", loss = "faulty.py:loss"}
-data = {source = "faulty.py", sequence_length = 16, held_out = 0.2}
+TABLES = """
 train = {steps = 6, global_batch = 4, microbatch = 2, log_every = 1, timeout_seconds = 30}
 """
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    (tmp_path / "faulty.py").write_text(FAULTS)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    return tmp_path / "run.toml"
-
-
-def words(config: Path, *more: str, output: Path | None = None) -> list[str]:
-    return ["train", str(config), "--set", f"train.output={output or config.parent / 'out'}", *more]
+    return written(tmp_path, TABLES)
 
 
 def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) -> None:
@@ -76,13 +44,20 @@ def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--set", "model.factory=faulty.py:Fault"], "faulty.py has no Fault"),
+        (["--set", "model.factory=net.py:Nets"], "net.py has no Nets"),
         (["--set", "model.factory=absent_package:Net"], "absent_package cannot be imported: ModuleNotFoundError"),
-        (["--set", "model.config.width=3"], "model.factory: faulty.py:Faulty raised TypeError"),
+        (["--set", "model.config.width=3"], "model.factory: net.py:Net raised TypeError"),
         (["--set", "data.source=absent.txt"], "no file or directory"),
         (["--set", "data.sequence_length=9000"], "tokens are too few"),
         (["--set", "mesh.dp_shard=2"], "start 2 processes"),
         (["--nproc", "3"], "train.global_batch: 4 rows cannot be cut"),
+        (["--device", "quantum"], "train.device: 'quantum' was asked for, but torch"),
+        (["--device", "GPU"], "train.device: 'GPU' given; it must be auto, cpu, or a kind of device as torch names it"),
+        (["--set", "train.device=auto:1"], "train.device: 'auto:1' given; it must be"),
+        (
+            ["--device", "xpu:0", "--nproc", "2"],
+            "xpu:0 given for 2 processes, and no two can share a device. Give xpu",
+        ),
         (["--nproc", "0"], "Invalid value for '--nproc'"),
     ],
 )
@@ -93,6 +68,35 @@ def test_what_cannot_be_trained_ends_with_a_message_and_exit_code_2(
     assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
     assert "Traceback" not in result.stderr
     assert not (config.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"), [("fake", "fake:2"), ("fake:1", "fake:1"), ("cpu", "cpu"), ("auto", "cpu")]
+)
+def test_the_option_says_where_the_only_process_computes(
+    config: Path, monkeypatch: pytest.MonkeyPatch, fake: str, asked: str, given: str
+) -> None:
+    channels: list[Channel] = []
+    monkeypatch.setattr(rank, "run", lambda config, channel, *_, **__: channels.append(channel))
+    torch.accelerator.set_device_index(2)
+    result = in_this_process(*words(config, "--device", asked))
+    assert result.exit_code == 0, result.output
+    assert [each.device for each in channels] == [torch.device(given)]
+
+
+def test_ranks_get_the_device_of_the_option_as_a_setting(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def note(arguments: list[str], *, overrides: tuple[str, ...], **_: object) -> int:
+        commands.append(overrides)
+        return 0
+
+    monkeypatch.setattr(
+        sys.modules["shardwise.cli.train"], "launched", note
+    )  # the package has the command by that name
+    in_this_process(*words(config, "--nproc", "2", "--device", "cpu", "--set", "train.steps=3"))
+    [overrides] = commands
+    assert overrides[1:] == ("train.steps=3", "train.device=cpu")
 
 
 def test_a_config_that_is_not_there_ends_with_exit_code_2(tmp_path: Path) -> None:
@@ -109,9 +113,9 @@ def test_debug_adds_the_traceback(config: Path) -> None:
 
 
 def test_a_bug_in_the_forward_of_the_only_process_is_one_paragraph_and_exit_code_1(config: Path) -> None:
-    result = in_this_process(*words(config, "--set", "model.config={fault='raise', rank='all'}"))
+    result = in_this_process(*words(config, "--set", "model.config={fault='raise', at=3}"))
     assert result.exit_code == 1
-    assert "Error: RuntimeError: the forward went wrong" in result.stderr
+    assert "Error: RuntimeError: the layer went wrong" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -126,36 +130,33 @@ def test_the_command_line_imports_no_torch_before_it_has_checked_the_config(conf
 
 
 @pytest.mark.processes
-def test_two_processes_train_the_example_to_the_same_losses_as_one(tmp_path: Path) -> None:
-    example = EXAMPLES / "tiny.toml"
-    one = in_this_process(*words(example, "--nproc", "1", output=tmp_path / "1"))
-    two = done(*words(example, "--nproc", "2", output=tmp_path / "2"))
+def test_two_processes_train_an_example_to_the_same_losses_as_one(tmp_path: Path) -> None:
+    example, brief = EXAMPLES / "byte_gru.toml", ("--set", "train.steps=12")
+    one = in_this_process(*words(example, "--nproc", "1", *brief, output=tmp_path / "1"))
+    two = done_anew("-m", "shardwise.cli", *words(example, "--nproc", "2", *brief, output=tmp_path / "2"))
     for n, code, out, err in ((1, one.exit_code, one.stdout, one.stderr), (2, two.returncode, two.stdout, two.stderr)):
         assert (code, err) == (0, ""), err
-        assert re.fullmatch(r"held-out loss \d\.\d{4}, byte-frequency loss \d\.\d{4}", out.splitlines()[-1])
+        assert re.fullmatch(
+            r"held-out loss \d\.\d{4}; of a model that knows only byte frequencies: \d\.\d{4}", out.splitlines()[-1]
+        )
         assert out.count("step 12/12") == 1
         assert (tmp_path / str(n) / "loss.png").exists()
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-3)
 
 
-@pytest.mark.processes
-def test_torchrun_starts_ranks_that_join(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", "-m", "shardwise.cli"]
-    command += words(EXAMPLES / "byte_gru.toml", "--set", "train.steps=6", output=tmp_path)
-    run = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
-    assert run.returncode == 0, run.stderr
-    assert "mesh dp_shard=2" in run.stdout
-    assert run.stdout.count("held-out loss") == 1
-    assert len(losses(tmp_path)) == 6
+def test_two_simulated_ranks_train_the_smallest_example_to_the_losses_of_one(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        output = f"train.output={tmp_path / str(ranks)}"
+        simulated(EXAMPLES / "tiny.toml", output, "train.steps=5", num_processes=ranks)
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=2e-3)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "code", "message"),
     [
-        ("{fault='raise', rank='all'}", 1, "Error: rank 0: RuntimeError: the forward went wrong"),
-        ("{fault='build', rank='1'}", 2, "Error: rank 1: model.factory: faulty.py:Faulty raised ValueError"),
+        ("{fault='raise', at=3}", 1, "Error: rank 0: RuntimeError: the layer went wrong"),
+        ("{fault='build', rank='1'}", 2, "Error: rank 1: model.factory: net.py:Net raised ValueError"),
     ],
 )
 def test_ranks_that_fail_stop_all_and_are_reported_once(config: Path, fault: str, code: int, message: str) -> None:
@@ -177,5 +178,5 @@ def test_ctrl_c_to_the_first_process_alone_stops_all_ranks_with_exit_code_130(co
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, "stopped by Ctrl-C\n")
-        assert not members_of_group(process.pid)
+        assert not members_of_session(process.pid)
     assert len(losses(config.parent / "out")) >= 3

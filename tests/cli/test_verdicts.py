@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch._utils import ExceptionWrapper
 
 from shardwise.cli.exit_verdicts import ExitVerdict, deciding_verdict, print_verdict
 from shardwise.errors import ConfigError, DataError, MismatchError, PeerError, ShardwiseError
@@ -40,6 +41,25 @@ def test_notes_of_an_error_are_told_too() -> None:
     error = ValueError("seven")
     error.add_note("in microbatch 3 of 4")
     assert ExitVerdict.of(error, rank=None, debug=False).paragraph == "Error: ValueError: seven\nin microbatch 3 of 4"
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyError, DataError])
+def test_an_error_of_a_loader_s_worker_is_said_without_its_traceback(kind: type[Exception]) -> None:
+    try:
+        try:
+            raise ValueError("an earlier one")
+        except ValueError as cause:
+            raise kind("file 17\n  is damaged") from cause
+    except kind:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(kind) as caught:
+        wrapped.reraise()
+    paragraph = ExitVerdict.of(caught.value, rank=2, debug=False).paragraph
+    assert "Traceback" not in paragraph
+    assert "earlier" not in paragraph
+    assert "file 17" in paragraph
+    assert "is damaged" in paragraph
+    assert paragraph.endswith(" (in DataLoader worker process 0)")
 
 
 def test_the_traceback_that_is_told_is_that_of_the_rank_that_failed(

@@ -93,6 +93,10 @@ def test_a_layout_whose_ranks_fail_ends_in_one_paragraph(config: Path, monkeypat
         (("--against", "pq=2"), "'pq' is no mesh axis"),
         (("--against", "dp_shard=2", "--nproc", "3"), "asks for 2 ranks, but the world has 3"),
         (("--against", "pp=2", "--simulate", "--nproc", "2"), "exclude each other"),
+        (
+            ("--against", "pp=2", "--nproc", "2", "--set", "train.device=quantum"),
+            "train.device: 'quantum' was asked for",
+        ),
         (("--against", "pp=2", "--set", "train.step=2"), "did you mean train.steps?"),
         ((), "--against"),
     ],

@@ -1,15 +1,19 @@
-"""What commands print names flags and settings: a message that names a Python call names these as well."""
+"""The words of messages and docstrings: flags and settings in the place of calls, plain English, short sentences."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import shardwise
 from shardwise.cli import main
 from shardwise.train.config import CheckpointTable, DataTable, ModelTable, Table, TrainTable
 
 SOURCE = Path(shardwise.__file__).parent
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 CALL = re.compile(
     r"\bsw\.(?!ShardwiseError)\w+|\b(?:cast|config|dtype|keep|layout|loss|lossy|optimizer|parameters|rewrite|sample|shared"
@@ -35,7 +39,7 @@ OF_PROGRAMS = {
     "checkpoint/states.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
-    "checkpoint/foreign/__init__.py": "pickles, which no command reads",
+    "checkpoint/saving.py": "a save of a program's own state by `keep_every`: runs save engines, which have steps",
     "checkpoint/state_pieces.py": "a module given as a state",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",
@@ -45,6 +49,7 @@ OF_PROGRAMS = {
     "engine/step_exchange.py": "writes to parameters past their engine",
     "plan/reshard.py": "sw.reshard",
     "train/verification/program.py": "sw.verify",
+    "train/preemption.py": "sw.Preemption",
     "rewrite/sections.py": "statements",
     "rewrite/statement_arguments.py": "statements",
     "rewrite/rewrites.py": "rewrites that are composed",
@@ -94,11 +99,7 @@ def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
 
 def test_every_flag_that_a_message_names_is_one() -> None:
     flags = {"--nproc-per-node"}  # of torchrun
-    flags |= {
-        "--safe",
-        "--ckpt-format",
-        "--local-dir",
-    }  # of DeepSpeed's zero_to_fp32.py, of Megatron-LM, of hf download
+    flags |= {"--ckpt-format", "--local-dir"}  # of Megatron-LM, of hf download
     commands = [main]
     while commands:
         command = commands.pop()
@@ -112,3 +113,54 @@ def test_every_flag_that_a_message_names_is_one() -> None:
         if flag not in flags
     ]
     assert not unknown, unknown
+
+
+STUMBLES = re.compile(
+    r"\b(?:of which|(?:is|are) to be|lies?|beside|told|mends?|whither|thereof|whoever|whichever|nobody|parted"
+    r"|(?:by|of) (?:itself|themselves)|of (?:its|their) own(?! [a-z]))\b",
+    re.IGNORECASE,
+)
+"""Words that made readers stumble."""
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+MOST_WORDS = 25
+"""Of a sentence in a message."""
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """The strings that stand alone: of modules, classes, functions and attributes."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])[)\"'`]*\s+|\n", text)
+
+
+@pytest.mark.parametrize("first", range(0, len(FILES), 10))
+def test_messages_and_docstrings_are_plain_english(first: int) -> None:
+    found = []
+    for path in FILES[first : first + 10]:
+        shown = [(line, text) for line, text in messages(path) if len(re.findall(r"[a-z]{2,}", text)) > 3]
+        found += [
+            f"{path}:{line}: {len(sentence.split())} words: {sentence}"
+            for line, text in shown
+            for sentence in sentences(text)
+            if len(sentence.split()) > MOST_WORDS and "<svg" not in sentence
+        ]
+        if STUMBLES.search(path.read_text(encoding="utf-8")):  # also in names and comments
+            found += [
+                f"{path}:{line}: {match[0]!r} in {text!r}"
+                for line, text in (*shown, *docstrings(path))
+                if (match := STUMBLES.search(text))
+            ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_plain_english(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert [text[max(0, match.start() - 40) : match.end() + 40] for match in STUMBLES.finditer(text)] == []

@@ -2,11 +2,19 @@
 
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
+from unittest.mock import patch
 
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from shardwise.comm import connections
+from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.links import PeerLink
 from shardwise.comm.processes import ProcessChannel
+from shardwise.comm.relay import Relay
+from shardwise.comm.rendezvous import Rendezvous
 from shardwise.comm.switchboard import Switchboard
 
 T = TypeVar("T")
@@ -21,8 +29,10 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def boards(size: int, *, remote: Collection[int] = (), timeout_seconds: float = 20.0) -> list[Switchboard]:
-    """Connected switchboards; ranks in `remote` share no memory with the others."""
+def boards(
+    size: int, *, remote: Collection[int] = (), timeout_seconds: float = 20.0, hosts: Sequence[str] = ()
+) -> list[Switchboard]:
+    """Connected switchboards; ranks in `remote` share no memory with the others. hosts: by rank."""
     links: list[dict[int, PeerLink]] = [{} for _ in range(size)]
     for low in range(size):
         for high in range(low + 1, size):
@@ -30,19 +40,72 @@ def boards(size: int, *, remote: Collection[int] = (), timeout_seconds: float = 
             ends = socket.socketpair() if local else _tcp_pair()
             links[low][high] = PeerLink(ends[0], rank=high, local=local)
             links[high][low] = PeerLink(ends[1], rank=low, local=local)
-    return [Switchboard(rank, links[rank], timeout_seconds=timeout_seconds) for rank in range(size)]
+    first = min(set(range(size)) - set(remote), default=0)
+    kernels = [rank if rank in remote else first for rank in range(size)]
+    store = HashStore()
+    return [
+        Switchboard(
+            rank,
+            links[rank],
+            timeout_seconds=timeout_seconds,
+            kernels=kernels,
+            hosts=hosts,
+            pairs=GlooPairs(rank, store, timeout_seconds=timeout_seconds) if remote else None,
+        )
+        for rank in range(size)
+    ]
+
+
+def relayed_boards(size: int, *, ranks_of_a_host: int, timeout_seconds: float = 20.0) -> list[Switchboard]:
+    """Switchboards as processes have them: with a relay each, and links that are made when they are first used."""
+    store = HashStore()
+    here = threading.local()
+    made: dict[int, Switchboard] = {}
+
+    def start(rank: int) -> None:
+        here.kernel = f"host {rank // ranks_of_a_host}"
+        meeting = Rendezvous(
+            rank=rank,
+            size=size,
+            device=torch.device("cpu"),
+            store=store,
+            store_host=None,
+            patience_seconds=60.0,
+        )
+        connected = connections.connect(meeting, shared_memory=True)
+        made[rank] = Switchboard(
+            rank,
+            {},
+            timeout_seconds=timeout_seconds,
+            kernels=connected.kernels,
+            relay=Relay(rank, connected, timeout_seconds=timeout_seconds),
+            pairs=GlooPairs(rank, store, timeout_seconds=timeout_seconds),
+        )
+
+    with patch.object(connections, "host_identity", lambda: here.kernel):
+        threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+    return [made[rank] for rank in range(size)]
 
 
 def on_threads(
-    size: int, body: Callable[[ProcessChannel], T], *, remote: Collection[int] = (), timeout_seconds: float = 20.0
+    size: int,
+    body: Callable[[ProcessChannel], T],
+    *,
+    remote: Collection[int] = (),
+    timeout_seconds: float = 20.0,
+    hosts: Sequence[str] = (),
+    among: Sequence[Switchboard] | None = None,
 ) -> list[T]:
-    """Run `body` on every rank; the results in rank order, or the first rank's error."""
+    """Run `body` on every rank; the results in rank order, or the first rank's error. among: boards that are there."""
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
-    channels = [
-        ProcessChannel(board, tuple(range(size)), owns_board=True)
-        for board in boards(size, remote=remote, timeout_seconds=timeout_seconds)
-    ]
+    if among is None:
+        among = boards(size, remote=remote, timeout_seconds=timeout_seconds, hosts=hosts)
+    channels = [ProcessChannel(board, tuple(range(size)), owns_board=True) for board in among]
 
     def live(channel: ProcessChannel) -> None:
         try:

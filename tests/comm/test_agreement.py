@@ -304,3 +304,22 @@ def test_a_digest_tells_values_apart_and_not_strides() -> None:
         )
     ]
     assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("refuses", [None, 1])
+def test_parts_travel_with_a_consent_and_not_with_a_refusal(refuses: int | None) -> None:
+    def run(channel: sw.Channel) -> list[list[bytes]] | str:
+        try:
+            with agreed(channel, purpose="parts", num_parts=2) as agreement:
+                if channel.rank == refuses:
+                    raise BatchError("no rows")
+                agreement.value = b"value"
+                agreement.parts = [b"alike", bytes([channel.rank])]
+        except BatchError as error:
+            return str(error)
+        assert agreement.values == [b"value"] * 3
+        assert agreement.of_parts[0].runs == [(b"alike", 3)]
+        return [[*part] for part in agreement.of_parts]
+
+    expected = [[b"alike"] * 3, [b"\0", b"\1", b"\2"]] if refuses is None else "rank 1: no rows"
+    assert sw.simulate(3, run) == [expected] * 3

@@ -84,8 +84,41 @@ def test_no_descriptor_of_memory_or_thread_is_kept_by_a_closed_channel(remote: t
 
     on_threads(2, body, remote=remote)
     deadline = time.monotonic() + 10
-    while any(thread.name == "shardwise flusher" for thread in threading.enumerate()):
+    names = ("shardwise flusher", "shardwise gloo pair")
+    while any(thread.name in names for thread in threading.enumerate()):
         assert time.monotonic() < deadline
+
+
+@kinds
+def test_a_source_is_the_callers_again_only_when_the_last_reader_has_it(remote: tuple[int, ...]) -> None:
+    counts = [LARGE // 2, 1]
+
+    def body(channel: ProcessChannel) -> None:
+        source = torch.ones(counts[channel.rank], dtype=torch.uint8)
+        output = torch.zeros(sum(counts), dtype=torch.uint8)
+        work = channel.all_gather(output, source, counts=counts, purpose="bulk")
+        if channel.rank == 1:
+            time.sleep(0.1)  # rank 0 has all that it needs, and this rank has read nothing yet
+        work.wait()
+        source.zero_()
+        assert output.all()
+
+    on_threads(2, body, remote=remote)
+
+
+@kinds
+def test_a_rank_that_dies_is_noticed_at_once(remote: tuple[int, ...]) -> None:
+    """Its sockets close without a word. The time limit is longer than `on_threads` waits."""
+    ours, theirs = socket.socketpair()
+    board = Switchboard(0, {1: PeerLink(ours, rank=1, local=not remote)}, timeout_seconds=300.0)
+    channel = ProcessChannel(board, (0, 1), owns_board=True)
+    threading.Timer(0.05, theirs.close).start()
+    begun = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1") as caught:
+        channel.receive(torch.empty(1), 1, purpose="anything").wait()
+    assert caught.value.rank == 1
+    assert time.monotonic() - begun < 20
+    channel.close()
 
 
 def test_closing_twice_is_harmless_and_calls_after_it_are_refused() -> None:

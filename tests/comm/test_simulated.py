@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -245,3 +246,15 @@ def test_a_call_that_does_not_fit_its_own_tensors_is_refused(call: Callable[[Cha
 def test_a_world_without_ranks_or_time_is_refused(size: int, timeout: float) -> None:
     with pytest.raises(PlanError, match="give at least one rank and a time"):
         simulate(size, meet, timeout_seconds=timeout)
+
+
+@pytest.mark.parametrize(("is_built", "count", "wanted"), [(True, 0, True), (True, 2, False), (False, 0, False)])
+def test_what_torch_ties_to_a_thread_is_made_in_one_that_outlives_the_ranks(
+    is_built: bool, count: int, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: made.append(threading.get_ident()))
+    seen = simulate(2, lambda channel: list(made))
+    assert seen == [[threading.get_ident()] if wanted else []] * 2

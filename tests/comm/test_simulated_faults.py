@@ -256,7 +256,7 @@ def test_a_rank_that_computes_too_long_while_others_wait_is_named_with_its_last_
     assert str(caught.value) == (
         "rank 1 made no call for 0.2 s while others wait:\n"
         "  - rank 0 waits for rank 1 in exchange for 'never'\n"
-        "  - rank 1 waits for nobody (last call: exchange for 'the last thing')\n"
+        "  - rank 1 waits for no other rank (last call: exchange for 'the last thing')\n"
         "  - rank 2 waits for rank 1 in exchange for 'never'"
     )
     error = caught.value

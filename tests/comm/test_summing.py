@@ -1,11 +1,12 @@
 """The sum of a reduce-scatter, fed in any order of arrival, against the plain sum in rank order."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.comm.messages import Inbound, MessageChunk, Summing, as_bytes
 from shardwise.comm.shared_memory import SLOT_BYTES
+from tests.properties import tried
 
 ELEMENTS_PER_SLOT = SLOT_BYTES // 2
 PAIRS = [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)]
@@ -22,7 +23,7 @@ class NoLink:
         self.num_consumed += 1
 
 
-@settings(max_examples=60, deadline=None)
+@tried(25)
 @given(
     size=st.integers(1, 5),
     own=st.integers(0, 4),

@@ -7,6 +7,7 @@ from tests.contracts.channel_cases import CASES
 from tests.contracts.channel_oracles import Case
 
 SIZES = (1, 2, 3, 5)
+FEW = (1, 2, 3)  # what is around the simulated channel does not see how many there are
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -18,7 +19,7 @@ def test_simulated_ranks_fulfil_the_contract(case: Case, size: int) -> None:
 
 
 @each_case
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEW)
 def test_recorded_ranks_fulfil_the_contract(case: Case, size: int) -> None:
     simulate(size, lambda channel: case(Recorded(channel)), timeout_seconds=30)
 
@@ -28,7 +29,7 @@ def test_a_world_of_one_fulfils_the_contract(case: Case) -> None:
     case(alone())
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", FEW)
 def test_cases_that_do_not_poison_leave_the_channel_fit_for_the_next(size: int) -> None:
     def run_all(channel: Channel) -> None:
         for case in CASES:

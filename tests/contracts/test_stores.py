@@ -4,7 +4,7 @@ import builtins
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.stores import Store, store_of
 from shardwise.errors import CheckpointError
+from shardwise.keepers.keeper_host import OwnKeeper, socket_name
 from tests.checkpoint.faulty import Counting
 from tests.contracts.object_file_system import ObjectFileSystem
 from tests.contracts.store_cases import CASES, Case, content, put, read
@@ -48,6 +50,30 @@ def test_a_local_folder_without_hard_links_fulfils_the_contract(
     without_hard_links(monkeypatch)
     case(LocalStore(tmp_path / "runs"), LocalStore(tmp_path / "runs"))
     assert not [name for name in LocalStore(tmp_path).names() if "." in name and name.endswith(("lock", "new"))]
+
+
+@pytest.fixture(scope="module")
+def keepers() -> Iterator[tuple[KeeperStore, KeeperStore]]:
+    """Stores of two hosts, each with its keeper, which reach each other by TCP."""
+    owned = []
+    for host in ("A", "B"):
+        name = socket_name(f"stores {os.getpid()}", host)
+        owned.append(OwnKeeper(name, "session", key=b"key", starts=True, patience_seconds=0.0))
+    reached = [each.listen(["127.0.0.1"]) for each in owned]
+    first, second = [owned[0].here, reached[1]], [reached[0], owned[1].here]
+    stores = (
+        KeeperStore("replicas", first, 0, timeout_seconds=60),
+        KeeperStore("replicas", second, 1, timeout_seconds=60),
+    )
+    yield stores
+    for store, keeper in zip(stores, owned, strict=True):
+        store.close()
+        keeper.end()
+
+
+@each_case
+def test_the_keepers_of_two_hosts_fulfil_the_contract(case: Case, keepers: tuple[KeeperStore, KeeperStore]) -> None:
+    case(keepers[0].within(case.name), keepers[1].within(case.name))
 
 
 @each_case

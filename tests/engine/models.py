@@ -60,6 +60,28 @@ class Curve(nn.Module):
         return out
 
 
+class Residual(nn.Module):
+    """[rows, 4] points to [rows, 1] values, by four layers that add to what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 1)
+
+    def added(self, at: int, x: torch.Tensor) -> torch.Tensor:
+        """What layer `at` makes of x."""
+        return x + torch.tanh(self.layers[at](x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for at in range(len(self.layers)):
+            x = self.added(at, x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
 def words() -> Words:
     """The same `Words` for every caller."""
     return _seeded(Words)
@@ -80,6 +102,11 @@ def word_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
     logits = output.flatten(0, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return nn.functional.cross_entropy(logits, batch["targets"].flatten(), ignore_index=-100)
+
+
+def loss_of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a model of words on a batch."""
+    return word_loss(model(batch["words"]), batch)
 
 
 def curve_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:

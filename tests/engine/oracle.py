@@ -58,8 +58,8 @@ def count_rows(batch: Batch) -> float:
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the parameters."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Copies of the parameters, on the CPU."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
 
 
 def train_in_one_process(

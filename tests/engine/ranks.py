@@ -19,8 +19,13 @@ def train_on_ranks(
     loss: Loss | None,
     loss_weight: Any = None,
     num_microbatches: Sequence[int | None] | None = None,
+    after: Callable[[sw.Engine, nn.Module, sw.Channel], None] = lambda *_: None,
+    values: Callable[[nn.Module, sw.Engine, sw.Channel], dict[str, torch.Tensor]] = lambda model, *_: values_of(model),
 ) -> Trained:
-    """One update per batch, each rank on its share; what rank 0 has, after a check that all ranks have the same."""
+    """One update per batch, each rank on its share; what rank 0 has, after a check that all ranks have the same.
+
+    `after` is called after each update; `values` gives the parameters at the end.
+    """
 
     def run(channel: sw.Channel) -> Trained:
         model = make_model()
@@ -31,7 +36,8 @@ def train_on_ranks(
             assert not report.skipped
             trained.losses.append(report.loss)
             trained.grad_norms.append(report.grad_norm)
-        trained.parameters = values_of(model)
+            after(engine, model, channel)
+        trained.parameters = values(model, engine, channel)
         return trained
 
     first, *others = sw.simulate(plan.mesh.size, run)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine.zero.unit_calls import Residence
+from shardwise.engine.zero.unshard import Unshard
 from tests.engine.oracle import (
     Batch,
     Gradients,
@@ -17,16 +19,28 @@ from tests.engine.oracle import (
     Trained,
     factors_of,
     microbatches_of,
-    share_of,
 )
 from tests.engine.oracle import _sum as sum_of
-from tests.engine.ranks import assert_same_bits
+from tests.engine.ranks import train_on_ranks
 
 
 def values_of_all(model: nn.Module, engine: sw.Engine, channel: sw.Channel) -> dict[str, torch.Tensor]:
     """Copies of the whole parameters, wherever they are; all ranks call it."""
     names = {name for name, _ in model.named_parameters()}
     return {name: value for name, value in sw.full(engine, channel=channel) if name in names}
+
+
+def gathering_of(engine: sw.Engine) -> Unshard:
+    sharded = engine._computation._passes
+    assert isinstance(sharded, Unshard)
+    return sharded
+
+
+def assert_at_rest(engine: sw.Engine) -> None:
+    for unit in gathering_of(engine).units:
+        assert (unit.num_uses, unit.residence, unit.works) == (0, Residence.SHARDED, [])
+        for bucket in unit.buckets:
+            assert bucket.working.untyped_storage().nbytes() == 0
 
 
 def train_sharded(
@@ -41,24 +55,16 @@ def train_sharded(
 ) -> Trained:
     """As `train_on_ranks`, for parameters that no rank has whole; `after` is called after each update."""
 
-    def run(channel: sw.Channel) -> Trained:
-        model = make_model()
-        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss, loss_weight=loss_weight, channel=channel)
-        trained = Trained()
-        for batch in batches:
-            report = engine.step(share_of(batch, channel.rank, channel.size))
-            assert not report.skipped
-            trained.losses.append(report.loss)
-            trained.grad_norms.append(report.grad_norm)
-            after(engine, model, channel)
-        trained.parameters = values_of_all(model, engine, channel)
-        return trained
-
-    first, *others = sw.simulate(plan.mesh.size, run)
-    for other in others:
-        assert_same_bits(other, first)
-        assert (other.losses, other.grad_norms) == (first.losses, first.grad_norms)
-    return first
+    return train_on_ranks(
+        make_model,
+        plan,
+        batches,
+        optimizer=optimizer,
+        loss=loss,
+        loss_weight=loss_weight,
+        after=after,
+        values=values_of_all,
+    )
 
 
 @dataclass(kw_only=True)

@@ -9,10 +9,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError
+from tests.engine.expected import adamw
 from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
+from tests.engine.sharded_nets import BATCHES, WIDTH, net, plan_of
 from tests.engine.stages import values_of_all
-from tests.engine.test_stages import BATCHES, WIDTH, adamw, net, plan_of
 
 
 def test_a_model_under_stage_3_changes_its_plan_by_relayout_only() -> None:
@@ -21,7 +22,7 @@ def test_a_model_under_stage_3_changes_its_plan_by_relayout_only() -> None:
         engine = sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
         share = share_of(BATCHES[0], channel.rank, channel.size)
         engine.step(share)
-        with pytest.raises(ModelError, match=r"put it under another one with sw.relayout"):
+        with pytest.raises(ModelError, match=r"Change the plan with sw.relayout"):
             sw.parallelize(model, plan_of(1), optimizer=adamw, loss=word_loss, channel=channel)
         values = values_of_all(model, engine, channel)
         for stage in (1, 3, 3, 2):
@@ -95,7 +96,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused_in_words_of_stage_3(
         sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
 
     with pytest.raises(
-        ModelError, match=r"compiled as a whole, and stage 3, which .* cannot look inside; compile the modul"
+        ModelError, match=r"compiled as a whole, and stage 3, which .* cannot look inside. Compile the modul"
     ):
         sw.simulate(2, run)
 
@@ -115,7 +116,7 @@ def test_a_write_in_forward_is_refused() -> None:
         )
         engine.step({"input": torch.ones(2, 3)})
 
-    with pytest.raises(ModelError, match="'bias' was written to in a forward: it is gathered for that forward only"):
+    with pytest.raises(ModelError, match="a forward wrote to parameter 'bias': it is gathered for that forward only"):
         sw.simulate(2, run)
 
 

@@ -23,12 +23,12 @@ SHARED = nn.Dropout(0.25)
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Switches to backwards in a thread of their own; one inside of another stays in it, as in a device's thread."""
     run_backward: Any = torch.autograd.graph._engine_run_backward
-    inside = threading.local()
     num_runs = 0
 
     def run_elsewhere(*args: Any, **kwargs: Any) -> Any:
         nonlocal num_runs
-        if getattr(inside, "is_so", False):
+        # Asked of autograd: inside of another the thread may be that of a device, which must not wait for a new one.
+        if torch._C._current_graph_task_id() != -1:
             return run_backward(*args, **kwargs)
         num_runs += 1
         results: list[Any] = []
@@ -36,7 +36,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None
         num_threads = torch.get_num_threads()
 
         def run() -> None:
-            inside.is_so = True
             torch.set_num_threads(num_threads)
             try:
                 results.append(run_backward(*args, **kwargs))

@@ -1,5 +1,6 @@
 """From a batch to losses: what is split how, what a model is called with, and what all ranks refuse."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.batches import LossOfModel, count_rows, split_batch
-from shardwise.errors import BatchError, MismatchError, ModelError, ShardwiseError
+from shardwise.errors import BatchError, MismatchError, ModelError, SameRowsWarning, ShardwiseError
 from tests.engine.expected import adamw, points, seeded, square_loss
 
 CPU = torch.device("cpu")
@@ -118,7 +119,7 @@ class TakesTwo(Called):
 BATCH = {"x": torch.ones(2, 3), "y": torch.zeros(2)}
 
 
-def call_with_loss(model: Called, batch: Mapping[str, Any]) -> Call:
+def call_with_loss(model: Called, batch: dict[str, Any]) -> Call:
     LossOfModel(model, lambda output, _: output)(batch)
     return model.calls[-1]
 
@@ -134,6 +135,55 @@ def test_a_model_is_called_with_the_entries_that_its_forward_names() -> None:
 def test_a_model_that_takes_none_of_the_entries_is_refused_with_both_lists() -> None:
     with pytest.raises(ModelError, match=r"forward takes one, two, and the batch has x, y; name the batch's entries"):
         call_with_loss(TakesTwo(), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        # By position it would train on the labels.
+        (
+            TakesOne(),
+            ["labels", "token"],
+            r"forward takes tokens, and the batch has labels, token; rename token to tokens",
+        ),
+        (TakesNames(), ["inputs", "mask"], "forward takes x, mask, and the batch has inputs, mask; x is missing"),
+        (TakesTwo(), ["one", "too"], "forward takes one, two, and the batch has one, too; two is missing"),
+    ],
+    ids=["position", "optional name", "one of two"],
+)
+def test_names_with_which_a_model_cannot_be_called_are_refused(model: Called, batch: list[str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        call_with_loss(model, dict.fromkeys(batch, torch.ones(2)))
+    assert not model.calls
+
+
+def test_a_first_entry_of_another_name_is_the_argument_of_a_model_that_takes_one() -> None:
+    for names in (["token", "labels"], ["x", "y"]):
+        model = TakesOne()
+        assert len(call_with_loss(model, dict.fromkeys(names, torch.ones(2)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (["x", "labels"], r"forward takes x, mask, and the batch has x, labels; leave out labels, or pass loss=f"),
+        (["mask"], r"forward takes x, mask, and the batch has mask; x is missing"),
+    ],
+)
+def test_without_a_loss_function_all_entries_are_arguments(batch: list[str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        LossOfModel(TakesNames(), None)(dict.fromkeys(batch, torch.ones(2)))
+
+
+def test_a_hook_before_the_forward_may_give_what_the_batch_lacks() -> None:
+    model = TakesNames()
+    engine = sw.parallelize(model, sw.Plan(), optimizer=adamw)
+    batch = {"y": torch.ones(1)}
+    with pytest.raises(ModelError, match="the batch has y; x is missing"):
+        engine.step(batch)
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, {"x": kwargs.pop("y"), **kwargs}), with_kwargs=True)
+    engine.step(batch)
+    assert list(model.calls[-1]) == ["x", "mask"]
 
 
 class Gives(nn.Module):
@@ -180,7 +230,7 @@ def test_an_output_without_a_scalar_loss_is_refused(output: Callable[[torch.Tens
     with pytest.raises(ModelError) as caught:
         LossOfModel(Gives(output), None)(BATCH)
     assert str(caught.value) == (
-        f"the model's output holds no scalar loss (found {found}); give labels to a model that computes its loss, or "
+        f"the model's output holds no scalar loss (found {found}). Give labels to a model that computes its loss, or "
         "pass loss=f(output, batch) (model.loss in a configuration)"
     )
     with pytest.raises(ModelError, match="the loss function's result holds no scalar loss"):
@@ -251,7 +301,7 @@ def test_a_batch_that_is_none_is_refused_on_all_ranks(batch: Any, message: str, 
 
 
 def test_fewer_rows_than_microbatches_are_refused_with_both_numbers() -> None:
-    message = "a batch of 2 rows cannot be split into 3 microbatches; give at least 3 rows, or set merge.microbatches"
+    message = "a batch of 2 rows cannot be split into 3 microbatches; give 3 rows or more, or set merge.microbatches"
     assert_refused_and_usable({0: points(0, 2), 1: points(1, 2)}, message)
     assert_refused_and_usable({0: points(0, 2)}, f"rank 0: {message} to at most 2")
 
@@ -269,7 +319,9 @@ def test_a_weight_that_is_no_finite_number_of_at_least_zero_is_refused(weight: A
 
 
 def test_weights_that_are_all_zero_are_refused() -> None:
-    message = "no microbatch on any rank has a weight above 0: there is nothing to average; check loss_weight, and that"
+    message = (
+        "no microbatch on any rank has a weight above 0, so there is nothing to average; check loss_weight, and that"
+    )
     assert_refused_and_usable({}, message, loss_weight=lambda _: 0)
     assert_refused_and_usable({0: points(0, 0), 1: points(1, 0)}, message, method="evaluate")
 
@@ -346,3 +398,57 @@ def test_the_batch_itself_is_left_as_it_was() -> None:
         assert batch["x"].grad is None
 
     sw.simulate(2, run)
+
+
+def test_ranks_along_tp_that_are_given_different_batches_refuse_together() -> None:
+    plan = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"0": "column", "1": "row"}))
+
+    def refusal(channel: sw.Channel) -> str:
+        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+        engine = sw.parallelize(model, plan, optimizer=adamw, loss=square_loss, channel=channel)
+        with pytest.raises(MismatchError) as raised:
+            engine.step(points(channel.rank, 4))
+        return str(raised.value)
+
+    first, second = sw.simulate(2, refusal)
+    assert first == second
+    assert first.startswith("ranks along pp and tp need the same batch")
+
+
+def steps_on(rows_of: Callable[[int, int], float], mesh: sw.Mesh, num_steps: int) -> list[str]:
+    """What ranks are warned of in steps whose rows are all `rows_of(data rank, step)`."""
+
+    def on_rank(channel: sw.Channel) -> None:
+        rules = {"0": "column", "2": "row"} if mesh.tp > 1 else None
+        engine = sw.parallelize(
+            seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))(),
+            sw.Plan(mesh=mesh, tensor=sw.Tensor(rules=rules)),
+            optimizer=adamw,
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        for step in range(num_steps):
+            engine.step({"input": torch.full((2, 4), float(rows_of(mesh.data_rank(channel.rank), step)))})
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sw.simulate(mesh.size, on_rank)
+    return [str(each.message) for each in caught if each.category is SameRowsWarning]
+
+
+def test_data_ranks_with_the_same_rows_are_told_once() -> None:
+    [words] = steps_on(lambda data_rank, step: step, sw.Mesh(dp_shard=2), 3)
+    assert words.startswith("rank 0 and rank 1 are different data ranks, and got the same rows")
+    [words] = steps_on(lambda data_rank, step: min(data_rank, 1 + step), sw.Mesh(dp_replicate=3, tp=2), 2)
+    assert words.startswith("rank 2 and rank 4 are different data ranks")
+
+
+def test_ranks_with_the_same_rows_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.engine.engine.hosts_of", lambda channel: ["node1", "node2"])
+    [words] = steps_on(lambda data_rank, step: step, sw.Mesh(dp_shard=2), 1)
+    assert words.startswith("rank 0 (node1) and rank 1 (node2) are different data ranks")
+
+
+def test_peers_with_the_same_rows_and_late_repetitions_are_not_told() -> None:
+    assert steps_on(lambda data_rank, step: data_rank, sw.Mesh(dp_shard=2, tp=2), 2) == []
+    assert steps_on(lambda data_rank, step: data_rank if step < 3 else 0.0, sw.Mesh(dp_shard=2), 5) == []

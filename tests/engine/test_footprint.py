@@ -1,20 +1,12 @@
 """Bytes held: what the plan says is what the live buffers take, and optimizer state is that of the owned slice."""
 
-import gc
-
 import pytest
-import torch
 
 import shardwise as sw
 from shardwise.engine.zero.grad_reduce import GradPerUpdate
 from tests.engine.expected import adamw, points, seeded, square_loss
+from tests.engine.memory import distinct_bytes, tensor_bytes_alive
 from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
-
-
-def distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the storages, each counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def measured(engine: sw.Engine) -> tuple[int, int, int, int]:
@@ -91,13 +83,6 @@ def test_in_bfloat16_bytes_are_those_of_the_formula(num_ranks: int, k: int, byte
         assert moments <= (num_elements + padding) / num_ranks
 
     sw.simulate(num_ranks, run)
-
-
-def tensor_bytes_alive() -> int:
-    """Bytes of all tensors that the interpreter can reach, each storage once."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    return distinct_bytes([each for each in tensors if each.layout == torch.strided])  # others have no storage
 
 
 def test_training_leaves_no_tensors_behind() -> None:

@@ -1,21 +1,19 @@
 """First values for models built without any: the same whoever asks for which of them, and what the modules would do."""
 
 import gc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 import xxhash
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.engine.meta_init import Initialisation
 from tests.engine.initialised import Build, assert_equal, built, initialise, initialised, one_by_one, tensors
+from tests.engine.memory import peak_bytes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -47,6 +45,8 @@ def plain() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     config = tf.GPT2Config(
         n_embd=32, n_layer=8, n_head=4, vocab_size=67, n_positions=16, bos_token_id=1, eos_token_id=2
     )
@@ -54,20 +54,28 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     return tf.T5ForConditionalGeneration(
         tf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=67)
     )
 
 
 def bert() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     return tf.BertForMaskedLM(tf.BertConfig(**SIZES))
 
 
 def llama() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, tie_word_embeddings=True))
 
 
 def llama_bfloat16() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -77,15 +85,21 @@ def llama_bfloat16() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     return tf.MixtralForCausalLM(tf.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
 
 
 def vit() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     return tf.ViTModel(tf.ViTConfig(**sizes, num_attention_heads=4, image_size=16, patch_size=8))
 
 
 def mamba() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     return tf.MambaModel(tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=67))
 
 
@@ -290,18 +304,6 @@ def test_no_other_memory_is_taken_for_that_of_a_parameter_that_has_moved() -> No
     model.get_parameter("scale").data = torch.zeros(1)
     gc.collect()  # the next memory may come at the address that is free now
     assert_equal(dict(initialisation.values(initialisation.names)), expected)
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that is allocated at one time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        call()
-    held = peak = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def test_memory_is_that_of_the_largest_module_and_of_what_is_kept() -> None:

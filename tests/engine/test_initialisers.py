@@ -271,7 +271,7 @@ class Aside(Deciding):
     [
         (Aside, r"reset_parameters\(\) of 'the model' raised .* by another way than through its modules"),
         (plain_attribute, "'table' is a tensor without values .* in a plain attribute"),
-        (overlapping, "'weight' and 'head', which have no values yet, share a part of one storage"),
+        (overlapping, "'weight' and 'head' have no values yet, and share a part of one storage"),
         (lambda: nn.LazyLinear(3), "'weight' has no shape before the first forward"),
         (lambda: nn.Sequential(Raising()), r"reset_parameters\(\) of '0' raised OverflowError: too much"),
     ],

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import shardwise as sw
+from tests.engine.expected import adamw
 from tests.engine.models import Batch
 from tests.engine.oracle import RankOrder
 from tests.engine.ranks import assert_same_bits, train_on_ranks
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 class Routed(nn.Module):
@@ -109,16 +105,16 @@ def test_outputs_of_kept_modules_are_in_the_compute_dtype() -> None:
 class Kind:
     """A tiny model of transformers, and what its norms are called."""
 
-    model: Callable[[Any], nn.Module]
-    config: Callable[..., Any]
+    model: str
+    config: str
     settings: dict[str, Any]
     norms: str
 
 
 KINDS = {
     "llama": Kind(
-        model=transformers.LlamaForCausalLM,
-        config=transformers.LlamaConfig,
+        model="LlamaForCausalLM",
+        config="LlamaConfig",
         settings={
             "vocab_size": 61,
             "hidden_size": 32,
@@ -131,8 +127,8 @@ KINDS = {
         norms="*norm*",
     ),
     "gpt2": Kind(
-        model=transformers.GPT2LMHeadModel,
-        config=transformers.GPT2Config,
+        model="GPT2LMHeadModel",
+        config="GPT2Config",
         settings={
             "vocab_size": 61,
             "n_embd": 32,
@@ -149,8 +145,8 @@ KINDS = {
         norms="*ln_*",
     ),
     "t5": Kind(
-        model=transformers.T5ForConditionalGeneration,
-        config=transformers.T5Config,
+        model="T5ForConditionalGeneration",
+        config="T5Config",
         settings={
             "vocab_size": 61,
             "d_model": 32,
@@ -164,8 +160,8 @@ KINDS = {
         norms="*layer_norm*",
     ),
     "vit": Kind(
-        model=transformers.ViTForImageClassification,
-        config=transformers.ViTConfig,
+        model="ViTForImageClassification",
+        config="ViTConfig",
         settings={
             "hidden_size": 32,
             "intermediate_size": 48,
@@ -183,10 +179,13 @@ KINDS = {
 
 
 def transformer(name: str) -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         kind = KINDS[name]
-        return kind.model(kind.config(**kind.settings))
+        model: nn.Module = getattr(tf, kind.model)(getattr(tf, kind.config)(**kind.settings))
+        return model
 
 
 def batch_for(name: str, seed: int) -> dict[str, torch.Tensor]:

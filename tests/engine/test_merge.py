@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
+from tests.engine.expected import adamw
 from tests.engine.models import (
     Batch,
     curve,
@@ -29,10 +30,6 @@ BOUND = 8 * 2.0**-23
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def count_targets(batch: Batch) -> int:

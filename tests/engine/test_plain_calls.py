@@ -13,6 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import alone
 from shardwise.errors import MismatchError, ModelError, OptimizerError
+from tests.engine.expected import adamw
 from tests.engine.models import curve, curve_batch, curve_loss
 from tests.engine.oracle import share_of
 
@@ -36,10 +37,6 @@ class Normed(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.BatchNorm1d(4, affine=False))
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def loss(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -241,7 +238,9 @@ def test_data_ranks_that_were_written_to_otherwise_are_refused_and_alike_ones_go
             own.zero_grad()
             if seed == 7:
                 engine.step(batch)
-        with pytest.raises(MismatchError, match=r"'0\.bias' was written to after parallelize, and rank 0 and rank 1"):
+        with pytest.raises(
+            MismatchError, match=r"'0\.bias' was written to after parallelize. .* rank 0 and rank 1 now differ"
+        ):
             engine.step(batch)
         if channel.rank:
             engine.model.load_state_dict(Normed().state_dict())
@@ -256,3 +255,18 @@ def test_data_ranks_that_were_written_to_otherwise_are_refused_and_alike_ones_go
         return str(caught.value)
 
     assert len(set(sw.simulate(ranks, run))) == 1
+
+
+def test_a_write_is_compared_although_the_state_was_asked_for_in_between() -> None:
+    def run(channel: sw.Channel) -> None:
+        torch.manual_seed(0)
+        engine = sw.parallelize(Normed(), LAYOUTS["stage 0"][0], optimizer=adamw, loss=loss, channel=channel)
+        torch.manual_seed(channel.rank)
+        engine.model.load_state_dict(Normed().state_dict())
+        engine.state()
+        with torch.no_grad():
+            list(engine.model.parameters())[-1].zero_()  # the same on both ranks
+        with pytest.raises(MismatchError, match=r"was written to after parallelize. .* rank 0 and rank 1 now differ"):
+            engine.step({"input": torch.ones(4, 8)})
+
+    sw.simulate(2, run)

@@ -10,11 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from tests.covering import covering
+from tests.engine.expected import adamw, sgd
 from tests.engine.models import (
-    Batch,
     curve,
     curve_batch,
     curve_loss,
+    loss_of_words,
     word_batch,
     word_loss,
     words,
@@ -25,18 +27,6 @@ from tests.engine.ranks import assert_same_bits, largest_difference, train_on_ra
 
 BATCHES = [word_batch(seed, 48) for seed in range(3)]
 BF16 = sw.Precision(compute="bfloat16")
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return word_loss(model(batch["words"]), batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +65,7 @@ def by_hand(
     return RankOrder(
         model=case.by_hand(),
         make_optimizer=optimizer,
-        loss_of=loss_of,
+        loss_of=loss_of_words,
         num_ranks=ranks,
         ranks_per_sum=group,
         num_microbatches=k,
@@ -103,10 +93,12 @@ def ours(
     return train_on_ranks(model, plan, BATCHES, optimizer=optimizer, loss=word_loss)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize(("ranks", "k"), [(1, 1), (1, 3), (1, 4), (2, 1), (3, 4), (8, 2)])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_step_is_the_one_written_by_hand(case: Case, ranks: int, k: int, optimizer: Optimizers) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "optimizer"),
+    covering(list(CASES), ((1, 1), (1, 3), (1, 4), (2, 1), (3, 4), (8, 2)), (sgd, adamw), strength=2),
+)
+def test_a_step_is_the_one_written_by_hand(name: str, layout: tuple[int, int], optimizer: Optimizers) -> None:
+    case, (ranks, k) = CASES[name], layout
     got = ours(case.precision, optimizer, mesh=sw.Mesh(dp_shard=ranks), k=k)
     expected = by_hand(case, optimizer, ranks=ranks, k=k)
     assert_same_bits(got, expected)
@@ -114,21 +106,22 @@ def test_a_step_is_the_one_written_by_hand(case: Case, ranks: int, k: int, optim
     assert got.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "reduced in bfloat16", "norm kept"])
+LAYOUTS: dict[str, tuple[sw.Mesh, sw.Sharding, int | None]] = {
+    "stage 0": (sw.Mesh(dp_shard=3), sw.Sharding(stage=0), None),
+    "whole": (sw.Mesh(dp_shard=3), sw.Sharding(partition="whole", bucket_bytes=600), None),
+    "two axes": (sw.Mesh(dp_replicate=2, dp_shard=2), sw.Sharding(), None),
+    "replicas": (sw.Mesh(dp_replicate=2, dp_shard=2), sw.Sharding(owners="dp_shard", bucket_bytes=300), 2),
+    "replicas alone": (sw.Mesh(dp_replicate=2), sw.Sharding(owners="dp_shard", partition="whole"), None),
+}
+"""The last: how many ranks are summed first."""
+
+
 @pytest.mark.parametrize(
-    ("mesh", "sharding", "group"),
-    [
-        (sw.Mesh(dp_shard=3), sw.Sharding(stage=0), None),
-        (sw.Mesh(dp_shard=3), sw.Sharding(partition="whole", bucket_bytes=600), None),
-        (sw.Mesh(dp_replicate=2, dp_shard=2), sw.Sharding(), None),
-        (sw.Mesh(dp_replicate=2, dp_shard=2), sw.Sharding(owners="dp_shard", bucket_bytes=300), 2),
-        (sw.Mesh(dp_replicate=2), sw.Sharding(owners="dp_shard", partition="whole"), None),
-    ],
+    ("name", "layout", "k"),
+    covering(("bfloat16", "reduced in bfloat16", "norm kept"), list(LAYOUTS), (1, 2), strength=2),
 )
-@pytest.mark.parametrize("k", [1, 2])
-def test_every_layout_rounds_in_the_same_places(
-    name: str, mesh: sw.Mesh, sharding: sw.Sharding, group: int | None, k: int
-) -> None:
+def test_every_layout_rounds_in_the_same_places(name: str, layout: str, k: int) -> None:
+    mesh, sharding, group = LAYOUTS[layout]
     got = ours(CASES[name].precision, adamw, mesh=mesh, k=k, sharding=sharding)
     assert_same_bits(got, by_hand(CASES[name], adamw, ranks=mesh.size, k=k, group=group))
 
@@ -166,7 +159,7 @@ def test_a_model_in_float64_stays_in_float64(ranks: int, k: int, clip: float | N
     oracle = RankOrder(
         model=words().double(),
         make_optimizer=adamw,
-        loss_of=loss_of,
+        loss_of=loss_of_words,
         num_ranks=ranks,
         num_microbatches=k,
         clip=clip,
@@ -186,7 +179,7 @@ def test_a_model_built_in_bfloat16_gets_masters_without_being_asked(ranks: int) 
     oracle = RankOrder(
         model=words().bfloat16(),
         make_optimizer=adamw,
-        loss_of=loss_of,
+        loss_of=loss_of_words,
         num_ranks=ranks,
         num_microbatches=3,
         clip=0.3,
@@ -243,7 +236,7 @@ def test_the_record_of_casts_sees_those_of_autocast() -> None:
     with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
         for name, parameter in model.named_parameters():
             casts.watch(name, parameter)
-        loss_of(model, BATCHES[0]).backward()
+        loss_of_words(model, BATCHES[0]).backward()
     assert {label for label, _, _ in casts.seen} == {
         "wide.weight", "wide.bias", "narrow.weight", "narrow.bias", "embedding.weight",
     }  # fmt: skip

@@ -126,7 +126,7 @@ def needs_a_closure(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (drops_one, "1 of the model's trainable parameters are in no group: '0.weight'; give them to the optimizer"),
+        (drops_one, "1 of the model's trainable parameters are in no group: '0.weight'. Give them to the optimizer"),
         (
             drops_many,
             "4 of the model's trainable parameters are in no group: '0.weight', '0.bias', '1.weight' and 1",

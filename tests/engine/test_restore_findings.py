@@ -34,7 +34,7 @@ from tests.engine.test_restore import with_groups
         ({"words": "many"}, r"state 'words' of 'scalar' is 'many' \(str\); a checkpoint keeps tensors, bool"),
         ({"big": 1 << 63}, r"state 'big' of 'scalar' is 9223372036854775808 \(int\)"),
         ({"history": [1, 2]}, r"state 'history' of 'scalar' is \[1, 2\] \(list\)"),
-        ({"a/b": 1}, r"has the key 'a/b'; .* keys are strings without /"),
+        ({"a/b": 1}, r"has the key 'a/b'. .* keys that are strings without /"),
         ({"master": 1}, "has the key 'master'"),
         ({3: 1}, "has the key 3"),
     ],
@@ -67,7 +67,7 @@ def test_state_of_parameters_that_came_later_is_refused() -> None:
         stranger = nn.Parameter(torch.zeros(2, 3))
         engine.optimizer.state[stranger]["step"] = 1
         with pytest.raises(
-            OptimizerError, match=r"has state for a parameter of shape \[2, 3\], which it was not given at first"
+            OptimizerError, match=r"has state for a parameter of shape \[2, 3\], which it did not get at first"
         ):
             engine.state()
         del engine.optimizer.state[stranger]
@@ -96,7 +96,7 @@ def test_another_optimizer_is_a_finding_and_its_state_is_not_mixed_in() -> None:
     finding, *others = findings_of(checkpoint, adamw)
     assert others == []
     assert finding.startswith("AdamW trains 'scalar', 'gate', 'long' and ")
-    assert "which SGD trained when the checkpoint was saved" in finding
+    assert "but SGD trained it in the checkpoint" in finding
 
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, plan_of(1, SLICES), adamw)
@@ -126,7 +126,7 @@ def test_parameters_that_only_one_side_trains_are_findings() -> None:
 
     fewer = saved(sw.simulate(2, frozen))
     (finding,) = findings_of(fewer, adamw)
-    assert finding.startswith("1 parameters are trained here that were not when the checkpoint was saved: 'out.weight'")
+    assert finding.startswith("1 parameters are trained here, but were frozen in the checkpoint: 'out.weight'")
 
     more = after(plan_of(2, SLICES), adamw, 1)
 
@@ -137,7 +137,7 @@ def test_parameters_that_only_one_side_trains_are_findings() -> None:
         return list(engine.restore(more.stored(), more.settings).findings)
 
     [(finding,), _] = sw.simulate(2, run)
-    assert finding.startswith("1 parameters were trained when the checkpoint was saved that are not here: 'out.weight'")
+    assert finding.startswith("1 parameters were trained in the checkpoint, but are not here: 'out.weight'")
 
 
 def test_settings_that_only_one_side_knows_are_findings() -> None:

@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm import Work
 from shardwise.errors import CallMismatchError, ModelError, PeerError, ShardwiseError
+from tests.engine.channels import GoesOnAlone
+from tests.engine.expected import adamw
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
-from tests.engine.test_backward import GoesOnAlone
-from tests.engine.test_stages import BATCHES, adamw, net, plan_of
+from tests.engine.sharded_nets import BATCHES, net, plan_of
 
 
 class Trusting(GoesOnAlone):
@@ -157,4 +158,4 @@ def test_a_gradient_that_comes_after_those_of_its_unit_is_told_with_the_unit() -
     assert told
     assert all(isinstance(error, ModelError | PeerError) for error in errors)
     assert "after the backward of all calls of its unit 'layer'" in str(told[0])
-    assert "name the module around all that uses it in sharding.units" in str(told[0])
+    assert "In sharding.units name the module around all its uses" in str(told[0])

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
+from benchmarks.silence import Silence
 from shardwise.comm import Work
 from shardwise.engine.zero.grad_per_microbatch import GradBuffer, GradPerMicrobatch
+from tests.engine.expected import adamw
+from tests.engine.memory import distinct_bytes, peak_bytes, tensor_bytes_alive
 from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
-from tests.engine.test_footprint import tensor_bytes_alive
-from tests.engine.test_peak import Silent
-from tests.engine.test_stages import BATCHES, Net, adamw, gathering_of, plan_of
+from tests.engine.sharded_nets import BATCHES, Net, plan_of
+from tests.engine.stages import gathering_of
 
 
 def engine_of(channel: Any, plan: sw.Plan, kind: str = "") -> sw.Engine:
@@ -33,20 +34,32 @@ def sent_by(recorded: sw.Recorded) -> dict[str, int]:
     }
 
 
+UNITS = ("blocks.*", "blocks.*.attention")
+
+
 @pytest.mark.parametrize(
-    ("ranks", "k", "stage", "settings"),
+    ("kind", "ranks", "k", "stage", "settings"),
     [
-        (2, 1, 2, {}),
-        (3, 4, 2, {"partition": "whole"}),
-        (2, 1, 3, {}),
-        (2, 4, 3, {}),
-        (4, 2, 3, {"keep_gathered": True}),
-        (8, 2, 3, {"partition": "whole"}),
-        (3, 2, 3, {"units": ("blocks.*", "blocks.*.attention")}),
+        ("", 2, 1, 2, {}),
+        ("", 4, 2, 3, {"partition": "whole"}),
+        ("", 2, 4, 3, {"keep_gathered": True}),
+        ("", 3, 2, 3, {"units": UNITS}),
+        ("tied", 2, 4, 3, {}),
+        ("tied", 3, 4, 2, {"partition": "whole"}),
+        ("tied", 4, 2, 3, {"keep_gathered": True}),
+        ("tied", 2, 1, 3, {"units": UNITS}),
+        ("twice", 3, 1, 3, {}),
+        ("twice", 2, 2, 2, {"partition": "whole"}),
+        ("twice", 2, 2, 3, {"keep_gathered": True}),
+        ("twice", 2, 4, 3, {"units": UNITS}),
+        ("frozen", 3, 4, 2, {}),
+        ("frozen", 2, 1, 3, {"partition": "whole"}),
+        ("frozen", 3, 1, 3, {"keep_gathered": True}),
+        ("frozen", 2, 2, 3, {"units": UNITS}),
     ],
 )
-@pytest.mark.parametrize("kind", ["", "tied", "twice", "frozen"])
-def test_bytes_sent_equal_the_plan(ranks: int, k: int, stage: int, settings: dict[str, Any], kind: str) -> None:
+def test_bytes_sent_equal_the_plan(kind: str, ranks: int, k: int, stage: int, settings: dict[str, Any]) -> None:
+    """Every kind of model under every setting and in both stages."""
     precision = sw.Precision(compute="bfloat16", keep=("*norm*",))
     plan = plan_of(stage, ranks=ranks, k=k, precision=precision, **settings)
 
@@ -118,11 +131,6 @@ def test_masters_are_cast_once_per_update(stage: int, k: int) -> None:
     assert sum(sw.simulate(2, run)) == cast
 
 
-def bytes_of(tensors: list[torch.Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
@@ -151,13 +159,27 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         aliased = sum(
             part.nbytes for part, master in zip(parts, masters, strict=True) if part.data_ptr() == master.data_ptr()
         )
-        working = sum(part.nbytes for part in parts) if stage == 3 else bytes_of(whole)
+        working = sum(part.nbytes for part in parts) if stage == 3 else distinct_bytes(whole)
         assert working == planned.working_bytes
         assert sum(master.nbytes for master in masters) - aliased == planned.master_bytes
-        assert bytes_of(gradients._runs) == planned.gradient_bytes
+        assert distinct_bytes(gradients._runs) == planned.gradient_bytes
         # More than two while the last gradients come: those of the model itself and of the embedding, in both dtypes.
         assert 2 <= max(in_use) <= 4
-        assert bytes_of([*gradients.buffers.free, gradients._scratch]) == planned.reducing_bytes
+        assert distinct_bytes([*gradients.buffers.free, gradients._scratch]) == planned.reducing_bytes
+
+    sw.simulate(2, run)
+
+
+def test_a_bucket_that_is_alone_has_one_buffer() -> None:
+    """It is on its way from one microbatch when the next one fills it."""
+
+    def run(channel: sw.Channel) -> None:
+        engine = engine_of(channel, plan_of(2, k=4, bucket_bytes=1 << 20))
+        gradients = engine._gradients
+        assert isinstance(gradients, GradPerMicrobatch)
+        assert len(gradients._pending) == 1
+        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        assert distinct_bytes([*gradients.buffers.free, gradients._scratch]) == engine.footprint().reducing_bytes
 
     sw.simulate(2, run)
 
@@ -178,7 +200,7 @@ def test_the_most_that_is_gathered_is_what_the_plan_says(keeps: bool) -> None:
 
         def measured(unit: Any) -> None:
             fill(unit)
-            held.append(bytes_of([bucket.working for bucket in engine._buffers.buckets]))
+            held.append(distinct_bytes([bucket.working for bucket in engine._buffers.buckets]))
 
         gathering._fill = measured  # type: ignore[method-assign]
         engine.step(share_of(BATCHES[0], channel.rank, channel.size))
@@ -189,14 +211,30 @@ def test_the_most_that_is_gathered_is_what_the_plan_says(keeps: bool) -> None:
     sw.simulate(2, run)
 
 
-class Zeros(Silent):
-    """`Silent` that gathers zeros."""
+class Zeros(Silence):
+    """`Silence` that gathers zeros."""
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         output.zero_()
-        return self.Done()
+        return super().all_gather(output, torch.zeros(0), purpose=purpose, counts=[0] * self.size)
+
+
+def peak_of_microbatches(engine: sw.Engine, batch: dict[str, torch.Tensor]) -> int:
+    """The most that forwards and backwards of the second step allocate."""
+    train = engine._computation.train
+    peaks = []
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        peaks.append(peak_bytes(lambda: results.append(train(*args, **kwargs))))
+        return results[0]
+
+    engine._computation.train = measured  # type: ignore[method-assign]
+    for _ in range(2):
+        assert not engine.step(batch).skipped
+    return peaks[-1]
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -218,28 +256,34 @@ def test_the_peak_of_stage_3_is_what_rests_two_units_and_a_bucket(k: int) -> Non
         plan,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
         loss=lambda output, _: output.float().square().mean(),
-        channel=Zeros(),
+        channel=Zeros(rank=0, size=2, progresses_alone=False),
     )
-    train = engine._computation.train
-    peaks = []
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            result = train(*args, **kwargs)
-        held = peak = 0
-        for event in seen.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
-        peaks.append(peak)
-        return result
-
-    engine._computation.train = measured  # type: ignore[method-assign]
-    batch = {"input": torch.ones(k, width)}
-    for _ in range(2):
-        assert not engine.step(batch).skipped
+    peak = peak_of_microbatches(engine, {"input": torch.ones(k, width)})
     num_elements = layers * 2 * (width * width + width)
     unit_bytes = 2 * num_elements // layers
     at_rest = (2 + 12 + 4) * num_elements // 2
     expected = at_rest + 2 * unit_bytes + unit_bytes  # a unit is one bucket
-    assert tensor_bytes_alive() - alive_before + peaks[-1] == pytest.approx(expected, rel=0.03)
+    assert tensor_bytes_alive() - alive_before + peak == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(("k", "bucket_bytes"), [(4, 1 << 30), (4, 200_000), (1, 1 << 30)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_rests_and_is_taken_in_a_step_is_the_footprint(stage: int, k: int, bucket_bytes: int) -> None:
+    """Also where all parameters are one bucket, which a microbatch fills while that of the last one travels."""
+    width, layers = 128, 4
+    sharding = sw.Sharding(stage=stage, bucket_bytes=bucket_bytes, units=None if stage == 2 else (".",))
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sharding, merge=sw.Merge(microbatches=k))
+    alive_before = tensor_bytes_alive()
+    engine = sw.parallelize(
+        nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))),
+        plan,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        loss=lambda output, _: output.square().mean(),
+        channel=Zeros(rank=0, size=2, progresses_alone=False),
+    )
+    peak = peak_of_microbatches(engine, {"input": torch.ones(k, width)})
+    planned = engine.footprint()
+    expected = planned.working_bytes + planned.gradient_bytes + planned.reducing_bytes + 8 * planned.owned_elements
+    assert tensor_bytes_alive() - alive_before == pytest.approx(expected, abs=4000)
+    # Gradients of two matrices, where one makes room for the other only when it is there, and activations.
+    assert peak <= planned.gathered_bytes + 2.2 * 4 * width * width

@@ -10,32 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine.zero.unit_calls import Residence
-from shardwise.engine.zero.unshard import Unshard
-from tests.engine.models import word_batch, word_loss, words, words_with_kept_norm
+from tests.engine.channels import GoesOnAlone
+from tests.engine.expected import adamw
+from tests.engine.models import loss_of_words, word_batch, word_loss, words, words_with_kept_norm
 from tests.engine.oracle import Trained, share_of
 from tests.engine.ranks import assert_same_bits
-from tests.engine.stages import RoundOrder, train_sharded, values_of_all
-from tests.engine.test_backward import GoesOnAlone
-
-BATCHES = [word_batch(seed, 24) for seed in range(2)]
-WIDTH = 6
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    return word_loss(model(batch["words"]), batch)
-
-
-def plan_of(stage: int, *, ranks: int = 2, k: int = 1, **settings: Any) -> sw.Plan:
-    precision = settings.pop("precision", sw.Precision())
-    mesh = settings.pop("mesh", sw.Mesh(dp_shard=ranks))
-    sharding = sw.Sharding(stage=stage, bucket_bytes=settings.pop("bucket_bytes", 600), **settings)
-    merge = sw.Merge(microbatches=k)
-    return sw.Plan(mesh=mesh, sharding=sharding, merge=merge, precision=precision, clip_grad_norm=0.3)
+from tests.engine.sharded_nets import BATCHES, WIDTH, net, plan_of
+from tests.engine.stages import RoundOrder, assert_at_rest, gathering_of, train_sharded, values_of_all
 
 
 def assert_stages_agree(make_model: Callable[[], nn.Module], *, ranks: int = 2, **settings: Any) -> Trained:
@@ -70,7 +51,7 @@ def test_sums_are_taken_over_ranks_and_then_over_microbatches(
     plan = plan_of(stage, ranks=ranks, k=k, partition=partition, bucket_bytes=bucket_bytes)
     got = train_sharded(words, plan, BATCHES, optimizer=adamw, loss=word_loss)
     expected = RoundOrder(
-        model=words(), make_optimizer=adamw, loss_of=loss_of, num_ranks=ranks, num_microbatches=k, clip=0.3
+        model=words(), make_optimizer=adamw, loss_of=loss_of_words, num_ranks=ranks, num_microbatches=k, clip=0.3
     ).train(BATCHES)
     assert_same_bits(got, expected)
     assert got.grad_norms == expected.grad_norms
@@ -84,7 +65,7 @@ def test_replicas_of_owners_add_their_runs_once_per_update(stage: int, k: int) -
     expected = RoundOrder(
         model=words(),
         make_optimizer=adamw,
-        loss_of=loss_of,
+        loss_of=loss_of_words,
         num_ranks=4,
         ranks_per_sum=2,
         num_microbatches=k,
@@ -105,7 +86,7 @@ def test_bfloat16_is_rounded_where_the_plan_says(stage: int, accumulate: str, re
     expected = RoundOrder(
         model=words_with_kept_norm(),
         make_optimizer=adamw,
-        loss_of=loss_of,
+        loss_of=loss_of_words,
         num_ranks=2,
         num_microbatches=k,
         clip=0.3,
@@ -125,103 +106,6 @@ def test_one_data_rank_is_one_process(stage: int, k: int) -> None:
         for each in (1, stage)
     ]
     assert_same_bits(*trained)
-
-
-class Block(nn.Module):
-    """Attention of torch's own, a wide layer, a convolution with a kernel of three dims, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.up = nn.Linear(WIDTH, 17)
-        self.down = nn.Linear(17, WIDTH)
-        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.calls: torch.Tensor
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.calls += 1
-        normed = self.norm(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        x = x + self.down(torch.tanh(self.up(x)))
-        out: torch.Tensor = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
-        return out
-
-
-class Net(nn.Module):
-    """Blocks between an embedding and a head, with what `kind` adds."""
-
-    def __init__(self, kind: str = "") -> None:
-        super().__init__()
-        self.kind = kind
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 11)
-        self.scales = nn.ParameterList([torch.tensor(1.5), torch.ones(WIDTH)])
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.unused = nn.Linear(3, 2)
-        if kind == "positions":
-            self.positions = Positions()
-        if kind == "tied":
-            self.head.weight = self.embedding.weight
-        if kind == "frozen":
-            for module in (self.embedding, self.blocks[1], self.blocks[0]):
-                module.requires_grad_(False)
-        if kind == "frozen middle":
-            self.blocks[1].requires_grad_(False)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words) * self.scales[0] + self.scales[1]
-        if self.kind == "positions":
-            x = x + self.positions(words.shape[1])
-        if self.kind == "checkpoint of several":
-            x = checkpoint(lambda each: self.blocks[1](self.blocks[0](each)), x, use_reentrant=False)
-        for _ in range(3 if self.kind == "recurrent" else 1):
-            for number, block in enumerate(self.blocks):
-                x = self.run_block(block, x, is_special=number == 1)
-        out: torch.Tensor = self.head(x)
-        return out
-
-    def run_block(self, block: nn.Module, x: torch.Tensor, *, is_special: bool) -> torch.Tensor:
-        out: torch.Tensor
-        match self.kind:
-            case "checkpointed" | "checkpointed reentrant":
-                out = checkpoint(block, x, use_reentrant=self.kind != "checkpointed")
-            case "twice" if is_special:
-                out = block(block(x))
-            case "unused output" if is_special:
-                block(x)
-                out = x
-            case "no gradient" if is_special:
-                with torch.no_grad():
-                    out = x + block(x)
-            case "in place":
-                block(x)
-                out = block(x + 0).add_(1)
-            case _:
-                out = block(x)
-        return out
-
-
-class Positions(nn.Module):
-    """Gives a view of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(9, WIDTH))
-
-    def forward(self, length: int) -> torch.Tensor:
-        return self.weight[:length]
-
-
-def net(kind: str = "") -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Net(kind)
-
-    return make
 
 
 KINDS = (
@@ -317,19 +201,6 @@ def test_any_dtypes_share_a_unit() -> None:
     assert_stages_agree(net("frozen"), precision=precision)
 
 
-def gathering_of(engine: sw.Engine) -> Unshard:
-    sharded = engine._computation._passes
-    assert isinstance(sharded, Unshard)
-    return sharded
-
-
-def assert_at_rest(engine: sw.Engine) -> None:
-    for unit in gathering_of(engine).units:
-        assert (unit.num_uses, unit.residence, unit.works) == (0, Residence.SHARDED, [])
-        for bucket in unit.buckets:
-            assert bucket.working.untyped_storage().nbytes() == 0
-
-
 @pytest.mark.parametrize("kind", ["tied", "checkpointed"])
 def test_evaluations_and_predictions_between_steps_change_nothing(kind: str) -> None:
     def between(engine: sw.Engine, model: nn.Module, channel: sw.Channel) -> None:
@@ -363,7 +234,7 @@ def test_microbatches_that_only_some_ranks_compute(stage: int) -> None:
     expected = RoundOrder(
         model=words(),
         make_optimizer=adamw,
-        loss_of=loss_of,
+        loss_of=loss_of_words,
         num_ranks=2,
         num_microbatches=3,
         clip=0.3,
@@ -399,13 +270,45 @@ def test_parameters_that_come_back_into_use_are_reduced_late_but_whole(k: int) -
         return Alternating()
 
     expected = RoundOrder(
-        model=make(), make_optimizer=adamw, loss_of=loss_of, num_ranks=2, num_microbatches=k, clip=0.3
+        model=make(), make_optimizer=adamw, loss_of=loss_of_words, num_ranks=2, num_microbatches=k, clip=0.3
     ).train(batches)
     for stage in (2, 3):
         plan = plan_of(stage, k=k, bucket_bytes=1 << 20)
         got = train_sharded(make, plan, batches, optimizer=adamw, loss=word_loss)
         for name, value in got.parameters.items():
             # A late sum is added per rank first; otherwise the same two terms, and one rounding of each more.
+            torch.testing.assert_close(value, expected.parameters[name], rtol=0, atol=2**-22 if k > 1 else 0)
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_gradients_of_what_no_rank_used_before_come_after_their_bucket_has_left(k: int, by_rank: bool) -> None:
+    """Where transfers go on alone. `by_rank`: in each update some rank uses each."""
+    batches = [{name: value.clone() for name, value in word_batch(seed, 8).items()} for seed in range(3)]
+    for number, batch in enumerate(batches):
+        batch["words"][:, 0] = number % 2 + 2
+        if by_rank:
+            batch["words"][4:6, 0], batch["words"][6:, 0] = 3, 2  # with k = 2 it uses both
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Alternating()
+
+    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        model = make()
+        engine = sw.parallelize(
+            model, plan_of(2, k=k, bucket_bytes=1), optimizer=adamw, loss=word_loss, channel=GoesOnAlone(channel)
+        )
+        for batch in batches:
+            engine.step(share_of(batch, channel.rank, channel.size))
+        return values_of_all(model, engine, channel)
+
+    expected = RoundOrder(
+        model=make(), make_optimizer=adamw, loss_of=loss_of_words, num_ranks=2, num_microbatches=k, clip=0.3
+    ).train(batches)
+    for values in sw.simulate(2, run):
+        for name, value in values.items():
+            # A late sum is added per rank first, as above.
             torch.testing.assert_close(value, expected.parameters[name], rtol=0, atol=2**-22 if k > 1 else 0)
 
 

@@ -283,5 +283,5 @@ def test_storage_that_was_replaced_is_refused_on_all_ranks(
     sw.simulate(2, run)
     assert errors[0] == errors[1]
     assert "parameters were given other storage after parallelize, among them '" in errors[0]
-    assert "write values in place (load_state_dict, copy_)" in errors[0]
+    assert "Write values in place (load_state_dict, copy_)" in errors[0]
     assert errors[0].startswith("rank 1: ") == (on_ranks == (1,))

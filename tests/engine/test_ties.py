@@ -222,7 +222,7 @@ class Expanded(nn.Module):
 
 
 def test_a_parameter_that_was_expanded_is_refused_by_name() -> None:
-    assert "parameter 'weight' holds several of its elements in one place (it was expanded)" in refusal_of(Expanded)
+    assert "parameter 'weight' has several elements in one place of memory (it was expanded)" in refusal_of(Expanded)
 
 
 class Watched(nn.Module):

@@ -76,7 +76,7 @@ REFUSALS: list[tuple[str, dict[int, Any], dict[int, Any], dict[str, Any], str]] 
         {0: {piece_of(run=(0, 3)): torch.zeros(3)}},
         {1: {piece_of(): None}},
         {},
-        r"w: rank 1 wants \[0:4\] of it, and 1 of its 4 elements are held by no rank, the first at index \(3,\)",
+        r"w: rank 1 wants \[0:4\] of it, but no rank holds 1 of its 4 elements, the first at index \(3,\)",
     ),
     (
         "dtype",

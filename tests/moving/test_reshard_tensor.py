@@ -154,8 +154,8 @@ def test_without_gradients_nothing_is_recorded() -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"mode": torch.no_grad}, r"of rank 0 needs a gradient, but rank 1 records none \(no_grad\): reshard it in the"),
-    ({"targets": []}, "but rank 1 wants no piece, so that backward would not reach it; let it want a piece without"),
+    ({"mode": torch.no_grad}, r"of rank 0 needs a gradient, but rank 1 records none \(no_grad\); reshard in the"),
+    ({"targets": []}, "but rank 1 wants no piece, and backward would not reach it. Let it want a piece without"),
     ({"targets": [piece("float16")]}, "it is held as float32, but rank 1 wants it as float16"),
     ({"sources": [piece(), piece()]}, r"1 tensors were given for 2 pieces; (.|\n)*x\[0:4, 0:6\] is held twice"),
     (

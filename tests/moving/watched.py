@@ -42,6 +42,10 @@ class WatchedWork:
     def __init__(self, watched: Watched, work: Work, num_bytes: int) -> None:
         self._watched, self._work, self._num_bytes = watched, work, num_bytes
 
+    @property
+    def is_done(self) -> bool:
+        return self._work.is_done
+
     def wait(self) -> None:
         self._work.wait()
         self._watched.under_way -= self._num_bytes

@@ -1,9 +1,5 @@
 """What the tests of plans are drawn from: specs, parameters with the dtypes that a precision gives them, ownerships."""
 
-from collections.abc import Callable
-from typing import Any
-
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardwise.plan import Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
@@ -11,8 +7,9 @@ from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.outlines import describe
 from shardwise.plan.schedules import make_schedule
 from shardwise.space import Mesh
+from tests.properties import tried
 
-proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
+proven = tried(25)
 
 DTYPES = (*COMPUTE_DTYPES, "complex64", "complex128", "int64", "bool")
 

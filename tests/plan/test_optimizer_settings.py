@@ -154,7 +154,7 @@ def test_another_kind_gives_no_settings_and_a_finding() -> None:
     assert over.settings == (({"lr": 3.0},),)
     assert set(over.source) == {"c"}
     (finding,) = over.findings
-    assert finding.startswith("Adam trains 'a', 'b' here, which SGD trained when the checkpoint was saved")
+    assert finding.startswith("Adam trains 'a', 'b' here, but SGD trained it in the checkpoint")
 
 
 def test_parameters_are_found_through_the_ties_of_both_sides() -> None:
@@ -260,5 +260,5 @@ def test_values_that_no_tensor_keeps_are_refused(value: object) -> None:
 
 
 def test_state_of_nothing_known_is_refused() -> None:
-    with pytest.raises(OptimizerError, match="Adam has state for 'all', which it was not given at first"):
+    with pytest.raises(OptimizerError, match="Adam has state for 'all', which it did not get at first"):
         list(values_of("Adam", {"all": {"step": 1}}, {"w": "w"}))

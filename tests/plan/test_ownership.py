@@ -13,6 +13,7 @@ from shardwise.plan import Bucket, Ownership, Parameter, Sharding, plan_ownershi
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.specs import Partition
+from shardwise.space import Portion, even_cuts
 from tests.plan.strategies import models, names, ownerships, precisions, proven, shardings
 from tests.plan.texts import ownership_from
 
@@ -39,6 +40,21 @@ def owners_in(bucket: Bucket) -> dict[str, set[int]]:
         name: {owner for owner in range(len(bucket.counts)) for each in bucket.segments(owner) if each.name == name}
         for name in names_in(bucket)
     }
+
+
+def test_whole_parameters_lie_alike_on_ranks_along_tp_that_have_more_and_less_of_others() -> None:
+    sharding = Sharding(bucket_bytes=10**6)
+    found = []
+    for start, stop in even_cuts(10, 4, unit=2):
+        cut = Portion(global_shape=(10, 40), dim=0, ranges=((start, stop),))
+        model = [
+            replace(each, portion=cut, shape=cut.shape) if at % 2 else each
+            for at, each in enumerate(of_size(*[99] * 4))
+        ]
+        ownership = plan_ownership(model, sharding, num_owners=2, num_replicas=1)
+        found.append([(names_in(each), each) for each in ownership.buckets if {"w0", "w2"} & {*names_in(each)}])
+    assert [names for names, _ in found[0]] == [["w2", "w0"]]
+    assert all(each == found[0] for each in found)
 
 
 @proven

@@ -2,7 +2,6 @@
 
 import doctest
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,9 @@ import shardwise.plan.reshard
 from shardwise.errors import PlanError
 from shardwise.plan import routes as routes_module
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
-from shardwise.plan.routes import batches_of, stretch_bytes
+from shardwise.plan.routes import Lot, batches_of, stretch_bytes
 from shardwise.space import Box, Mesh, Piece
+from tests.costs import seconds_of
 from tests.plan.reshard_check import check
 from tests.plan.strategies import proven
 from tests.space.layouts import Layout, Shard
@@ -125,7 +125,7 @@ def test_what_nobody_holds_is_found_in_every_tensor(given_sides: Sides) -> None:
         for name in names.split(", "):
             rank, number = lacking[name]
             assert f"rank {rank} wants" in finding
-            assert "no rank holds a tensor of this name" in finding or f"and {number} of its" in finding
+            assert "no rank holds a tensor of this name" in finding or f"no rank holds {number} of its" in finding
             named.append(name)
     assert sorted(named) == sorted(lacking)
 
@@ -272,14 +272,16 @@ def test_all_that_does_not_fit_is_said_at_once() -> None:
         "b: it is held as float32, but rank 0 wants it as float16; want float32, or say cast=True",
         "x, x1, x2, x3 and 1 more: rank 0 wants it, and no rank holds a tensor of this name",
         "q: held as 'int5' and wanted as 'int5': no known dtypes",
-        "d: rank 0 holds it as float32 of shape [8, 4], but rank 1 as float16 of shape [8, 4]; what is held of a "
-        "tensor is of one dtype and shape",
+        "d: rank 0 holds it as float32 of shape [8, 4], but rank 1 as float16 of shape [8, 4]; all pieces of a "
+        "tensor have one dtype and shape",
         "z: it is held as complex64, but rank 1 wants it as float32; want complex64, or say cast=True",
         "y: rank 1 wants it, and no rank holds a tensor of this name",
     )
     with pytest.raises(PlanError, match="z: it is held as complex64, but rank 1 wants it as float32, which has no ima"):
         plan_reshard([[held[0][4]], []], [[], [wanted[1][1]]], cast=True)
-    with pytest.raises(PlanError, match=r"rank 1 wants \[0:8, 0:4\] of it, and 4 of its 32 .* at index \(7, 0\); so"):
+    with pytest.raises(
+        PlanError, match=r"rank 1 wants \[0:8, 0:4\] of it, but no rank holds 4 of its 32 .* at index \(7, 0\); so"
+    ):
         plan_reshard([[piece(shape=(7, 4))], []], [[], [piece(), piece()]])
 
 
@@ -318,8 +320,11 @@ def test_text_that_is_not_understood_is_named_by_line() -> None:
         ReshardPlan.parse("")
 
 
-def test_ten_thousand_tensors_on_eight_ranks_are_planned_in_two_seconds() -> None:
-    names = [f"layers.{layer}" for layer in range(10_000)]
+@pytest.mark.parametrize(
+    ("num_tensors", "seconds"), [(2_500, 0.6), pytest.param(10_000, 2.0, marks=pytest.mark.stress)]
+)
+def test_thousands_of_tensors_on_eight_ranks_are_planned_in_seconds(num_tensors: int, seconds: float) -> None:
+    names = [f"layers.{layer}" for layer in range(num_tensors)]
     held, wanted = (
         [[piece(name, (64, 64), "bfloat16", **place(rank)) for name in names] for rank in range(8)]
         for place in (
@@ -327,14 +332,17 @@ def test_ten_thousand_tensors_on_eight_ranks_are_planned_in_two_seconds() -> Non
             lambda rank: {"offset": (0, 8 * rank), "shape": (64, 8)},
         )
     )
-    begun = time.process_time()
-    plan = plan_reshard(held, wanted)
-    batches = list(batches_of(plan))
-    assert time.process_time() - begun < 2.0
+
+    def plan_all() -> tuple[ReshardPlan, list[list[Lot]]]:
+        plan = plan_reshard(held, wanted)
+        return plan, list(batches_of(plan))
+
+    needed, (plan, batches) = seconds_of(plan_all, seconds)
+    assert needed < seconds
     assert len(plan.routes) == 1
     assert check(plan) == []
-    assert sum(map(len, batches)) == 10_000
-    assert len(plan.text()) < 1_000_000
+    assert sum(map(len, batches)) == num_tensors
+    assert len(plan.text()) < 100 * num_tensors
 
 
 def test_the_example_holds() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.schedule_check import adapt, chain, check
+from shardwise.plan.schedule_check import adapt, chain, check, one_by_one_after
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
+from tests.properties import tried
 
 Transfers = list[tuple[int, int]]
 FEEDBACK = [(0, 1), (1, 2), (2, 0), (0, 1), (1, 2), (2, 3)]
@@ -135,7 +136,7 @@ def random_case(random: Random, *, broken: bool) -> tuple[Schedule, Transfers]:
 
 # Of a seed: where each random number is one of Hypothesis's own, a case takes ten times as long.
 randoms = st.integers(0, 2**32 - 1).map(Random)
-thorough = settings(deadline=None, max_examples=400)
+thorough = tried(150)
 
 
 @thorough
@@ -184,11 +185,10 @@ def of(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
 
 def test_a_deadlock_is_told_by_who_waits_in_which_action_for_what_from_whom() -> None:
     assert check(of("1f1b", 4, 1, 6), FEEDBACK) == [
-        "deadlock: rank 0 in F2.0 (microbatch 2, stage 0) waits for the value of stage 2 from rank 2 (transfer 2: 2>0)",
-        "deadlock: rank 1 in F2.1 (microbatch 2, stage 1) waits for the value of stage 0 from rank 0 (transfer 3: 0>1)",
-        "deadlock: rank 2 in B0.2 (microbatch 0, stage 2) waits for the gradient of stage 0 from rank 0 "
-        "(transfer 2: 2>0)",
-        "deadlock: rank 3 in F2.3 (microbatch 2, stage 3) waits for the value of stage 2 from rank 2 (transfer 5: 2>3)",
+        "deadlock: rank 0 in F2.0 (microbatch 2, stage 0) waits for the value of stage 2, rank 2 (transfer 2: 2>0)",
+        "deadlock: rank 1 in F2.1 (microbatch 2, stage 1) waits for the value of stage 0, rank 0 (transfer 3: 0>1)",
+        "deadlock: rank 2 in B0.2 (microbatch 0, stage 2) waits for the gradient of stage 0, rank 0 (transfer 2: 2>0)",
+        "deadlock: rank 3 in F2.3 (microbatch 2, stage 3) waits for the value of stage 2, rank 2 (transfer 5: 2>3)",
     ]
 
 
@@ -233,6 +233,41 @@ def test_a_schedule_with_chunks_that_deadlocks_becomes_one_microbatch_after_the_
         "interleaved, as fthenb microbatch by microbatch: 4 stages, 2 ranks, 3 microbatches\n"
         "rank 0: F0.0 F0.2 F1.0 F1.2 F2.0 F2.2 B0.2 B0.0 B1.2 B1.0 B2.2 B2.0\n"
         "rank 1: F0.1 F0.3 F1.1 F1.3 F2.1 F2.3 B0.3 B0.1 B1.3 B1.1 B2.3 B2.1\n"
+    )
+
+
+def test_paths_that_fit_alone_and_may_not_together_go_one_microbatch_after_the_other() -> None:
+    schedule = of("interleaved", 2, 2, 3)
+    back, straight = [(0, 2), (2, 1), (1, 3)], chain(4)
+    assert adapt(schedule, back) is schedule
+    assert adapt(schedule, straight) is schedule
+    assert adapt(schedule, straight, back).name == "interleaved, as fthenb microbatch by microbatch"
+    assert adapt(schedule, straight, [(0, 3)]) is schedule
+
+
+@thorough
+@given(randoms)
+def test_what_is_left_when_one_forward_took_another_path_can_be_run_whatever_paths_follow(random: Random) -> None:
+    name, num_ranks, k = random.choice(SCHEDULES), random.randint(1, 4), random.randint(1, 5)
+    chunks = 1 if name == "1f1b" else random.randint(1, 3)
+    schedule = make_schedule(name, num_ranks=num_ranks, num_chunks=chunks, num_microbatches=k)
+    last = random.randrange(k)
+    changed = one_by_one_after(schedule, last)
+    assert is_sound(changed)
+    # All ranks have the rest in one order, each with its part of it.
+    rests = []
+    for before, order in zip(schedule.orders, changed.orders, strict=True):
+        ends = 1 + max(at for at, action in enumerate(order) if (action.kind, action.microbatch) == ("F", last))
+        assert order[:ends] == before[:ends]
+        rests.append([(action.microbatch, action.kind == "B") for action in order[ends:]])
+    assert all(rest == sorted(rest) for rest in rests)
+
+
+def test_the_figure_of_a_forward_on_another_path_holds() -> None:
+    assert one_by_one_after(of("1f1b", 2, 1, 4), 1).text() == (
+        "1f1b, one by one after forward 1: 2 stages, 2 ranks, 4 microbatches\n"
+        "rank 0: F0.0 F1.0 B0.0 B1.0 F2.0 B2.0 F3.0 B3.0\n"
+        "rank 1: F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1\n"
     )
 
 

@@ -145,7 +145,7 @@ def test_stages_that_are_no_mapping_of_names_are_refused(stages: object) -> None
 def test_settings_of_a_pipeline_that_contradict_each_other_are_refused() -> None:
     assert problems_of(Pipeline, chunks=2, stages={"a": 0}, balance="flops") == [
         "pipeline.chunks: 2 asked of the schedule '1f1b', which runs one stage per rank; 'interleaved' runs several",
-        "pipeline.balance: 'flops' asked, but pipeline.stages says where each module is; leave one of them out",
+        "pipeline.balance: 'flops' asked, but pipeline.stages gives each module its stage; leave one of them out",
     ]
     assert problems_of(Pipeline, stages={}) == [
         "pipeline.stages: places no module; leave it out for a balanced placement"

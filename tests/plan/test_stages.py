@@ -269,7 +269,7 @@ def test_one_module_under_two_names_has_one_stage() -> None:
     assert stages_of(outline, stages).modules["shared"] == 0
     assert problems_of(outline, {"shared": 0, "encoder": 0, "decoder": 1, "head": 1}) == [
         "pipeline.stages: 'shared' (also 'encoder.embed', 'decoder.embed') is given stage 0 by 'shared' and stage 1 by "
-        "'decoder'; a module runs on one stage, with all that is in it: give its parts their stages, or change a key"
+        "'decoder'. A module runs on one stage, with all its parts: give the parts their stages, or change a key"
     ]
     # Held by a placed module and also called outside it: it belongs to that stage, and is listed itself.
     assert dict(stages_of(outline, {"encoder": 0, "decoder.blocks": 1, "head": 1}).modules) == {
@@ -319,14 +319,14 @@ def test_every_problem_of_given_stages_is_listed_at_once() -> None:
     assert problems_of(net, asked, num_ranks=4) == [
         "pipeline.stages: 'layers.*' is given stage 4, but pp=4 with 1 stage per rank has the stages 0 to 3",
         "pipeline.stages: 'lm_haed' names no module and no parameter of the model; the nearest name is 'lm_head'",
-        "pipeline.stages: 'layers.0' is given stage 0 by 'layers.0' and stage 4 by 'layers.*'; a module runs on one "
-        "stage, with all that is in it: give its parts their stages, or change a key",
+        "pipeline.stages: 'layers.0' is given stage 0 by 'layers.0' and stage 4 by 'layers.*'. A module runs on one "
+        "stage, with all its parts: give the parts their stages, or change a key",
         "pipeline.stages: 'layers.0.norm' is given stage 0 by 'layers.0' and stage 1 by '*norm*' and stage 4 by "
-        "'layers.*'; a module runs on one stage, with all that is in it: give its parts their stages, or change a key",
-        "pipeline.stages: 'layers.1.norm' is given stage 1 by '*norm*' and stage 4 by 'layers.*'; a module runs on one "
-        "stage, with all that is in it: give its parts their stages, or change a key",
-        "pipeline.stages: 'layers.1.mlp' is given stage 1 by 'layers.1.mlp' and stage 4 by 'layers.*'; a module runs "
-        "on one stage, with all that is in it: give its parts their stages, or change a key",
+        "'layers.*'. A module runs on one stage, with all its parts: give the parts their stages, or change a key",
+        "pipeline.stages: 'layers.1.norm' is given stage 1 by '*norm*' and stage 4 by 'layers.*'. A module runs on "
+        "one stage, with all its parts: give the parts their stages, or change a key",
+        "pipeline.stages: 'layers.1.mlp' is given stage 1 by 'layers.1.mlp' and stage 4 by 'layers.*'. A module runs "
+        "on one stage, with all its parts: give the parts their stages, or change a key",
         "pipeline.stages: no stage owns 6 of the model's 12 parameters: scale, lm_head.weight, a.weight, b.weight and "
         "2 more; give their modules a stage",
         "pipeline.stages: stage 2 of 4 owns nothing; give it a module, or use fewer stages",
@@ -336,8 +336,8 @@ def test_every_problem_of_given_stages_is_listed_at_once() -> None:
 
 def test_a_glob_that_means_a_parameter_inside_a_module_of_another_stage_is_refused() -> None:
     assert problems_of({"a": 1, "b": 1, "c": {".bias": 1}}, {"a": 0, "b": 1, "c": 1, "*.bias": 0}) == [
-        "pipeline.stages: 'c.bias' is given stage 0 by '*.bias' and stage 1 by 'c'; a module runs on one stage, with "
-        "all that is in it: give its parts their stages, or change a key"
+        "pipeline.stages: 'c.bias' is given stage 0 by '*.bias' and stage 1 by 'c'. A module runs on one stage, with "
+        "all its parts: give the parts their stages, or change a key"
     ]
 
 

@@ -86,8 +86,8 @@ def test_a_column_and_the_row_after_it_are_cut_alike_and_unevenly() -> None:
 
 def test_a_transposed_weight_is_cut_along_the_other_dim() -> None:
     outline = outline_of(linear("up", 6, 8, computes="transposed linear"), up__weight=(8, 6), up__bias=(6,))
-    plan = plan_tensor(outline, {"up": "column"}, num_ranks=2)
-    assert plan.portions(1)["up.weight"].shape == (8, 3)
+    assert plan_tensor(outline, {"up": "column"}, num_ranks=2).portions(1)["up.weight"].shape == (8, 3)
+    assert plan_tensor(outline, {"up": "row"}, num_ranks=2).portions(1)["up.weight"].shape == (4, 6)
 
 
 def test_packed_parts_are_cut_each_for_itself() -> None:
@@ -143,7 +143,7 @@ def test_a_tie_is_cut_alike_for_both_or_refused() -> None:
     plan = plan_tensor(TIED, {"embedding": "vocab", "head": "vocab"}, num_ranks=2)
     assert plan.cuts["embedding.weight"].ranges == (((0, 6),), ((6, 11),))
     assert {name: styles[0].kind for name, styles in plan.styles.items()} == {"embedding": "vocab", "head": "column"}
-    assert "are one parameter (a tie): the first is cut along dim 0 at 6, the second is whole" in findings(
+    assert "are one parameter (a tie). The first is cut along dim 0 at 6, the second is whole" in findings(
         TIED, {"embedding": "vocab"}
     )
     assert "the second is cut along dim 0 at 6" in findings(TIED, {"embedding": "embedding_colwise", "head": "column"})
@@ -174,7 +174,7 @@ def test_every_finding_is_told_at_once() -> None:
         ({"up": "column(unit=11)", "down": "replicate"}, "33 indices in units of 11 are 3 for 4 ranks"),
         ({"up": "column(dim=0)"}, "the setting dim is for bare parameters"),
         ({"up": "mla_kv_a_proj", "down": "row"}, "no module around it has qk_rope_head_dim"),
-        ({"": "all_reduce"}, "no parameter in it is cut"),
+        ({"": "all_reduce"}, "but cuts no parameter in it"),
         ({"": "all_reduce", "up": "column"}, "'up' in it has a rule that sums already"),
         ({"up.weight": "row(dim=2)"}, "it has no dim 2, but (33, 8)"),
         ({"*": "replicate"}, "no rule cuts a parameter over the 4 ranks"),

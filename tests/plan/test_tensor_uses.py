@@ -40,7 +40,7 @@ def block() -> TensorOutline:
         ({"up.weight": "column", "down": "row"}, "'up.weight' (column): cut alone, it leaves 'up' (Linear) to give"),
         (
             {"up": "column", "down.weight": "row", "down": "sum"},
-            "'down' (Linear, sum): it computes one map from its parameters, and a bias would be summed as well",
+            "'down' (Linear, sum): it computes one map from its parameters, and a bias would be summed too",
         ),
     ],
 )

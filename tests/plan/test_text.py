@@ -39,8 +39,9 @@ def test_different_plans_have_different_texts(one: Plan, other: Plan) -> None:
 def test_text_form_is_toml_in_a_fixed_order() -> None:
     plan = Plan(mesh=Mesh(dp_shard=2), precision=Precision(compute="bfloat16", keep=("*norm*",)), clip_grad_norm=1)
     assert plan.text().splitlines()[:3] == ["clip_grad_norm = 1.0", "mesh.pp = 1", "mesh.dp_replicate = 1"]
-    assert plan.text().splitlines()[-4:] == [
+    assert plan.text().splitlines()[-5:] == [
         'precision.keep = ["*norm*"]',
+        'precision.sums = "exact"',
         'pipeline.schedule = "1f1b"',
         'pipeline.balance = "parameters"',
         "tensor.prove = true",

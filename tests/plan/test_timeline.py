@@ -70,9 +70,9 @@ def test_a_chain_takes_the_times_of_the_plain_fixed_point(data: st.DataObject) -
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("times", [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0)])
 def test_with_equal_stages_the_bubble_is_the_formulas_and_never_less(name: str, times: tuple[float, float]) -> None:
-    for ranks in range(1, 7):
-        for chunks in range(1, 5) if name != "1f1b" else [1]:
-            for k in range(1, 15):
+    for ranks in (1, 2, 3, 4, 6):
+        for chunks in range(1, 4) if name != "1f1b" else [1]:
+            for k in (1, 2, 3, 4, 5, 6, 7, 12):
                 timeline = equal_stages(made(name, ranks, chunks, k), *times)
                 makespan = Fraction(timeline.makespan_s)
                 exact = 1 - Fraction(sum(timeline.busy_s)) / (ranks * makespan)

@@ -8,6 +8,7 @@ from shardwise.errors import PlanError
 from shardwise.plan import Outline
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Units, plan_units
+from tests.costs import calls_in
 from tests.plan.outlines import Tree, layers, model, trees
 from tests.plan.strategies import names, proven
 from tests.plan.texts import units_from
@@ -33,6 +34,12 @@ def own(*found: str) -> dict[str, tuple[str, ...]]:
 def test_members_of_a_list_are_blocks_and_what_lies_around_is_gathered_apart() -> None:
     found = units_of(model(LLAMA))
     assert found == own("model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "head")
+
+
+def test_finding_units_takes_four_times_as_many_calls_for_four_times_as_many() -> None:
+    # Two outlines are compared with all that is in them: a search in a list takes the square.
+    few, many = (model({"layers[]": {str(at): BLOCK for at in range(count)}}) for count in (30, 120))
+    assert calls_in(lambda: units_of(many)) < 4.1 * calls_in(lambda: units_of(few))
 
 
 def test_what_repeats_inside_of_a_block_is_no_block() -> None:
@@ -124,7 +131,7 @@ def test_patterns_say_what_is_a_unit(patterns: list[str], expected: list[str]) -
     ("pattern", "message"),
     [
         ("model.layer.*", "matches none of the 20 modules; the nearest module is 'model.layers"),
-        ("model.layers", "whose forward is never called; name what is in it \\('model.layers.\\*'\\)"),
+        ("model.layers", "without a call of its forward; name its modules \\('model.layers.\\*'\\)"),
     ],
 )
 def test_patterns_that_mean_nothing_are_refused(pattern: str, message: str) -> None:
@@ -167,6 +174,8 @@ def test_units_one_after_the_other_are_gathered_as_the_formula_says(n: int, k: i
     found = count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=False)
     assert sum(found.values()) == 2 * n * k - k - (k - 1)
     assert set(count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=True).values()) == {1}
+    ahead = count_gathers({0: one_by_one(n)}, [("F", 0), ("B", 0)] * k, keeps=False, ahead=True)
+    assert sum(ahead.values()) == 2 * n * k - 2 * k - 2 * (k - 1)
 
 
 def test_what_lies_around_others_stays_and_what_has_no_backward_is_gathered_once() -> None:

@@ -1,13 +1,14 @@
 """Real processes for tests: started once per number of ranks, each call a function of the channel on every rank.
 
-Workers are forked from a server that has imported torch, so that a poisoned group is replaced quickly. They meet
-through a file, never through a port. The channel is kept from call to call until something fails.
+Workers are forked from a server that has imported what they need, so that a poisoned group is replaced quickly.
+They meet through a file, never through a port. The channel is kept from call to call until something fails.
 """
 
 import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import shutil
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from shardwise.comm import Channel
 from shardwise.comm.processes import processes
 from shardwise.errors import PeerError
+from tests.processes.emulated_device import emulated
 
 CALL_SECONDS = 60.0
 
@@ -39,13 +41,31 @@ class Transport:
     timeout_seconds: float = 20.0
     """Of the channel."""
 
+    device: Literal["cpu", "emulated", "emulated, read later", "own"] = "cpu"
+    """Whether the tensors are those of an emulated device; "read later": `wait` makes only its stream wait. "own": each
+    rank has the accelerator of its number."""
+
     def channel(self, rank: int) -> Channel:
+        if self.device == "own":
+            return processes(timeout_seconds=self.timeout_seconds, device=own_accelerator(rank))
         refuses = self.without_shared_memory is None or rank in self.without_shared_memory
-        return processes(timeout_seconds=self.timeout_seconds, shared_memory=not refuses, device=torch.device("cpu"))
+        made = processes(timeout_seconds=self.timeout_seconds, shared_memory=not refuses, device=torch.device("cpu"))
+        if self.device == "cpu":
+            return made
+        return emulated(made, timeout_seconds=self.timeout_seconds, waits_on_host=self.device == "emulated")
+
+
+def own_accelerator(rank: int) -> torch.device:
+    """The accelerator of a rank of this host, which becomes its current one."""
+    found = torch.accelerator.current_accelerator()
+    assert found is not None
+    torch.accelerator.set_device_index(rank)
+    return torch.device(found.type, rank)
 
 
 SHARED_MEMORY = Transport()
 TCP = Transport(without_shared_memory=None)
+EMULATED_DEVICE = Transport(device="emulated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +86,23 @@ class RankError(AssertionError):
         self.failures = failures
 
 
+Start = Literal["fork", "anew"]
+"""Processes forked with everything imported, or interpreters that start anew: accelerators do not survive a fork."""
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Where processes start with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.processes.pool", "tests.forks.preloaded"])
+    return context
+
+
 class _Workers:
     """The processes of one group."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, start: Start) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["tests.processes.pool"])
+        server = forkserver() if start == "fork" else multiprocessing.get_context("spawn")
         self.connections: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -102,7 +132,8 @@ class _Workers:
 class Pool:
     """Groups of worker processes by their number of ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: Start = "fork") -> None:
+        self._start = start
         self._groups: dict[int, _Workers] = {}
 
     def run(
@@ -123,7 +154,7 @@ class Pool:
         dies or has no result after `patience_seconds`.
         """
         if world_size not in self._groups:
-            self._groups[world_size] = _Workers(world_size)
+            self._groups[world_size] = _Workers(world_size, self._start)
         workers = self._groups[world_size]
         chosen = transport or (SHARED_MEMORY if shared_memory else TCP)
         for connection in workers.connections:

@@ -1,8 +1,6 @@
 """Checkpoints of real processes: every layout, both transports, storage that one rank sees, savers that meet."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from shardwise.space import Piece
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, train
 from tests.checkpoint.small_states import empty_state, loaded, rubbish, same, share_of_state, whole_state
 from tests.checkpoint.test_matrix import masters_of
+from tests.forks.programs import started
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 
 both_transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
@@ -189,17 +188,14 @@ def main(rank, folder):
     channel.close()
     dist.destroy_process_group()
 
-if __name__ == "__main__":
-    mp.spawn(main, (sys.argv[1],), nprocs=2)
+mp.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
 def test_a_program_that_starts_its_own_processes_saves_and_loads(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    command = [sys.executable, str(program), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
+    with started(["-c", PROGRAM, str(tmp_path)]) as program:
+        _, err = program.communicate(timeout=100)
+        assert program.wait(timeout=0) == 0, err
     head = json.loads((tmp_path / "saves/save-00000001/manifest.json").read_text())
     assert (head["world_size"], head["step"], head["num_tensors"]) == (2, 1, 2)
     assert checkpoint.verify(tmp_path / "saves").good

@@ -119,6 +119,38 @@ def test_a_rank_that_stops_moving_is_named_in_time_with_its_last_call(pool: Pool
         assert 1.5 < taken < 8
 
 
+def lose_one_of_the_tree(channel: Channel, victim: int, deed: int) -> tuple[str, int | None, float]:
+    """A rank that most others have no link to ends, or stops, between two exchanges along the tree."""
+    channel.exchange(b"", purpose="start")
+    if channel.rank == victim:
+        os.kill(os.getpid(), deed)
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        channel.exchange(b"", purpose="figures")
+    return str(caught.value), caught.value.rank, time.monotonic() - begin
+
+
+@either_impatient
+@pytest.mark.parametrize(
+    ("victim", "deed"),
+    [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)],
+    ids=["root-killed", "killed", "stopped"],
+)
+def test_a_lost_inner_rank_of_the_tree_is_named_to_all_the_others(
+    pool: Pool, transport: Transport, victim: int, deed: int
+) -> None:
+    results = pool.run(7, lose_one_of_the_tree, victim, deed, transport=transport, lost=[victim])
+    words = "made no progress for 2 s (last seen in exchange for 'start'"
+    if deed == signal.SIGKILL:
+        words = "is gone (its process died), while rank "
+    for rank in set(range(7)) - {victim}:
+        text, culprit, taken = results[rank]
+        assert text.startswith(f"rank {victim} {words}"), text
+        assert text.endswith(f", while rank {rank} was in exchange for 'figures'")
+        assert culprit == victim
+        assert taken < 20
+
+
 def wait_in_a_chain(channel: Channel) -> Told:
     """Rank 0 waits for rank 1, which waits for rank 2, which does nothing."""
     channel.exchange(b"", purpose="start")

@@ -1,12 +1,17 @@
 """A program that ends without `close`: its peers are told why, however it ended."""
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import socket
-import subprocess
 import sys
+import time
 
 import pytest
+
+from tests.forks.programs import started
+from tests.processes.pool import forkserver
 
 PROGRAM = """
 import os, sys
@@ -33,23 +38,18 @@ def said(transport: str, deed: str) -> str:
     """What rank 0 is told of the end of rank 1."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, transport, deed],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told, *_ = [rank.communicate(timeout=60)[0] for rank in ranks]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                started(["-c", PROGRAM, transport, deed], environment={**world, "RANK": str(rank)}),
+            )
+            for rank in range(2)
+        ]
+        told = ranks[0].communicate(timeout=60)[0]
+        with contextlib.suppress(ProcessLookupError):
+            ranks[1].send_signal(signal.SIGKILL)  # where a thread of it still runs
+        ranks[1].communicate(timeout=60)
     return told
 
 
@@ -66,6 +66,20 @@ WITHOUT_CLOSING = "rank 1 has ended its program (its last line, or sys.exit) wit
 )
 def test_peers_are_told_how_a_program_ended(transport: str, deed: str, words: str) -> None:
     assert said(transport, deed) == f"{words} was in exchange for 'gradients'"
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [
+        ("raise KeyError('x')", "rank 1 stopped: KeyError: 'x', while rank 0"),
+        ("sys.exit(3)", WITHOUT_CLOSING),
+    ],
+)
+def test_the_end_is_told_at_once_though_a_thread_of_the_program_still_runs(deed: str, words: str) -> None:
+    begun = time.monotonic()
+    thread = "import threading, time; threading.Thread(target=time.sleep, args=(25,)).start()"
+    assert said("tcp", f"{thread}; {deed}") == f"{words} was in exchange for 'gradients'"
+    assert time.monotonic() - begun < 20
 
 
 def work(rank: int, port: int, deed: str, answers: "multiprocessing.Queue[str]") -> None:
@@ -90,8 +104,7 @@ def work(rank: int, port: int, deed: str, answers: "multiprocessing.Queue[str]")
 def test_workers_of_multiprocessing_tell_it_too(deed: str, words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["tests.processes.pool"])
+    start = forkserver()
     answers = start.Queue()
     workers = [start.Process(target=work, args=(rank, port, deed, answers)) for rank in range(2)]
     for worker in workers:

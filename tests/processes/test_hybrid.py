@@ -1,6 +1,6 @@
 """Every axis at once over real processes: the bits of simulated ranks, also through a relayout."""
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import pytest
@@ -23,15 +23,6 @@ Pieces = dict[sw.Piece, torch.Tensor]
 
 ROUND = [("pp=2,tp=2", 1), ("dp_shard=2,tp=2", 3), ("pp=2,dp_shard=2", 2), ("pp=2,tp=2", 1)]
 """Meshes and stages of sharding."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the processes have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 PLACED = {"embedding": 0, "norm": 0, "block": 0, "head": 1}
@@ -96,10 +87,17 @@ def move(channel: Channel) -> tuple[list[float], list[Pieces]]:
     return losses, states
 
 
-@pytest.mark.parametrize("transport", [SHARED_MEMORY, TCP], ids=["shared", "tcp"])
+@functools.cache
+def simulated_moves() -> list[tuple[list[float], list[Pieces]]]:
+    return sw.simulate(4, move)
+
+
+@pytest.mark.parametrize(
+    "transport", [SHARED_MEMORY, pytest.param(TCP, marks=pytest.mark.stress)], ids=["shared", "tcp"]
+)
 def test_a_relayout_between_processes_is_that_of_simulated_ranks(pool: Pool, transport: Transport) -> None:
     real = pool.run(4, move, transport=transport)
-    for (losses, states), (wanted, other) in zip(real, sw.simulate(4, move), strict=True):
+    for (losses, states), (wanted, other) in zip(real, simulated_moves(), strict=True):
         assert losses == wanted
         for mine, theirs in zip(states, other, strict=True):
             assert_same(mine, theirs)

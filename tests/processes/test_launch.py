@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.comm.launch import PEER_FAILED, launch
+from tests.forks.programs import started
 
 RANK = "import os, signal, sys\nrank = int(os.environ['RANK'])\n"
 
@@ -32,20 +31,6 @@ def test_ranks_learn_their_places_and_only_rank_0_speaks(capfd: pytest.CaptureFi
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert run(f"print(*(os.environ[name] for name in {names}), *sys.argv[1:])", "--lr", "1") == 0
     assert capfd.readouterr() == ("0 0 2 2 127.0.0.1 --lr 1\n", "")
-
-
-def test_launched_processes_meet(capfd: pytest.CaptureFixture[str]) -> None:
-    code = """
-from shardwise.comm.processes import processes
-channel = processes(timeout_seconds=30)
-if channel.rank == 0:
-    print(channel.exchange(str(os.getpid()).encode(), purpose="pids")[0] == str(os.getpid()).encode(), channel.device)
-else:
-    channel.exchange(b"pid", purpose="pids")
-channel.close()
-"""
-    assert run(code) == 0
-    assert capfd.readouterr() == ("True cpu\n", "")
 
 
 def test_cores_are_divided_among_the_ranks_unless_the_user_has_chosen(
@@ -96,6 +81,11 @@ def test_a_rank_killed_by_a_signal_is_named(capfd: pytest.CaptureFixture[str]) -
     code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()"
     assert run(code, grace_seconds=0.2) == 1
     assert capfd.readouterr().err == "rank 1 was killed by SIGKILL\n"
+
+
+def test_a_run_of_killed_ranks_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/sh")  # which starts sooner
+    assert launch(None, ["-c", "kill -KILL $$"], num_processes=2, grace_seconds=0.01) == 1
 
 
 def test_others_have_time_to_report_themselves(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -173,13 +163,44 @@ import sys
 from shardwise.comm.launch import launch
 sys.exit(launch(None, ["-c", {rank!r}], num_processes=2))
 """
-    with subprocess.Popen([sys.executable, "-c", code]) as launcher:
+    with started(["-c", code]) as launcher:
         pids: list[int] = []
         with gate.open() as written:
             while len(pids) < 2:
                 pids += map(int, written.read().split())
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, pids)):
+            assert time.monotonic() < deadline
+
+
+def test_a_signal_that_comes_twice_at_once_leaves_ranks_their_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("shardwise.comm.launch")
+    monkeypatch.setattr(module, "_SECONDS_TO_TERMINATE", 0.01)
+    monkeypatch.setattr(module, "ONE_REQUEST_SECONDS", 60.0)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    code = f"""
+def save(number, frame):
+    time.sleep(1.0)
+    open({str(tmp_path)!r} + f"/{{rank}}", "w").close()
+    sys.exit(128 + number)
+signal.signal(signal.SIGTERM, save)
+if rank == 0:
+    open({str(gate)!r}).read()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.kill(os.getppid(), signal.SIGTERM)
+    while signal.SIGTERM not in signal.sigpending():  # two that come before the first is handled arrive as one
+        time.sleep(0.01)
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+else:
+    open({str(gate)!r}, "w").close()
+while True:
+    time.sleep(0.05)  # a pause would miss a signal that comes before it
+"""
+    assert run("import time" + code) == 128 + signal.SIGTERM
+    assert {"0", "1"} <= {each.name for each in tmp_path.iterdir()}

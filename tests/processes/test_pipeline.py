@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +17,6 @@ from tests.engine.pipeline.stages import assert_same, plan_for, put_together, tr
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 
 IMPATIENT = Transport(timeout_seconds=5.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the processes have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def case_named(name: str) -> Case:
@@ -55,6 +45,7 @@ def train_in_processes(pool: Pool, name: str, plan: sw.Plan, transport: Transpor
         ("u-net", "1f1b", 2, 4, TCP),
         ("selecting", "interleaved", 2, 3, SHARED_MEMORY),
         ("feedback over three", "1f1b", 3, 5, SHARED_MEMORY),
+        ("turning", "1f1b", 2, 4, TCP),
         ("chain", "interleaved", 2, 5, TCP),
     ],
     ids=lambda value: ("tcp" if value is TCP else "shared") if isinstance(value, Transport) else str(value),

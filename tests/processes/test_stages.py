@@ -5,10 +5,11 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
+from tests.engine.expected import adamw
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
+from tests.engine.sharded_nets import Net
 from tests.engine.stages import values_of_all
-from tests.engine.test_stages import Net, adamw
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 from tests.processes.simulated_bits import assert_bits_of_simulated_ranks
 

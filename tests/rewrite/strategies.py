@@ -1,21 +1,21 @@
 """Random rewrites: sources, and the text of valid statements on them, grown one by one with the oracle at hand."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardwise.space import Box, Run, boxes_of_run
+from tests.properties import tried
 from tests.rewrite.oracle import Interpreter, Tensor, Values, cast, split_line
 
 Shape = tuple[int, ...]
 
-proven: Callable[[Any], Any] = settings(deadline=None, max_examples=60)
+proven = tried(25)
 
 shapes = st.lists(st.sampled_from([1, 2, 2, 3, 3, 4, 5, 6, 0]), max_size=3).map(tuple)
 DTYPES = ("float32", "float32", "float16", "bfloat16")

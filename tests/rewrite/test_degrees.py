@@ -77,7 +77,7 @@ SAYABLE: dict[str, tuple[str, str, Layouts, Layouts | None]] = {
 def test_what_layouts_do_not_tell_is_to_be_said(name: str) -> None:
     attribute, text, sources, target = SAYABLE[name]
     wanted = None if target is None else metas(target)
-    with pytest.raises(RewriteError, match=f"say {attribute}= with the tensor-parallel degree"):
+    with pytest.raises(RewriteError, match=f"Write {attribute}= with the tensor-parallel degree"):
         Rewrite(text.format("")).apply(metas(sources), wanted=wanted)
     said = Rewrite(text.format(f", {attribute}=1"))
     assert said.apply(metas(sources), wanted=wanted).outputs
@@ -142,6 +142,6 @@ def test_findings_of_degrees_come_with_all_others() -> None:
         Rewrite("g, u -> t, fused_ffn, axis=0; t -> x\na -> b, c, axis=0").apply(
             sources, wanted={"x": TensorMeta((8,), "float32", (0,))}
         )
-    assert ["say dst_tp=" in refused.value.problems[0], "not divisible into 2" in refused.value.problems[1]] == [
+    assert ["Write dst_tp=" in refused.value.problems[0], "not divisible into 2" in refused.value.problems[1]] == [
         True
     ] * 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite import Checked, Rewrite, TensorMeta
+from shardwise.rewrite import Checked, Rewrite, TensorLike, TensorMeta
 
 A = (2, 3)
 
@@ -49,15 +49,15 @@ def test_instances_of_one_statement_read_before_any_writes() -> None:
     [
         (
             "a -> b",
-            "b is there already and nothing has read it: its 4 elements would be lost; read it before, or drop ",
+            "b exists already and no statement has read it: its 4 elements would be lost. Read it before, or drop ",
         ),
-        ("a -> t; b -> t", "t is there already and nothing has read it: its 6 elements would be lost"),
+        ("a -> t; b -> t", "t exists already and no statement has read it: its 6 elements would be lost"),
         ("e.$E -> x", "x is written by more than one instance: e.0 -> x; e.1 -> x"),
         ("a -> _; a -> c", "a was dropped in line 1"),
         ("zz -> c", "there is no tensor zz"),
         ("_ -> n; n -> c", "n is added by `_ -> n` and has no elements to read"),
-        ("_ -> a", "a is there already, and cannot be added or assigned beside that"),
-        ("_ -> n; a -> n", "n is there already, and cannot be added or assigned beside that"),
+        ("_ -> a", "a exists already, and cannot be added or assigned too"),
+        ("_ -> n; a -> n", "n exists already, and cannot be added or assigned too"),
     ],
 )
 def test_what_would_be_lost_or_is_not_there_is_refused(text: str, message: str) -> None:
@@ -82,7 +82,7 @@ def test_findings_of_all_statements_come_at_once_and_bring_no_others_after_them(
     found = problems(text, {"a": A, "b": A, "l.0.x": A, "l.0.y": A, "l.1.y": A, "w": A})
     assert found == [
         "there is no dim 5 in a, which has 2 dims: [2, 3]",
-        "l.1.x is not there, which l.1.y needs beside it",
+        "l.1.x is not there, and l.1.y needs it",
         "there is no tensor nothing",
     ]
 
@@ -121,7 +121,7 @@ OPERATIONS = {
     "q,k,v -> x, fused_qkv, num_heads=4, num_key_value_groups=2, sizes='[4,4,8]'": "sizes says [4, 4, 8] along dim 1,",
     "q -> x,y,z, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0": "q has size 2 along dim 0, which its 4 query",
     "q -> q, fused_qkv_old, num_heads=2, num_key_value_groups=1, dst_tp=2": "the right tensor is fused for tensor-par",
-    "q -> q, fused_ffn, src_tp=3": "the left tensor is fused for tensor-parallel degree 3, which does not divide gate",
+    "q -> q, fused_ffn, src_tp=3": "the left tensor is fused for tensor-parallel degree 3. It does not divide gate",
     "a, c -> x, fused_ffn": "gate and up have the same size, but along dim 1 they have 3 and 4",
     "a -> x, fused_ffn": "a has size 3 along dim 1, which is not divisible into gate and up: check axis=",
 }
@@ -155,13 +155,13 @@ def test_without_comparison_a_target_only_tells_names() -> None:
     }
 
 
-STATE = {
+STATE: dict[str, TensorLike] = {
     "optimizer/a/step": ((), "float32"),
     "optimizer/a/m": (A, "float32"),
     "optimizer/b/step": ((), "float32"),
     "optimizer/b/m": (A, "float32"),
 }
-MODEL = {"a": (A, "bfloat16"), "b": (A, "bfloat16")}
+MODEL: dict[str, TensorLike] = {"a": (A, "bfloat16"), "b": (A, "bfloat16")}
 
 
 def test_state_goes_where_its_parameter_goes_and_is_not_cast() -> None:
@@ -196,9 +196,9 @@ def test_state_does_not_follow_to_the_name_of_a_state() -> None:
 
 
 UNTOLD = (
-    "optimizer/{0}/p: a parameter without dims {1}, and no parameter with dims that {1} tells whether this state is "
-    'one value for a parameter or has one per element; drop it by its name, in quotes (`"optimizer/{0}/p" -> _`), or '
-    "leave the parameter as it is"
+    "optimizer/{0}/p: a parameter without dims {1}. No parameter with dims {1} to tell whether this state is one "
+    'value or one per element. Drop it by its name, in quotes (`"optimizer/{0}/p" -> _`), or leave the parameter as '
+    "it is"
 )
 TELLING = {"w": (3,), "optimizer/w/m": (3,), "optimizer/w/product": ()}
 """A parameter with dims: `m` has a value per element, `product` one for all."""
@@ -266,8 +266,8 @@ def test_state_that_only_one_of_the_joined_has_is_told() -> None:
 
 def test_state_of_another_shape_is_told() -> None:
     assert problems("a^T -> c", {"a": A, "optimizer/a/row": (2,)}) == [
-        "optimizer/a/row has shape [2] and not the parameter's [2, 3], so that it can only be renamed with it: drop "
-        "it by its name, in quotes, or leave the parameter as it is"
+        "optimizer/a/row has shape [2] and not the parameter's [2, 3], so it can only be renamed with it. Drop it by "
+        "its name, in quotes, or leave the parameter as it is"
     ]
 
 

@@ -84,26 +84,26 @@ PROBLEMS = {
     "a missing partner": (
         "q.$L, k.$L -> f.$L, axis=0",
         "q.0 q.1 k.0",
-        "k.1 is not there, which q.1 needs beside it",
+        "k.1 is not there, and q.1 needs it",
     ),
-    "a missing first": ("q.$L, k.$L -> f.$L, axis=0", "q.0 k.0 k.1", "q.1 is not there, which k.1 needs beside it"),
+    "a missing first": ("q.$L, k.$L -> f.$L, axis=0", "q.0 k.0 k.1", "q.1 is not there, and k.1 needs it"),
     "many missing": (
         "q.$L, k.$L -> f.$L, axis=0",
         "q.0 k.0 q.1 q.2 q.3 q.4",
-        "k.1 is not there, which q.1 needs beside it; k.2 is not there, which q.2 needs beside it; "
-        "k.3 is not there, which q.3 needs beside it (and 1 more like it)",
+        "k.1 is not there, and q.1 needs it; k.2 is not there, and q.2 needs it; "
+        "k.3 is not there, and q.3 needs it (and 1 more like it)",
     ),
     "a missing layer": (
         "n.$L, e.$L.$E -> o.$L.$E, axis=0",
         "n.0 e.0.0 n.1",
-        "e.1.$E is not there, which n.1 needs beside it",
+        "e.1.$E is not there, and n.1 needs it",
     ),
     "one number twice": ("e.* -> b, axis=0", "e.1 e.01", "the star of e.* stands for 1 in both e.01 and e.1"),
     "a negative number": ("m.$L -> m.$L-1", "m.0", "m.$L-1 would hold a negative number for m.0"),
     "no target": (
         "w -> e.*, axis=0",
         "w",
-        "what * stands for is not on the left, and no target is known whose names say it",
+        "* has no value on the left, and no target is known whose names give it one",
     ),
 }
 

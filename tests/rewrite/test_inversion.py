@@ -131,20 +131,20 @@ def test_what_cannot_be_undone_is_named() -> None:
     assert losses("a -> _", {"a": A}) == ("line 1, `a -> _`, drops a",)
     assert losses("l.$L.q -> _", LAYERS) == ("line 1, `l.$L.q -> _`, drops l.0.q (and 2 more)",)
     assert losses("a -> b, c, axis=0\nc -> _", {"a": A}) == (
-        "line 2, `c -> _`, drops a part of a, of which nothing comes back",
+        "line 2, `c -> _`, drops a part of a, and nothing of it comes back",
     )
     assert losses("a, b -> t, axis=0; t -> _", {"a": A, "b": A}) == ("line 1, `t -> _`, drops a (and 1 more)",)
     assert losses("a, b -> t, axis=0; t -> u, v, axis=0, sizes='[3,1]'; v -> _", {"a": A, "b": A}) == (
-        "line 1, `v -> _`, drops a part of b, of which nothing comes back",
-        "line 1, `v -> _`, drops a part of what was joined with a, of which nothing comes back: what was joined is "
-        "parted again only as a whole",
+        "line 1, `v -> _`, drops a part of b, and nothing of it comes back",
+        "line 1, `v -> _`, drops a part of a tensor that was joined with a, and nothing of it comes back: joined "
+        "tensors split again only as a whole",
     )
     assert losses("l.$L.q -> m.$L, dtype='bfloat16'", LAYERS) == (
         "line 1, `l.$L.q -> m.$L, dtype='bfloat16'`, casts l.0.q (and 2 more) from float32 to bfloat16, which does not "
         "hold all its values",
     )
     assert losses("a -> b\na -> c", {"a": A}) == (
-        "line 2, `a -> c`, copies a beside what b has of it: copies may differ later",
+        "line 2, `a -> c`, copies a next to the part of it in b: copies may differ later",
     )
     assert losses("a -> b", {"a": A}, target={"a": A, "b": A}) == (
         "line 1, `a -> b`, copies a which comes out itself: copies may differ later",
@@ -168,9 +168,9 @@ def test_a_lossy_rewrite_is_inverted_only_when_told_to() -> None:
     with pytest.raises(RewriteError) as refused:
         rewrite.inverse({"a": A})
     assert str(refused.value) == (
-        'the rewrite cannot be undone exactly; inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes '
-        "what can be: line 1, "
-        "`a -> b, dtype='float16'`, casts a from float32 to float16, which does not hold all its values"
+        'the rewrite cannot be undone exactly; inverse(lossy="allow") (--lossy) of the rewrite as it is written '
+        "undoes the other statements: line 1, `a -> b, dtype='float16'`, casts a from float32 to float16, which does "
+        "not hold all its values"
     )
     assert str(rewrite.inverse({"a": A}, lossy="allow")) == "b -> a, dtype='float32'"
     assert rewrite.inverse({"a": (A, "float16")}).check({"b": A}).outputs["a"].dtype == "float32"
@@ -226,15 +226,15 @@ def test_what_the_text_does_not_tell_comes_from_the_target() -> None:
     assert inverse.apply(sources, recorded=target).outputs.keys() == target.keys()
     with pytest.raises(RewriteError) as refused:
         inverse.check(sources)
-    assert "what sizes the 2 parts of c had along dim 0 is not known" in refused.value.problems[0]
-    assert "what dtype f had before it was cast is not known" in refused.value.problems[1]
+    assert "the sizes of the 2 parts of c along dim 0 are not known" in refused.value.problems[0]
+    assert "the dtype of f before the cast is not known" in refused.value.problems[1]
 
 
 def test_a_target_that_the_rewrite_does_not_fit_is_told_beside_what_the_text_lacks() -> None:
     with pytest.raises(RewriteError) as refused:
         Rewrite("a, b -> c, axis=0").inverse().check({"c": (4,)}, {"a": (2,)})
-    assert "what sizes the 2 parts of c had" in refused.value.problems[0]
-    assert "could not be used, since the rewrite does not fit the target" in refused.value.problems[1]
+    assert "the sizes of the 2 parts of c" in refused.value.problems[0]
+    assert "were not used for this inverse, since the rewrite does not fit the target" in refused.value.problems[1]
     assert "there is no tensor b" in refused.value.problems[1]
 
 
@@ -264,7 +264,7 @@ def test_the_proof_finds_a_wrong_way_back() -> None:
     ):
         wrong = parse(text, {})
         assert not gives_back(claim, wrong)
-        with pytest.raises(AssertionError, match="what undoes a rewrite does not give back"):
+        with pytest.raises(AssertionError, match="the inverse of a rewrite does not give back"):
             prove(claim, applied_instances, [StatementTask.of(each) for each in wrong])
     without_b = replace(claim, lost={"b"})
     assert gives_back(without_b, parse("d^T -> c; c -> a, b2, axis=0", {}))

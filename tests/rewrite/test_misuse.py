@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite import Rewrite, find_rewrite, shipped
+from shardwise.rewrite import Rewrite, TensorLike, find_rewrite, shipped
 
 QKV = "q, k, v -> x, fused_qkv, num_heads={num_heads}, num_key_value_groups={groups}"
 A: dict[str, Any] = {"a": (2,)}
@@ -109,7 +109,7 @@ def test_each_side_of_a_composition_keeps_its_own_parameters() -> None:
             "tensors of the target are a mapping of names to tensors or shapes, not 5",
         ),
         (lambda: Rewrite("a -> c").check({5: (2,)}), "sources: 5 is no name of a tensor: names are text"),  # type: ignore[dict-item]
-        (lambda: Rewrite("a -> c").check({"a": 5}), f"sources: a: {NOT_A_TENSOR}5"),
+        (lambda: Rewrite("a -> c").check({"a": 5}), f"sources: a: {NOT_A_TENSOR}5"),  # type: ignore[dict-item]
         (lambda: Rewrite("a -> c").check({"a": (1.5,)}), f"sources: a: {NOT_A_TENSOR}(1.5,)"),
         (lambda: Rewrite("a -> c").check({"a": (-1,)}), "sources: a: shape [-1] has a negative size"),
         (lambda: Rewrite("a -> c").check({"a": ((2,), "float99")}), "sources: a: there is no dtype 'float99'; "),
@@ -119,7 +119,7 @@ def test_each_side_of_a_composition_keeps_its_own_parameters() -> None:
         ),
         (
             lambda: Rewrite("a -> c").check(A, aliases={"x": "nope"}),
-            "aliases: 'x' is to be another name of 'nope', which is no source",
+            "aliases: 'x' is given as another name of 'nope', which is no source",
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_what_is_not_meant_is_refused_in_words(call: Callable[[], object], messa
 
 
 def test_a_dtype_may_be_one_of_torch() -> None:
-    sources = {"a": ((2,), torch.float16), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    sources: dict[str, TensorLike] = {"a": ((2,), torch.float16), "b": torch.zeros(3, dtype=torch.bfloat16)}
     assert [meta.dtype for meta in Rewrite("a -> c").check(sources).outputs.values()] == ["bfloat16", "float16"]
 
 

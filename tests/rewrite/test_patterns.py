@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.rewrite.patterns import NameIndex, NamePattern, shifted
 from shardwise.rewrite.statements import Name, NamePart, Placeholder, Star, TextPlace
+from tests.properties import tried
 
 texts: st.SearchStrategy[NamePart] = st.sampled_from(["a", ".", "b1", "1", "w_", "0", "e."])
 placeholders: st.SearchStrategy[NamePart] = st.sampled_from(
@@ -47,6 +48,7 @@ def _plainly(parts: list[NamePart], name: str) -> dict[str, str] | None:
     return found
 
 
+@tried(40)
 @given(patterns, st.lists(names, max_size=12), st.data())
 def test_an_index_finds_what_a_regular_expression_finds(
     parts: list[NamePart], there: list[str], data: st.DataObject
@@ -68,6 +70,7 @@ def test_an_index_finds_what_a_regular_expression_finds(
     assert {name: (bindings, star) for name, bindings, star in index.find(pattern)} == expected
 
 
+@tried(40)
 @given(patterns, names)
 def test_what_is_filled_in_is_what_was_found(parts: list[NamePart], name: str) -> None:
     pattern = NamePattern(name_of(*parts))
@@ -96,6 +99,7 @@ def test_digits_between_two_placeholders_are_ambiguous() -> None:
     assert not NamePattern(name_of(Placeholder("A"), "5.", Placeholder("B"))).ambiguous
 
 
+@tried(40)
 @given(
     st.sampled_from(["", "0", "000"]),
     st.sampled_from(["9" * 18, "9" * 19, "1" + "0" * 18, "1" + "0" * 40, "0" * 30 + "7", "123" * 20]),

@@ -56,7 +56,7 @@ def test_on_the_way_back_the_shape_says_how_many_there_were() -> None:
     checked = inverse.check({"l.0.e": (2, 3, 3), "l.1.e": (2, 3, 3)})
     assert checked.outputs.keys() == sources.keys()
     assert {meta.shape for meta in checked.outputs.values()} == {A}
-    with pytest.raises(RewriteError, match=r"what [*] stands for is not on the left"):
+    with pytest.raises(RewriteError, match=r"[*] has no value on the left"):
         Rewrite(f"{STACK}, gaps=1").inverse().check({"l.0.e": (3, *A)})
     with_gaps = experts(0, 5, layers=1)  # a target tells which numbers there were, also where the text allows no gaps
     assert Rewrite(STACK).inverse().check({"l.0.e": (2, *A)}, with_gaps).outputs.keys() == with_gaps.keys()

@@ -119,6 +119,15 @@ def test_casts_are_kept_in_order_and_a_cast_to_the_same_dtype_is_none() -> None:
     assert not value.same_elements(ViewedTensor.source("a", TensorMeta((4,), "float32")))
 
 
+def test_a_part_that_was_transposed_does_not_become_one_tile_with_its_neighbour() -> None:
+    meta = TensorMeta((4, 3, 3), "int64")
+    value = ViewedTensor.source("w", meta)
+    below = value.crop(0, 2, 4).permute((0, 2, 1))
+    joined = ViewedTensor.concat([value.crop(0, 0, 2), below], 0)
+    assert not joined.is_identity_of("w", meta)
+    assert ViewedTensor.concat([value.crop(0, 0, 2), below.permute((0, 2, 1))], 0).is_identity_of("w", meta)
+
+
 def test_neighbouring_parts_of_one_source_become_one_tile_again() -> None:
     whole = ViewedTensor.source("a", TensorMeta((6, 5), "float32"))
     parts = [whole.crop(0, 0, 1), whole.crop(0, 1, 4), whole.crop(0, 4, 6)]

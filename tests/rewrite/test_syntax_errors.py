@@ -8,7 +8,7 @@ from shardwise.rewrite.statements import StatementFinding, TextPlace, raise_all
 from shardwise.rewrite.syntax import parse
 
 PARAMETERS: dict[str, int | str] = {"heads": 8, "text": "eight", "real": 1.5, "flag": True}  # type: ignore[dict-item]
-FORM = "a statement is written 'a -> b': what is there on the left, what becomes of it on the right"
+FORM = "a statement is written 'a -> b': sources on the left, outputs on the right"
 ARROW = f"the arrow is written '->', and points to the right; {FORM}"
 DTYPES = ", ".join(ITEMSIZE_BYTES)
 ATTRIBUTES = (
@@ -17,15 +17,12 @@ ATTRIBUTES = (
 )
 VALUES = "values are integers, words, and lists such as '[2,0,1]', after one equals sign"
 ARRAY = "an array of names is written w[0:3], which is w_0, w_1, w_2"
-SIDE_BY_SIDE = "which does not tell where the digits of the first end; put text between them"
+SIDE_BY_SIDE = "and the digits of the first have no clear end; put text between them"
 UNDONE = "a cast that can be undone has both, any other is written dtype=..."
 QKV = "fused_qkv is for 'q, k, v -> qkv' or 'qkv -> q, k, v'"
 OLD = "fused_qkv_old is for 'q, k, v -> qkv', 'qkv -> q, k, v' or 'qkv -> qkv'"
 FFN_FORMS = "'gate, up -> fused', 'fused -> gate, up' or 'fused -> fused'"
-TWICE = (
-    "each join tensors or part them, which a statement can do once; "
-    "write two statements, with a temporary name between them"
-)
+TWICE = "each join or split tensors, which a statement does once; write two statements, with a temporary name between"
 ONE_SIDE = "but one side has exactly one; write a statement for each"
 HOW = "but how is not said; add axis=..., stack=... or one of the fused attributes"
 
@@ -58,8 +55,8 @@ ERRORS = [
     ("a -> b, axis|=|", f"axis has no value; {VALUES}"),
     ("a -> b, axis|=|=1", f"axis has no value; {VALUES}"),
     ("a -> b |=|", f"b has no value; {VALUES}"),
-    ("a -> b, permute|=|[1,0", "what begins after this equals sign is not closed"),
-    ("a -> b, dtype|=|'float16", "what begins after this equals sign is not closed"),
+    ("a -> b, permute|=|[1,0", "the value after this equals sign is not closed"),
+    ("a -> b, dtype|=|'float16", "the value after this equals sign is not closed"),
     ("a -> b, axis=0, |c|", "c stands after axis; names come first, then attributes"),
     (
         "a -> b, axis=0, |fused_fnn|",
@@ -74,8 +71,8 @@ ERRORS = [
     ("a -> |m.$L/w|", "'/' has its place only in names in quotes; if all of it is a name, write \"m.$L/w\""),
     ("|a/b^T| -> c", "'/' has its place only in names in quotes; if all of it is a name, write \"a/b\"^T"),
     ("a -> |(b)|", "'(' has its place only in names in quotes; if all of it is a name, write \"(b)\""),
-    ('a -> |"|b', 'this quote is not closed; a name in quotes ends on its line, and has \\" for a quote of its own'),
-    ("a -> |'|b", "this quote is not closed; a name in quotes ends on its line, and has \\' for a quote of its own"),
+    ('a -> |"|b', 'this quote is not closed; a name in quotes ends on its line, and has \\" for a quote inside'),
+    ("a -> |'|b", "this quote is not closed; a name in quotes ends on its line, and has \\' for a quote inside"),
     ("a|^|S -> b", "the only suffix of a name is ^T, which reverses all dims"),
     (
         "|$|layer.w -> b",
@@ -102,7 +99,7 @@ ERRORS = [
     ('|"a$b"| -> b', "'$' begins nothing in \"a$b\"; the character itself is written '\\$'"),
     (
         "a -> |b^T|",
-        "b^T is a view of b, not a tensor that can be assigned; transpose on the left, 'a^T -> b', or assign first, "
+        "b^T is a view of b, not a tensor to assign. Transpose on the left, 'a^T -> b', or assign first, "
         "'a -> b', and then 'b^T -> b'",
     ),
     ("a -> |axis=0|", 'a name is missing on the right: axis is an attribute, and a tensor called so is written "axis"'),
@@ -112,8 +109,8 @@ ERRORS = [
     ),
     # dropped and added
     ("|_ -> _|", "'_ -> _' says nothing; 'a -> _' drops a, '_ -> b' adds b"),
-    ("a, |_| -> b, axis=0", "'_' stands among names; to add a tensor write '_ -> b', as a statement of its own"),
-    ("a -> b, |_|, axis=0", "'_' stands among names; to drop a tensor write 'a -> _', as a statement of its own"),
+    ("a, |_| -> b, axis=0", "'_' stands among names; to add a tensor write '_ -> b', as a separate statement"),
+    ("a -> b, |_|, axis=0", "'_' stands among names; to drop a tensor write 'a -> _', as a separate statement"),
     ("|_^T| -> b", "'_' in _^T is no tensor; one that is called so is written \"_\""),
     (
         "a -> _, optional=1, |dtype='float16'|",
@@ -152,7 +149,7 @@ ERRORS = [
     ),
     (
         "a -> b, |reshape='[-1,2,-1]'|",
-        "reshape='[-1,2,-1]': only one size can be -1, which is what remains for it",
+        "reshape='[-1,2,-1]': only one size can be -1, the rest",
     ),
     ("a -> b, |reshape='[-2]'|", "reshape='[-2]': sizes are not negative, but for one -1"),
     ("a -> b, c, axis=0, |sizes='[1,-1]'|", "sizes='[1,-1]': sizes are not negative"),
@@ -222,7 +219,7 @@ ERRORS = [
     ("a -> b, axis=0, |sizes='[1]'|", "sizes='[1]' is for several tensors on one side; here one becomes one"),
     (
         "a, b -> c, axis=0, |sizes=recorded|",
-        "sizes=recorded: only what parts a tensor needs recorded sizes; leave them out",
+        "sizes=recorded: only a split needs recorded sizes; leave them out",
     ),
     # fusing
     ("a, b -> c, |fused_qkv|", f"{QKV}; here are 2 names on the left and 1 name on the right"),

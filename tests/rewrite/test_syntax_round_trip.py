@@ -1,10 +1,8 @@
 """Statements that are written and read again are the same; no text whatever breaks the parser."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise.errors import RewriteError
@@ -31,8 +29,9 @@ from shardwise.rewrite.statements import (
     Unstack,
 )
 from shardwise.rewrite.syntax import needed_parameters, parse
+from tests.properties import tried
 
-proven: Callable[[Any], Any] = settings(deadline=None, max_examples=300)
+proven = tried(80)
 NOWHERE = TextPlace(1, 1, 1)
 
 dims = st.integers(-3, 3)
@@ -181,7 +180,7 @@ VOCABULARY = r"""
 words = st.sampled_from([*VOCABULARY.split(), "\n", " ", " ", "\u00e9"])
 
 
-@settings(deadline=None, max_examples=600)
+@tried(200)
 @given(st.lists(words, max_size=14).map("".join) | st.text(max_size=30))
 @example("a -> b, axis=0 -> ")
 @example(",")

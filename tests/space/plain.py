@@ -1,18 +1,16 @@
 """The plain slow versions that the space room must equal: every region is the list of its elements, one by one."""
 
 import math
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from shardwise.space import Box, Piece, Run
+from tests.properties import tried
 
 Shape = tuple[int, ...]
 
-proven: Callable[[Any], Any] = settings(deadline=None, max_examples=100)
+proven = tried(40)
 
 
 def indices_of_box(box: Box) -> list[Shape]:

@@ -1,5 +1,6 @@
 """Indexes of pieces, against asking every piece."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -34,6 +35,20 @@ def test_overlapping_pieces_are_those_with_a_common_element(case: tuple[list[Pie
     assert PieceIndex(pieces).overlapping(piece) == expected
 
 
+def test_among_all_runs_of_a_few_elements_those_with_a_common_one_are_found() -> None:
+    pieces = [
+        Piece(name="w", dtype="float32", global_shape=(2, 3), run=(start, stop))
+        for start in range(7)
+        for stop in range(start, 7)
+    ]
+    index = PieceIndex(pieces)
+    for piece in pieces:
+        elements = set(range(*piece.elements))
+        assert index.overlapping(piece) == [
+            at for at, each in enumerate(pieces) if not elements.isdisjoint(range(*each.elements))
+        ]
+
+
 def runs(num_pieces: int) -> list[Piece]:
     borders = [at * 10**12 // num_pieces for at in range(num_pieces + 1)]
     return [Piece(name="w", dtype="float32", global_shape=(10**6, 10**6), run=run) for run in pairwise(borders)]
@@ -44,10 +59,11 @@ def rows(num_pieces: int) -> list[Piece]:
     return [layout.piece(rank, name="w", dtype="float32", global_shape=(10**6, 10**6)) for rank in range(num_pieces)]
 
 
-@pytest.mark.parametrize("pieces", [pytest.param(runs(5000), id="runs"), pytest.param(rows(5000), id="rows")])
+@pytest.mark.parametrize("pieces_of_kind", [runs, rows])
 def test_a_search_looks_at_few_of_many_runs_and_blocks_of_rows(
-    pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+    pieces_of_kind: Callable[[int], list[Piece]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pieces = pieces_of_kind(5000)
     index = PieceIndex(pieces)
     looked_at: list[Piece] = []
     num_elements = Piece.num_elements

@@ -1,6 +1,7 @@
 """Portions of cut tensors, against numpy's own slicing."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
 from shardwise.space import Piece, Portion, check_cover, even_cuts
+from tests.properties import tried
 
 
 @st.composite
@@ -20,15 +22,12 @@ def portions(draw: st.DrawFn) -> Portion:
     return Portion(global_shape=shape, dim=dim, ranges=tuple(ranges))
 
 
-@given(portions(), st.data())
-def test_pieces_of_a_run_hold_its_elements_and_no_others(portion: Portion, data: st.DataObject) -> None:
+def check_pieces(portion: Portion, run: tuple[int, int] | None) -> None:
+    """The pieces of a run hold its elements and no others, where they say."""
     whole = np.arange(math.prod(portion.global_shape)).reshape(portion.global_shape)
     local = np.concatenate([whole.take(range(*each), axis=portion.dim) for each in portion.ranges], axis=portion.dim)
     assert local.shape == portion.shape
-    start = data.draw(st.integers(0, local.size))
-    stop = data.draw(st.integers(start, local.size))
-    run = data.draw(st.sampled_from([None, (start, stop)]))
-    flat = local.reshape(-1) if run is None else local.reshape(-1)[start:stop]
+    flat = local.reshape(-1) if run is None else local.reshape(-1)[slice(*run)]
     found = []
     for piece, part in portion.pieces("w", "int64", run):
         if part is None:
@@ -43,6 +42,22 @@ def test_pieces_of_a_run_hold_its_elements_and_no_others(portion: Portion, data:
     np.testing.assert_array_equal(np.sort(np.concatenate([[], *found])), np.sort(flat))
 
 
+@tried(40)
+@given(portions(), st.data())
+def test_pieces_of_a_run_hold_its_elements_and_no_others(portion: Portion, data: st.DataObject) -> None:
+    num_elements = math.prod(portion.shape)
+    start = data.draw(st.integers(0, num_elements))
+    stop = data.draw(st.integers(start, num_elements))
+    check_pieces(portion, data.draw(st.sampled_from([None, (start, stop)])))
+
+
+def test_pieces_of_every_run_of_a_small_portion_hold_its_elements() -> None:
+    portion = Portion(global_shape=(3, 5), dim=1, ranges=((0, 1), (3, 5)))
+    for start, stop in combinations(range(10), 2):
+        check_pieces(portion, (start, stop))
+
+
+@tried(40)
 @given(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_portions_of_all_ranks_cover_a_packed_tensor_once(
     units: int, count: int, unit: int, num_parts: int, width: int

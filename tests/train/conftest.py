@@ -1,11 +1,21 @@
 """What all tests of the trainer share."""
 
+from collections.abc import Iterator
+
 import pytest
 
-from shardwise.train import rank
+from shardwise.train import observers, rank
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Undrawn(observers.LossCurve):
+    def draw(self) -> None:
+        """A picture takes as long as a small run; `test_run` and `test_reports` look at one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_ends() -> Iterator[None]:
     """What a model says at the end of a run takes as long as the run; those of `tests/cli` say all of it."""
-    monkeypatch.setattr(rank, "_SAMPLE_TOKENS", 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "_SAMPLE_TOKENS", 8)
+        patch.setattr(observers, "LossCurve", _Undrawn)
+        yield

@@ -46,13 +46,14 @@ def test_a_parameter_that_nobody_initialises_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_says_that_modules_draw_their_own_and_goes_alike_under_every_layout(tmp_path: Path) -> None:
-    one = finished(small_run(tmp_path, BY_MODULE))
+    words = [BY_MODULE, "train.steps=3", "train.microbatch=3"]
+    one = finished(small_run(tmp_path, *words))
     said = "initial parameters: drawn by each module, from its name and the seed 5"
     assert said in one.printed
     for axis in ("dp_shard", "pp"):
-        two = finished(laid_out(tmp_path, BY_MODULE, f"mesh.{axis}=2"))
+        two = finished(laid_out(tmp_path, *words, f"mesh.{axis}=2"))
         assert said in two.printed
         assert one.curve("loss") == pytest.approx(two.curve("loss"), rel=1e-5)  # sums in another order
-    whole = finished(small_run(tmp_path))
+    whole = finished(small_run(tmp_path, *words[1:]))
     assert "initial parameters" not in whole.printed
     assert whole.curve("loss")[0] != one.curve("loss")[0]

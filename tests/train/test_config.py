@@ -144,11 +144,11 @@ def test_problems_between_tables_are_listed_too(tmp_path: Path) -> None:
         """
     problems = problems_of(tmp_path, text, num_processes=2)
     assert problems == [
-        "train.global_batch: 10 rows cannot be cut into microbatches of 4 rows on 2 data ranks, which take 8 at a "
-        "time; 8 or 16 can, or another train.microbatch",
+        "train.global_batch: 10 rows cannot be cut into microbatches of 4 rows on 2 data ranks, 8 at a time; give 8 "
+        "or 16, or another train.microbatch",
         f'data.source: no file or directory {tmp_path}/missing.txt; "python-docs" needs none',
         f'data.tokenizer: no file {tmp_path}/missing.json; give the JSON of a tokenizer or "bytes"',
-        "train.warmup_steps: 4 given; train.steps is only 3",
+        "train.warmup_steps: 4 given; train.steps is only 3; give at most that",
     ]
     assert "vocab_size: 100 given; bytes need at least 256" in str(
         problems_of(tmp_path, MINIMAL, "model.config.vocab_size=100")
@@ -222,10 +222,6 @@ def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_stages_whatever_the_model_is_known_before_anything_starts(tmp_path: Path) -> None:
-    trace = MINIMAL + "trace = true\n"
-    assert problems_of(tmp_path, trace, num_processes=2) == [
-        "train.trace: true given, but the model is not cut into stages to measure; give mesh.pp ranks"
-    ]
     staged = MINIMAL + "global_batch = 8\n[mesh]\npp = 2\n"
     short = "own: 2 stages, 2 ranks, 2 microbatches\\nrank 0: F0.0 F1.0 B0.0 B1.0\\nrank 1: F0.1 B0.1"
     assert problems_of(tmp_path, staged, f'pipeline.schedule="{short}"', num_processes=2) == [

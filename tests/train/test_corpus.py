@@ -6,20 +6,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardwise.errors import DataError
 from shardwise.train.config import DataTable
 from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus, split
+from tests.properties import tried
 
 
 def corpus_of(folder: Path, source: str, *, window: int = 4, held_out: float = 0.25) -> Corpus:
     return read_corpus(DataTable(source=source, sequence_length=window, held_out=held_out), folder)
 
 
-@settings(deadline=None, max_examples=150)
+@tried(60)
 @given(
     num_tokens=st.integers(0, 5000),
     fraction=st.floats(0.001, 0.5),
@@ -76,7 +77,7 @@ def test_rows_are_windows_of_the_training_text(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("empty.txt", b"", "holds no text"),
-        ("short.txt", b"abcdefg", "7 tokens are too few: with held_out = 0.25, 7 are left to train on and 0 for"),
+        ("short.txt", b"abcdefg", "7 tokens are too few. With held_out = 0.25, 7 are left to train on and 0 for"),
         ("binary.txt", b"abc\xff\xfe" * 9, "is not UTF-8 text"),
         ("none/*.txt", None, r"holds no text \(0 files found\)"),
     ],
@@ -131,7 +132,7 @@ def test_evaluation_rows_are_spread_over_the_held_out_rows_and_never_repeat(tmp_
     assert evaluation_rows(corpus, 3).shape == (3, 4)
 
 
-@settings(deadline=None, max_examples=50)
+@tried(25)
 @given(
     training=st.lists(st.integers(0, 5), min_size=1, max_size=50),
     held_out=st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=5),

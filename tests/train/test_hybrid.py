@@ -10,7 +10,7 @@ from tests.train.runs import Finished, finished, laid_out, small_run, without_ti
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hybrid.toml"
 
-SHORT = ["train.steps=3", "train.warmup_steps=1", "train.log_every=1", "train.evaluate_every=3", "train.global_batch=8"]
+SHORT = ["train.steps=2", "train.warmup_steps=1", "train.log_every=1", "train.evaluate_every=2", "train.global_batch=8"]
 SMALL = ["data.sequence_length=8", "train.microbatch=1", "train.evaluate_batches=1", "model.config.num_hidden_layers=2"]
 
 RULES = "tensor.rules={embedding='vocab', head='vocab'}"
@@ -34,6 +34,11 @@ def test_the_reference_run_on_eight_simulated_ranks_has_the_losses_of_one_proces
     assert eight.curve("loss") != one.curve("loss")
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return finished(small_run(tmp_path_factory.mktemp("alone"), NOISY, *FEW))
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -43,8 +48,9 @@ def test_the_reference_run_on_eight_simulated_ranks_has_the_losses_of_one_proces
         ["mesh.tp=2", "mesh.pp=2", "mesh.dp_shard=2", "sharding.stage=2", RULES],
     ],
 )
-def test_a_run_with_dropout_is_that_of_one_process_to_the_order_of_sums(tmp_path: Path, layout: list[str]) -> None:
-    alone = finished(small_run(tmp_path, NOISY, *FEW, f"train.output={tmp_path / 'alone'}"))
+def test_a_run_with_dropout_is_that_of_one_process_to_the_order_of_sums(
+    tmp_path: Path, alone: Finished, layout: list[str]
+) -> None:
     done = finished(laid_out(tmp_path, NOISY, *FEW, *layout))
     for name in ("loss", "grad_norm", "held_out_loss"):
         # float32: eps times the some hundred terms of a sum, over four updates of AdamW.

@@ -1,15 +1,21 @@
 """The loop alone, with an engine that only takes notes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shardwise.data import Data, DataPlace, first_batches
+from shardwise.engine.rank_times import RankTimes
+from shardwise.errors import DivergedError
 from shardwise.train.config import TrainTable
-from shardwise.train.corpus import Corpus
-from shardwise.train.loop import DataPlace, Position, StepMetrics, evaluate, fit
+from shardwise.train.corpus import Corpus, TextSamples, text_batch
+from shardwise.train.loop import Position, StepMetrics, evaluate, fit
+from shardwise.train.run_data import RunData
+from shardwise.train.run_state import OtherSamples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +25,8 @@ class Report:
     grad_norm: float = 1.0
     skipped: bool = False
     stop: bool = False
+    loss_scale: float | None = None
+    ranks: tuple[RankTimes, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,19 +39,19 @@ class NotingEngine:
     seconds: float = 0.0
     evaluated: list[list[int]] = field(default_factory=list)
 
-    def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> Report:
+    def step(self, batch: Mapping[str, Any], *, stop: Callable[[], bool] | None = None) -> Report:
         self.seconds += 1.0
         for optimizer in self.optimizers:
             optimizer.step()
         return replace(self._report(batch), stop=stop is not None and stop())
 
-    def evaluate(self, batch: dict[str, torch.Tensor]) -> Report:
+    def evaluate(self, batch: Mapping[str, Any]) -> Report:
         self.seconds += 1.0
         self.evaluated.append(batch["input_ids"][:, 0].tolist())
         return self._report(batch)
 
-    def _report(self, batch: dict[str, torch.Tensor]) -> Report:
-        assert batch["input_ids"] is batch["labels"]
+    def _report(self, batch: Mapping[str, Any]) -> Report:
+        assert batch["input_ids"] is batch["labels"] or not len(batch["labels"])
         tokens = batch["input_ids"].float()
         # An engine tells all ranks the same, whatever this one has: here a rank without rows gives weight all the same.
         return Report(loss=float(tokens.mean()) if len(tokens) else 0.0, weight=max(1, len(tokens)))
@@ -68,11 +76,31 @@ CORPUS = Corpus(
 )
 
 
+def data_of(*, global_batch: int) -> RunData:
+    samples = TextSamples(corpus=CORPUS, seed=0)
+    return RunData(
+        data=Data(samples, global_batch=global_batch, collate=text_batch),
+        samples=OtherSamples(seed=0, global_batch=global_batch, num_samples=None),
+        held_out=CORPUS.held_out.astype(np.int64),
+        collate=text_batch,
+        tokens_per_row=4,
+        corpus=CORPUS,
+    )
+
+
+def fitted(engine: "NotingEngine", train: TrainTable, **settings: Any) -> float | None:
+    """`fit` on one rank, from the batch on where it begins."""
+    data, place = data_of(global_batch=train.global_batch), DataPlace()
+    batches: Iterator[Any] = iter(first_batches(data.data, place, train.steps))
+    for _ in range(settings["begin"].step if "begin" in settings else 0):
+        next(batches)
+    return fit(engine, train, batches, data.evaluation(place, train.global_batch), tokens_per_row=4, **settings)
+
+
 def test_the_pace_counts_updates_and_not_evaluations() -> None:
     engine, notes = NotingEngine(), Notes()
     train = TrainTable(steps=5, global_batch=5, evaluate_every=2)
-    held_out = CORPUS.held_out.astype(np.int64)
-    last = fit(engine, train, CORPUS, held_out, place=DataPlace(), observers=[notes], now_s=lambda: engine.seconds)
+    last = fitted(engine, train, observers=[notes], now_s=lambda: engine.seconds)
     assert [metrics.tokens_per_second for metrics in notes.metrics] == [20.0] * 5
     assert [metrics.elapsed_s for metrics in notes.metrics] == [1.0, 4.0, 5.0, 8.0, 11.0]
     assert [metrics.held_out_loss is not None for metrics in notes.metrics] == [False, True, False, True, True]
@@ -86,7 +114,7 @@ def test_data_ranks_together_evaluate_every_held_out_row_once() -> None:
         for data_rank in range(num_data_ranks):
             engine = NotingEngine()
             place = DataPlace(data_rank=data_rank, num_data_ranks=num_data_ranks)
-            loss = evaluate(engine, held_out, place, global_batch=5)
+            loss = evaluate(engine, data_of(global_batch=5).evaluation(place, 5))
             assert num_data_ranks > 1 or loss == pytest.approx(held_out.mean())
             for batch, rows in zip(batches, engine.evaluated, strict=True):
                 batch += rows
@@ -97,7 +125,7 @@ def test_every_optimizer_of_the_engine_follows_the_schedule() -> None:
     optimizers = tuple(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr) for lr in (1.0, 8.0))
     engine = NotingEngine(optimizers=optimizers)
     train = TrainTable(steps=2, global_batch=4, decay="linear", min_learning_rate=0.25)
-    fit(engine, train, CORPUS, CORPUS.held_out.astype(np.int64), place=DataPlace(), observers=[])
+    fitted(engine, train, observers=[])
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.25, 2.0]
 
 
@@ -114,34 +142,24 @@ class Keeping:
 
 def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
     train = TrainTable(steps=5, global_batch=5, evaluate_every=2, decay="linear", warmup_steps=2)
-    held_out = CORPUS.held_out.astype(np.int64)
     engine, notes, keeping = NotingEngine(), Notes(), Keeping()
-    last = fit(
-        engine,
-        train,
-        CORPUS,
-        held_out,
-        place=DataPlace(),
-        observers=[notes],
-        keeper=keeping,
-        now_s=lambda: engine.seconds,
-    )
+    last = fitted(engine, train, observers=[notes], keeper=keeping, now_s=lambda: engine.seconds)
     assert [position.step for position in keeping.positions] == [1, 2, 3, 4, 5]
     for begin in keeping.positions:
         engine.optimizers = NotingEngine().optimizers
         for group in engine.optimizers[0].param_groups:
             group["initial_lr"] = group["lr"]
         later, before = Notes(), len(engine.evaluated)
-        again = fit(
-            engine,
-            train,
-            CORPUS,
-            held_out,
-            place=DataPlace(),
-            observers=[later],
-            begin=begin,
-            now_s=lambda: engine.seconds,
-        )
+        again = fitted(engine, train, observers=[later], begin=begin, now_s=lambda: engine.seconds)
         assert later.metrics == notes.metrics[begin.step :]
         assert again == last
         assert len(engine.evaluated) > before, "also a loop without updates evaluates"
+
+
+def test_a_run_whose_steps_are_all_skipped_names_the_scale_of_its_losses() -> None:
+    class Skipping(NotingEngine):
+        def step(self, batch: Mapping[str, Any], *, stop: Callable[[], bool] | None = None) -> Report:
+            return replace(NotingEngine.step(self, batch, stop=stop), skipped=True, loss_scale=2.0**20)
+
+    with pytest.raises(DivergedError, match=r"Losses were scaled by 1048576: see precision.loss_scale"):
+        fitted(Skipping(), TrainTable(steps=50, global_batch=4), observers=[])

@@ -1,5 +1,8 @@
 """Random numbers outside of forwards go on, or begin anew, the same on every try."""
 
+import base64
+import json
+
 import pytest
 import torch
 
@@ -52,3 +55,24 @@ def test_derived_seeds_fit_torch_and_differ() -> None:
     seeds = {derived_seed(seed, step) for seed in (0, 1, 2**63 - 1) for step in range(99)}
     assert len(seeds) == 3 * 99
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_numbers_of_a_device_go_on_under_the_name_of_its_kind(fake: str) -> None:
+    channel = alone(torch.device(fake, 1))
+    torch.rand(3, device=channel.device)
+    states = RandomStates.gathered(channel, "single")
+    assert states.device == fake
+    assert set(states.ranks[0]) == {"cpu", fake}
+    expected = torch.rand(100, device=channel.device).cpu(), torch.rand(100)
+    stored = RandomStates.model_validate_json(states.model_dump_json())
+    assert stored.restore(channel, "single", seed=1, step=2) is None
+    assert torch.equal(torch.rand(100, device=channel.device).cpu(), expected[0])
+    assert torch.equal(torch.rand(100), expected[1])
+
+
+def test_states_of_a_save_on_cuda_are_read_by_the_names_that_they_have_always_had() -> None:
+    state = base64.b64encode(bytes(16)).decode()
+    text = json.dumps({"mesh": "single", "device": "cuda", "ranks": [{"cpu": state, "cuda": state}]})
+    words = RandomStates.model_validate_json(text).restore(alone(), "single", seed=1, step=2)
+    assert words is not None
+    assert "was saved under mesh single on cuda, and goes on under mesh single on cpu" in words

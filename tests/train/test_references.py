@@ -1,5 +1,6 @@
 """Names in a configuration, and the models and optimizers behind them."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_the_seed_alone_decides_the_initial_parameters(tmp_path: Path) -> None:
 def test_only_matrices_have_weight_decay(tmp_path: Path) -> None:
     config = small_run(tmp_path, "train.optimizer=torch.optim:SGD", "train.optimizer_options.momentum=0.5")
     model = build_model(config)
-    optimizer = optimizer_factory(config)(model.parameters())
+    optimizer = optimizer_factory(config)(list(model.parameters()))
     assert isinstance(optimizer, torch.optim.SGD)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
@@ -119,3 +120,9 @@ def test_only_matrices_have_weight_decay(tmp_path: Path) -> None:
         "head.bias": 0.0,
     }
     assert all(group["lr"] == 0.02 and group["momentum"] == 0.5 for group in optimizer.param_groups)
+
+
+def test_a_model_of_transformers_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r'transformers cannot be imported.*pip install "shardwise\[train\]"'):
+        resolve("transformers:LlamaForCausalLM", folder=Path(), key="model.factory")

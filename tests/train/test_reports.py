@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 from torch import nn
 
 from shardwise.train.announcement import continued
@@ -24,11 +26,9 @@ from shardwise.train.observers import (
     MetricsFile,
     PlainLines,
     TensorBoard,
-    clock,
-    count,
     progress,
-    size,
 )
+from shardwise.train.quantities import clock, count, size
 
 STEP = StepMetrics(
     step=1,
@@ -45,9 +45,9 @@ STEP = StepMetrics(
 def test_metrics_are_on_disk_after_each_update_as_json_without_nan(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.on_step(STEP)
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
-        dataclasses.asdict(STEP)
-    ]
+    expected = dataclasses.asdict(STEP)
+    del expected["loss_scale"], expected["ranks"]  # only where losses are scaled, and where times are known
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [expected]
     file.on_step(dataclasses.replace(STEP, step=2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
     second = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
     assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
@@ -62,6 +62,21 @@ def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> 
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.25)]
+
+
+def test_files_have_the_loss_scale_and_skips_where_losses_are_scaled(tmp_path: Path) -> None:
+    file, board = MetricsFile(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path)
+    for step, (scale, skipped) in enumerate([(65536.0, True), (32768.0, False)], start=1):
+        metrics = dataclasses.replace(STEP, step=step, loss_scale=scale, skipped=skipped)
+        file.on_step(metrics)
+        board.on_step(metrics)
+    file.close()
+    board.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["loss_scale"], line["skipped"]) for line in lines] == [(65536.0, True), (32768.0, False)]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.value for event in events.Scalars("loss_scale")] == [65536.0, 32768.0]
+    assert [event.value for event in events.Scalars("skipped")] == [1.0, 0.0]
 
 
 def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) -> None:
@@ -89,7 +104,9 @@ def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path) -> None:
+def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Files of one second are read in the order of their count as text, where 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for steps, after in ((range(1, 6), 0), (range(4, 8), 3)):
         board = TensorBoard(tmp_path, after_step=after)
         for step in steps:

@@ -19,8 +19,9 @@ from shardwise.errors import (
     OptimizerError,
     ShardwiseError,
 )
-from shardwise.train import RunConfig
+from shardwise.train import RunConfig, observers
 from shardwise.train.corpus import Corpus, evaluation_rows, read_corpus
+from shardwise.train.observers import LossCurve
 from shardwise.train.rank import run
 from shardwise.train.references import resolve
 from tests.train.runs import Finished, finished, small_run
@@ -72,7 +73,9 @@ def rate(update: int, steps: int, warmup: int) -> float:
 @pytest.fixture(scope="module")
 def alone_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Finished]:
     config = small_run(tmp_path_factory.mktemp("alone"))
-    return config, finished(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observers, "LossCurve", LossCurve)  # with its picture
+        return config, finished(config)
 
 
 def test_a_run_equals_the_usual_loop_in_plain_pytorch(alone_run: tuple[RunConfig, Finished]) -> None:
@@ -114,7 +117,7 @@ def test_a_run_says_what_it_does_and_ends_with_both_losses(alone_run: tuple[RunC
     progress = [line.split("  ")[0] for line in lines if line.startswith("step ")]
     assert progress == ["step 1/6", "step 2/6", "step 4/6", "step 6/6"]
     loss = done.curve("held_out_loss")[-1]
-    assert lines[-1].startswith(f"held-out loss {loss:.4f}, byte-frequency loss ")
+    assert lines[-1].startswith(f"held-out loss {loss:.4f}; of a model that knows only byte frequencies: ")
     assert "the model goes on:" in done.printed
     assert (config.output / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((config.output / "tensorboard").glob("events*"))

@@ -1,8 +1,11 @@
 """The saves of a run: when they come, how many stay, and what is refused."""
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from shardwise import checkpoint
+from shardwise.checkpoint import AsyncSaver, LocalStore, State
 from shardwise.comm import alone
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.rank import run
@@ -32,6 +36,38 @@ def test_the_newest_saves_stay_and_the_last_update_is_saved(
     assert [checkpoint.open(saves / folder).step for folder in folders(saves)] == steps
     assert all(checkpoint.verify(saves / folder).good for folder in folders(saves))
     assert f"saved step 10 to {saves} (" in done.printed
+
+
+def test_saves_after_a_multiple_of_so_many_updates_stay_as_well(tmp_path: Path) -> None:
+    words = ["train.steps=7", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=3"]
+    finished(small_run(tmp_path, *words))
+    saves = tmp_path / "out" / "checkpoints"
+    assert [checkpoint.open(saves / folder).step for folder in folders(saves)] == [3, 6, 7]
+
+
+def test_a_save_that_fails_in_the_background_stops_the_run_after_the_next_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, save = LocalStore.write, AsyncSaver.save
+
+    def refused(store: LocalStore, name: str, *, num_bytes: int) -> object:
+        if name.endswith("rank00001.safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(store, name, num_bytes=num_bytes)
+
+    def save_and_join(saver: AsyncSaver, state: State, **options: Any) -> None:
+        save(saver, state, **options)
+        assert saver._task is not None
+        if saver._task._rank == 1:
+            saver._task.join(30)  # it is known before the next update begins
+
+    monkeypatch.setattr(LocalStore, "write", refused)
+    monkeypatch.setattr(AsyncSaver, "save", save_and_join)
+    words = ["train.steps=20", "checkpoint.every=3", "train.evaluate_every=20"]
+    with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):
+        finished(small_run(tmp_path, *words, num_processes=2))
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
@@ -105,8 +141,8 @@ def test_what_is_no_save_of_a_run_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
     checkpoint.save(tmp_path / "mine", {"w": torch.zeros(2)}, extra={"step": 3}, channel=alone())
     for resume, message in (
-        (tmp_path, "holds tensors, but not how far a run of `shardwise train` was"),
-        (tmp_path / "mine", "holds tensors, but not how far a run of `shardwise train` was"),
+        (tmp_path, "holds tensors, but no position of a run"),
+        (tmp_path / "mine", "holds tensors, but no position of a run"),
         (tmp_path / "absent", "--resume: .*absent holds no checkpoint"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -155,7 +191,7 @@ def test_the_only_save_being_damaged_no_other_is_offered(tmp_path: Path) -> None
 def test_old_saves_that_cannot_be_removed_stop_the_run_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str, *, keep: int) -> None:
+    def refuse(path: str, *, keep: int, keep_every: int | None) -> None:
         raise CheckpointError(f"{path}: not to be removed")
 
     monkeypatch.setattr("shardwise.train.checkpointing.prune", refuse)

@@ -59,7 +59,7 @@ LAYOUTS = {
 def test_a_signal_to_any_one_rank_ends_all_after_the_same_update_and_the_run_goes_on_bit_for_bit(
     layout: str, tmp_path: Path
 ) -> None:
-    words = [*LAYOUTS[layout], "checkpoint.every=4"]
+    words = [*LAYOUTS[layout], "checkpoint.every=4", "train.microbatch=2"]
     (tmp_path / "whole").mkdir()
     whole = finished(laid_out(tmp_path / "whole", *words))
     size = laid_out(tmp_path, *words).plan.mesh.size

@@ -28,6 +28,8 @@ def simulated_rank() -> int | None:
 
 
 class _Done:
+    is_done = True
+
     def wait(self) -> None:
         """There is nothing to wait for."""
 
@@ -63,7 +65,7 @@ def scale_means(monkeypatch: Monkeypatch, factor: float) -> None:
             gradient.mul_(factor)
         return divide_and_square(pairs, divisor, device)
 
-    monkeypatch.setattr("shardwise.engine.engine.divide_and_square", scaled)
+    monkeypatch.setattr("shardwise.engine.step_figures.divide_and_square", scaled)
 
 
 def named(report: VerificationReport) -> Divergence:
@@ -98,11 +100,18 @@ def test_a_missing_gradient_reduction(asked: sw.Plan, monkeypatch: Monkeypatch) 
     assert found.explanation == words[found.microbatch]
 
 
-@pytest.mark.parametrize("factor", [1.01, 2.0, 0.5])
 @pytest.mark.parametrize(
-    "asked",
-    [plan(dp_shard=2), plan(pp=2, bf16=True), plan(tp=2), plan(tp=2, bf16=True), plan(pp=2, tp=2, dp_shard=2, stage=3)],
-    ids=["data", "stages, bfloat16", "tensor", "tensor, bfloat16", "all"],
+    ("asked", "factor"),
+    [
+        (plan(dp_shard=2), 1.01),
+        (plan(pp=2, bf16=True), 1.01),
+        (plan(tp=2), 1.01),
+        (plan(tp=2, bf16=True), 1.01),
+        (plan(pp=2, tp=2, dp_shard=2, stage=3), 1.01),
+        (plan(dp_shard=2), 2.0),
+        (plan(tp=2, bf16=True), 0.5),
+    ],
+    ids=["data", "stages, bfloat16", "tensor", "tensor, bfloat16", "all", "data, twice", "tensor, half"],
 )
 def test_a_wrong_average(factor: float, asked: sw.Plan, monkeypatch: Monkeypatch) -> None:
     scale_means(monkeypatch, factor)
@@ -126,7 +135,7 @@ def test_a_mean_that_is_not_finite(value: float, asked: sw.Plan, monkeypatch: Mo
             gradient.view(-1)[:1] = value
         return square
 
-    monkeypatch.setattr("shardwise.engine.engine.divide_and_square", spoiled)
+    monkeypatch.setattr("shardwise.engine.step_figures.divide_and_square", spoiled)
     found = named(verified(asked))
     assert (found.kind, found.step, found.layout) == ("mean gradient of", 0, str(value))
     assert (

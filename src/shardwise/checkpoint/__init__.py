@@ -3,6 +3,7 @@
 The room works alone: a state is tensors by name, tensors by `Piece`, or anything with `state()`.
 
     save, load       a state, by all ranks that hold it; `AsyncSaver` saves while training goes on
+    Replicas         saves in the memory of the hosts, from which a run goes on after the loss of one
     full             the same as whole tensors, one after the other, on every rank or on one
     open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
     diff, convert    compare checkpoints of any formats; turn one into a save of ours or Hugging Face files
@@ -25,9 +26,10 @@ from shardwise.checkpoint.inspection import Catalogue, VerifyReport, open, verif
 from shardwise.checkpoint.loading import Loaded, LoadReport, load
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
+from shardwise.checkpoint.replicas import Replicas
 from shardwise.checkpoint.saves import prune
 from shardwise.checkpoint.saving import save
-from shardwise.checkpoint.states import Ordered, Restorable, Restoration, State, Stateful
+from shardwise.checkpoint.states import Ordered, Positioned, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
 
@@ -45,7 +47,9 @@ __all__ = [
     "Loaded",
     "LocalStore",
     "Ordered",
+    "Positioned",
     "Reader",
+    "Replicas",
     "Restorable",
     "Restoration",
     "SaveReport",

@@ -2,7 +2,7 @@
 
 A piece with one holder is written by it. The holders of replicas share them, so that all write about equally much::
 
-    pieces of its own    rank 0  ########     rank 1  ###          rank 2  #####
+    pieces of one rank   rank 0  ########     rank 1  ###          rank 2  #####
     a replica of 8       rank 0               rank 1     .....     rank 2       ...      filled up to one level
     written              rank 0  ########     rank 1  ########     rank 2  ########
 
@@ -25,7 +25,7 @@ __all__ = ["Arrangement", "FileLayout", "arrange", "assign_pieces", "assign_tens
 
 
 FileLayout = Literal["pieces", "whole"]
-"""`pieces`: each rank writes what it holds, without traffic; `whole`: every tensor lies whole in one file."""
+"""`pieces`: each rank writes its own elements, without traffic; `whole`: every tensor is whole in one file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ _SPLIT_BYTES = 1 << 20
 def assign_pieces(holders: Mapping[str, Holders], num_ranks: int, *, block_bytes: int) -> list[list[Piece]]:
     """For each rank the pieces that it writes: parts of what it holds, about equally many bytes on all.
 
-    Pieces of one holder are written by it. Replicas fill up the ranks that have less, in the order of the pieces; a
-    large one that lies on the border between two ranks is cut there, at a multiple of `block_bytes`.
+    Pieces of one holder are written by it. Replicas fill up the ranks that have less, in the order of the pieces. A
+    large one on the border between two ranks is cut there, at a multiple of `block_bytes`.
     """
     written: list[list[Piece]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks

@@ -1,7 +1,7 @@
-"""Saving in the background: training waits for one copy of memory, and the rest happens while it goes on.
+"""Saving in the background: training waits for one copy in CPU memory, and on a device for none.
 
 [1] describe   as in `saving`, on the caller's thread, because it talks to the other ranks
-[2] snapshot   what this rank writes is copied into a buffer that all saves use, one after the other
+[2] snapshot   what this rank writes is copied into memory that all saves use, one after the other (`snapshots`)
 [3] write      a thread writes the file, and leaves a report in the store: threads never use the channel
 [4] commit     rank 0's thread creates the manifest when all reports are there
 
@@ -23,18 +23,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
-
-import torch
+from typing import Self
 
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.checkpoint.commit import SaveReport, Written, check_shared_storage, commit, discard
 from shardwise.checkpoint.full_tensors import stream_whole
 from shardwise.checkpoint.safetensors_files import FileFilling
 from shardwise.checkpoint.saves import storing
-from shardwise.checkpoint.saving import Arguments, Prepared, SaveMemory, prepare, write_pieces
-from shardwise.checkpoint.state_pieces import Held, bytes_of
-from shardwise.checkpoint.states import State, wrong_rewrite
+from shardwise.checkpoint.saving import Arguments, Prepared, Retention, SaveMemory, prepare
+from shardwise.checkpoint.snapshots import Snapshot, SnapshotCounters
+from shardwise.checkpoint.state_pieces import Held
+from shardwise.checkpoint.states import SomeData, State, wrong_rewrite
 from shardwise.checkpoint.stores import Address, read_whole
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import aborting, agreed
@@ -58,13 +57,16 @@ class AsyncSaver:
     path, rewrite, channel: as for `save`. layout: of the files; for "whole" the tensors are brought together before
     `save` returns, and only writing happens in the background.
     timeout_seconds: how long rank 0 waits until it sees what the other ranks have written, once all have ended.
+    keep, keep_every: as for `save`; older saves are removed at the call that finds a save committed.
 
-    Opening it with a channel of several ranks is a collective call: rank 0 leaves a small file, all look for it, and
-    all raise CheckpointError where one does not find it, or nothing can be written. Without one, the first `save` does.
+    Opening it with a channel of several ranks is a collective call: rank 0 writes a small file, and all look for it.
+    All raise CheckpointError if one does not find it, or the write fails. Without one, the first `save` does.
+
+    `counters` says how many bytes callers of `save` have waited for, and how many devices have copied meanwhile.
 
     It is used by one thread, and not after a fork. Use it as a context: leaving waits for the save under way, and
-    raises what went wrong in it. Errors of a save surface at the next `save`, `wait` or `close`, on all ranks alike,
-    which all call together; an error after the last of these calls is printed when the program ends.
+    raises what went wrong in it. All ranks raise the errors of a save alike, at the next `save`, `check`, `wait` or
+    `close`, which all call together. An error after the last of these calls is printed when the program ends.
 
     >>> with AsyncSaver("runs/demo/checkpoints") as saver:      # doctest: +SKIP
     ...     saver.save(engine, extra={"step": 10})
@@ -78,7 +80,10 @@ class AsyncSaver:
         rewrite: Rewrite | None = None,
         channel: Channel | None = None,
         timeout_seconds: float = 600.0,
+        keep: int | None = None,
+        keep_every: int | None = None,
     ) -> None:
+        self._retention = Retention(keep, keep_every)
         if problems := wrong_rewrite(rewrite):
             raise CheckpointError(*problems)
         self._path = path
@@ -90,7 +95,7 @@ class AsyncSaver:
         self._layout = layout
         self._rewrite = rewrite
         self._timeout_seconds = timeout_seconds
-        self._snapshot = torch.empty(0, dtype=torch.uint8)
+        self._snapshot = Snapshot()
         self._memory = SaveMemory()
         self._task: _SaveTask | None = None
         self._checked: Channel | None = None
@@ -98,13 +103,25 @@ class AsyncSaver:
         if channel is not None:
             self._open(channel)
 
-    def save(self, state: State, *, extra: Mapping[str, Any] | None = None, step: int | None = None) -> None:
+    @property
+    def counters(self) -> SnapshotCounters:
+        """Bytes that were copied so far on this rank."""
+        return self._snapshot.counters
+
+    def save(
+        self,
+        state: State,
+        *,
+        extra: Mapping[str, object] | None = None,
+        step: int | None = None,
+        data: SomeData | None = None,
+    ) -> None:
         """Begin to save `state` as it is now; arguments as for `save`. Waits for the save before it.
 
         The state may change as soon as this returns. Raises CheckpointError when the save before it failed (this one
         is not begun then), or when this one cannot be begun.
         """
-        # There is one snapshot buffer, and the save before still reads it.
+        # There is one snapshot, and the save before still reads it.
         self.wait()
         # An engine brings its channel; it may be another than that of the save before.
         channel = self._channel_for(state)
@@ -113,7 +130,7 @@ class AsyncSaver:
             self._channel, self._memory = channel, SaveMemory()
         self._open(channel)
         with aborting(channel, "the snapshot of a save"):
-            arguments = Arguments(extra, step, self._layout, self._rewrite)
+            arguments = self._retention.counted(Arguments(extra, step, self._layout, self._rewrite, data), state)
             prepared = prepare(channel, self._path, state, arguments, self._memory)
             self._take_snapshot(prepared, channel)
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
@@ -165,16 +182,36 @@ class AsyncSaver:
                     if task.refusal is not None:
                         raise task.refusal
         except CheckpointError:
-            task.discard()  # what was written after another rank had failed and cleaned up
+            task.discard(channel.rank or None)  # no rank writes any more: rank 0 removes what those left that are lost
             raise
+        self._retention.apply(self._path, channel)
         return task.prepared.report(channel.rank)
+
+    def check(self) -> SaveReport | None:
+        """Raise what went wrong in the save under way, if something did by now; its report, if it is committed.
+
+        None where there is no save under way, or it still is: this waits for no disk. One exchange then, so that a loop
+        may call it after each step. All ranks call it together.
+        """
+        task, channel = self._task, self._channel
+        if task is None or channel is None:
+            return None
+        state = b"" if task.is_running else (_ENDED if task.refusal is None else _FAILED)
+        states = channel.exchange(state, purpose="whether a save in the background has ended")
+        return self.wait() if _FAILED in states or all(states) else None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the save under way will not be made. No message: other ranks may not know it."""
+        task = self._task
+        return task is not None and not task.is_running and task.refusal is not None
 
     def close(self) -> None:
         """Wait for the save under way, and give back the snapshot. The saver is of no use afterwards."""
         try:
             self.wait()
         finally:
-            self._snapshot = torch.empty(0, dtype=torch.uint8)
+            self._snapshot.release()
             if self._own is not None:
                 self._own.close()
 
@@ -214,30 +251,14 @@ class AsyncSaver:
     def _take_snapshot(self, prepared: Prepared, channel: Channel) -> None:
         file = prepared.arrangement.file(channel.rank)
         num_bytes = sum(file.sizes)
-        # It grows and is kept: the states of a run have one size, and a new buffer would fault in all its pages.
-        if self._snapshot.numel() < num_bytes:
-            self._snapshot = torch.empty(num_bytes, dtype=torch.uint8)
-        sink = _MemoryWriter(self._snapshot)
-        # Bringing tensors together is talk between ranks, so the caller's thread does it.
+        # Bringing tensors together is talk between ranks, so the caller's thread does it, in CPU memory.
         if self._layout == "whole":
-            stream_whole(channel, prepared.arrangement, prepared.held, sink)
+            self._snapshot.begin(num_bytes, from_device=False)
+            stream_whole(channel, prepared.arrangement, prepared.held, self._snapshot)
         else:
-            write_pieces(file.pieces, prepared.held, sink)
-
-
-class _MemoryWriter:
-    """Takes bytes into a buffer, one chunk after the other."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._memory = buffer
-        self._num_bytes = 0
-
-    def write(self, data: memoryview) -> None:
-        stop = self._num_bytes + len(data)
-        # frombuffer takes no empty buffer.
-        if data:
-            self._memory[self._num_bytes : stop].copy_(torch.frombuffer(data, dtype=torch.uint8))
-        self._num_bytes = stop
+            on_device = any(tensor.device.type != "cpu" for tensor in prepared.held.tensors.values())
+            self._snapshot.begin(num_bytes, from_device=on_device)
+            self._snapshot.take(file.pieces, prepared.held)
 
 
 class _EchoError(Exception):
@@ -247,7 +268,7 @@ class _EchoError(Exception):
 class _SaveTask:
     """One save in the background, seen from one rank."""
 
-    def __init__(self, prepared: Prepared, channel: Channel, snapshot: torch.Tensor, timeout_seconds: float) -> None:
+    def __init__(self, prepared: Prepared, channel: Channel, snapshot: Snapshot, timeout_seconds: float) -> None:
         self.prepared = prepared
         self.refusal: ShardwiseError | None = None
         self.is_echo = False
@@ -278,7 +299,7 @@ class _SaveTask:
         self._thread.join(timeout_seconds)
 
     def collect(self) -> None:
-        """Whoever has started it knows how it ended, or need not."""
+        """The caller that started it knows how it ended."""
         self._collected = True
         atexit.unregister(self._tell)
 
@@ -294,9 +315,9 @@ class _SaveTask:
         """The reports of the other ranks are written: they are there now, or as soon as the storage shows them."""
         self._deadline = min(self._deadline, time.monotonic() + self._timeout_seconds)
 
-    def discard(self) -> None:
-        """Remove what was written, unless it was committed."""
-        discard(self._store, self.prepared.attempt, self._rank)
+    def discard(self, rank: int | None) -> None:
+        """Remove what `rank` (None: any rank) has written, unless it was committed."""
+        discard(self._store, self.prepared.attempt, rank)
 
     def _run(self) -> None:
         try:
@@ -311,16 +332,16 @@ class _SaveTask:
             self.refusal, self.is_echo = CheckpointError(str(error)), True
         except BaseException as error:  # no caller of a thread would see it
             self.refusal = CheckpointError(f"{type(error).__name__} while saving in the background: {error}")
-        # The task stays until its verdict is asked for. The buffer is the saver's, and goes when the saver closes.
-        self._snapshot = torch.empty(0, dtype=torch.uint8)
         if self.refusal is None:
             self.collect()  # there is nothing to tell
         else:
             self._report_failure(str(self.refusal))
-            self.discard()
+            self.discard(self._rank)
 
     def _write(self) -> Written:
         """This rank's file, out of the snapshot."""
+        # First of all: the next save may use the memory when this one has failed.
+        self._snapshot.wait()
         attempt, file = self.prepared.attempt, self.prepared.arrangement.file(self._rank)
         if not file.pieces:
             return Written([])
@@ -328,7 +349,8 @@ class _SaveTask:
         with storing(self._store, name, "written"), self._store.write(name, num_bytes=file.num_bytes) as writer:
             filling = FileFilling(file, writer, block_bytes=self.prepared.description.block_bytes)
             # The same bytes in the same order as a save at once: the two write the same files.
-            filling.write(bytes_of(self._snapshot[: sum(file.sizes)]))
+            for chunk in self._snapshot.chunks():
+                filling.write(chunk)
             filling.flush()
         return Written(filling.checksums)
 
@@ -382,7 +404,7 @@ class _SaveTask:
                 # that met it reports that one. A deadline is a cause of its own.
                 kind = _EchoError if self._given_up.is_set() else CheckpointError
                 raise kind(
-                    f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there: a rank has not "
+                    f"{self._store.location}: {why}, and {', '.join(sorted(missing))} is not there. A rank has not "
                     "finished its file, or does not share this storage; nothing was committed"
                 )
         return [json.loads(read_whole(self._store, name)) for name in awaited]

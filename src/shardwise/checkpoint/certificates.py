@@ -4,8 +4,8 @@
        |                            |  inverse of the rewrite
     sha256 of w     == ?        sha256 of what comes back as w
 
-That proves that a conversion can be undone. What a save was once made of it cannot know: where that is given, as the
-original, what was written is compared with it too.
+That proves that a conversion can be undone. It does not know the origin of a save. If the original is given, the
+written tensors are compared with it too.
 
 A difference is fine where the rewrite drops or rounds: the tensor is lossy, with the reason. Any other difference is a
 fault of ours, an error, and leaves no save.
@@ -47,13 +47,17 @@ class CertifiedTensor:
     """A tensor of the source, and what came back of it."""
 
     name: str
+    """Its name in the source."""
     shape: tuple[int, ...]
+    """Its shape in the source."""
     dtype: str
+    """Its dtype in the source, by torch's name for it."""
     sha256: str
     """Of its elements in the source: row-major, little-endian."""
     returned_sha256: str | None
     """Of what the inverse of the rewrite makes of the destination; None where nothing comes back."""
     verdict: Literal["equal", "lossy"]
+    """equal: every bit came back; lossy: the rewrite drops or rounds it."""
     why: str = ""
     """What was lost, where it is lossy."""
 
@@ -78,14 +82,17 @@ class Certificate:
     source: str
     """Path or address of what was converted."""
     destination: str
+    """Path or address of what was written."""
     rewrite: str
     """Its statements; empty where there was none."""
     tensors: tuple[CertifiedTensor, ...]
+    """All tensors of the source."""
     is_of_save: bool = False
     """Whether the source is a save: then what comes back is what it held, whatever that was made of."""
     original: str = ""
     """What was compared with what was written; empty where nothing was given."""
     compared: tuple[ComparedTensor, ...] = ()
+    """The tensors that were written, each with its original; empty where none was given."""
 
     @property
     def differing(self) -> tuple[ComparedTensor, ...]:
@@ -124,10 +131,10 @@ class Certificate:
     @property
     def proves(self) -> str:
         """What this proves, in a sentence."""
-        back = "of what was written every tensor of the source can be made again, to the bit where its verdict is equal"
+        back = "the written files give back every tensor of the source, and to the bit those with the verdict equal"
         if self.original:
-            return f"{back}; what was written is as in the original where its verdict in the comparison is equal"
-        return f"{back}; what the source was made of is not known here" if self.is_of_save else back
+            return f"{back}; a written tensor is as in the original if its verdict in the comparison is equal"
+        return f"{back}; the origin of the source is not known here" if self.is_of_save else back
 
     def pack(self) -> bytes:
         """As JSON, a line for each tensor."""
@@ -329,7 +336,7 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
     if not returns and checked.losses:
         is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
         # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
-        lost.append("a part is dropped" if is_part else "a part of what it is joined with is dropped")
+        lost.append("a part is dropped" if is_part else "a part of the tensor that it is joined with is dropped")
     casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
     # The first cast that rounds is the loss; a wider dtype behind it brings nothing back.
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):

@@ -31,7 +31,7 @@ from shardwise.checkpoint.safetensors_files import DataFile
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, storing
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_list, agreed, texts_in, understood
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = ["Attempt", "Description", "SaveReport", "Written", "begin", "check_shared_storage", "commit", "discard"]
@@ -110,7 +110,9 @@ class SaveReport:
     location: str
     """Path or address of the folder of the save."""
     step: int | None
+    """By which it can be loaded; None where none was given."""
     num_tensors: int
+    """Tensors of the save, on all ranks together; a tied one counts once."""
     num_bytes: int
     """Bytes of all tensors."""
     written_bytes: int
@@ -118,20 +120,20 @@ class SaveReport:
 
 
 def begin(store: Store) -> Attempt:
-    """The next attempt in `store`: the number after the newest committed save, and an id of its own."""
+    """The next attempt in `store`: the number after the newest committed save, and a new id."""
     with storing(store, "", "listed"):
         names = list(store.names())
     listing, kind = listing_of(names, location=store.location), format_of(names)
     if kind not in (None, "shardwise"):
         raise CheckpointError(
-            f"{store.location} holds a {kind} checkpoint, and would no longer be read as one with a save of ours in "
-            "it; name another folder"
+            f"{store.location} holds a {kind} checkpoint, and a save in it would make it unreadable as one; name "
+            "another folder"
         )
     # Number 0 is the store itself: its own files would be mixed with those of a second save.
     if listing.committed == (0,):
         raise CheckpointError(
-            f"{store.location} is the folder of one save, which is never written to again; save to the folder that "
-            "holds it, or to another one"
+            f"{store.location} is the folder of one save, and a save never changes; save to the folder around it, or "
+            "to another one"
         )
     # The id is random: two programs that begin at once see the same saves and choose the same number.
     return Attempt(number=_free_number(store, listing.next_number), id=secrets.token_hex(4))
@@ -156,10 +158,10 @@ def commit(
 ) -> None:
     """Make the attempt a save: called by one rank when all have reported. Afterwards the rest of torn saves is removed.
 
-    again: called while a rank's file is not to be seen from here, as it happens on network file systems for some
-        seconds; pauses, and says whether to look once more.
-    Raises CheckpointError when another saver was faster, when a rank's file is not to be seen from here, or when the
-    store fails; then no save was made.
+    again: called while a rank's file is not visible here, as on network file systems for some seconds. Pauses, and says
+        whether to look once more.
+    Raises CheckpointError when another saver was faster, a rank's file is not visible here, or the store fails. Then no
+    save was made.
     """
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
@@ -220,8 +222,10 @@ def commit(
         clean_up(store, attempt.number)
 
 
-def discard(store: Store, attempt: Attempt, rank: int) -> None:
-    """Remove what `rank` has written of an attempt that failed (rank 0: what any rank has), as far as that can be done.
+def discard(store: Store, attempt: Attempt, rank: int | None) -> None:
+    """Remove what `rank` (None: any rank) has written of an attempt that failed, as far as that can be done.
+
+    Files of a rank that may still be writing stay: it would fail as well, and its words would hide the cause.
 
     Nothing is removed where the manifest is there after all: creating it may have failed after it took effect.
     """
@@ -230,7 +234,7 @@ def discard(store: Store, attempt: Attempt, rank: int) -> None:
             return
         for name in store.names(attempt.folder.rstrip("/")):
             # By id: another attempt may be at work in the same folder, with files of its own.
-            if name.startswith(attempt.folder + attempt.id) and (rank == 0 or attempt.data_file(rank) in name):
+            if name.startswith(attempt.folder + attempt.id) and (rank is None or attempt.data_file(rank) in name):
                 store.delete(name)
 
 
@@ -250,8 +254,8 @@ def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> l
             why = f"it has {seen} bytes instead of {num_bytes}"
         if seen != num_bytes:
             problems.append(
-                f"rank {rank} has written {store.location}/{name}, but rank 0 does not find it whole there ({why}); "
-                "save to storage that all ranks share. Nothing was committed"
+                f"rank {rank} has written {store.location}/{name}, but rank 0 does not find all of it there ({why}). "
+                "Save to storage that all ranks share. Nothing was committed"
             )
     return problems
 
@@ -295,16 +299,15 @@ def _stands(store: Store, attempt: Attempt) -> bool:
 
 def _doubtful(store: Store, attempt: Attempt, cause: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"{store.location}/{attempt.folder}{MANIFEST} was created, but then the store failed: {reason(cause)}; the "
-        "save is there and loads, but may not outlast a failure of the machine; save again"
+        f"{store.location}/{attempt.folder}{MANIFEST} was created, then the store failed: {reason(cause)}. The save "
+        "loads, but a failure of the machine may lose it; save again"
     )
 
 
 def _lost(store: Store, number: int) -> CheckpointError:
     return CheckpointError(
-        f"another program saved to {store.location} at the same time and committed "
-        f"{folder_of(number).rstrip('/')} first; this save was given up and changed nothing. Save again, or give each "
-        "program a folder of its own"
+        f"another program saved to {store.location} at the same time and committed {folder_of(number).rstrip('/')} "
+        "first. This save was given up and changed nothing. Save again, or give each program its own folder"
     )
 
 
@@ -330,8 +333,7 @@ def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: fl
                 store.create(attempt.folder + attempt.probe_file, attempt.id.encode())
             agreement.value = json.dumps([attempt.number, attempt.id]).encode()
     # Nobody looks before it is there: a file system remembers for a while what it did not find.
-    number, name = json.loads(agreement.values[0])
-    written = Attempt(number=number, id=name)
+    (written,) = understood(agreement.values[:1], _attempt_in, purpose="a probe of the storage of saves")
     try:
         found = _look(store, written, channel, patience_seconds=min(timeout_seconds, _PATIENCE_SECONDS))
     finally:
@@ -340,9 +342,21 @@ def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: fl
                 store.delete(attempt.folder + attempt.probe_file)
     # Every rank says what it found: the refusal names all that see nothing, and is the same on all ranks.
     facts = json.dumps([found, platform.node(), store.location]).encode()
-    answers = [json.loads(each) for each in channel.exchange(facts, purpose="who sees the storage of saves")]
+    purpose = "which ranks see the storage of saves"
+    answers = understood(channel.exchange(facts, purpose=purpose), _sight_in, purpose=purpose)
     if any(not_found for not_found, _, _ in answers):
         raise CheckpointError(_refusal(answers))
+
+
+def _attempt_in(packed: bytes) -> Attempt:
+    number, name = a_list(packed)
+    return Attempt(number=int(number), id=str(name))
+
+
+def _sight_in(packed: bytes) -> tuple[str, str, str]:
+    """Why a rank does not see the probe, its host, and where it looks."""
+    why, host, place = texts_in(packed)
+    return why, host, place
 
 
 def _look(store: Store, written: Attempt, channel: Channel, *, patience_seconds: float) -> str:
@@ -386,13 +400,13 @@ def _refusal(answers: list[tuple[str, str, str]]) -> str:
     first = next(iter(blind.values()))
     named = few_of([f"rank {rank} on {host}" for rank, (_, host, _) in blind.items()], quotes=False)
     text = (
-        f"the storage of saves is not shared: rank 0 on {own_host} writes to {own_location}, and {named} "
+        f"the storage of saves is not shared: rank 0 on {own_host} writes to {own_location}; {named} "
         f"{'does' if len(blind) == 1 else 'do'} not find its file there ({first[0]})"
     )
     # The usual cause, and not seen from rank 0.
     if first[2] != own_location:
         text += f"; the folder is {first[2]} there, since a relative path begins in the working directory of each rank"
     return (
-        f"{text}. Every save would be lost. Save to a folder that all hosts mount (checkpoint.path or train.output of "
-        "`shardwise train`), or to an address such as s3://bucket/run"
+        f"{text}. Every save would be lost. Save to an address such as s3://bucket/run, or to a folder that all hosts "
+        "mount (checkpoint.path or train.output)"
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.names import MASTER, is_state_name, split_state_name
+from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name
 from shardwise.space import Piece
 
 __all__ = [
@@ -73,8 +73,11 @@ class StoredTensor:
     """A tensor and the pieces that make it up."""
 
     name: str
+    """As it was saved; other names of it are in `aliases` of the contents."""
     dtype: str
+    """The dtype in which it is stored, by torch's name for it: "float32"."""
     shape: tuple[int, ...]
+    """The shape of the whole tensor."""
     pieces: tuple[StoredPiece, ...]
     """Disjoint; pieces without elements are left out."""
 
@@ -100,7 +103,7 @@ class Contents:
     """What a checkpoint holds. Formats without a feature leave its field at the default."""
 
     format: str
-    """"shardwise", "safetensors" or "dcp"."""
+    """"shardwise", "safetensors", "dcp", "deepspeed", "torch" or "gguf"."""
     location: str
     """What to call it in messages: the path or address of the save."""
     tensors: Mapping[str, StoredTensor]
@@ -108,19 +111,21 @@ class Contents:
     file_sizes: Mapping[str, int]
     """Bytes that each data file must have."""
     file_heads: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
-    """For data files whose first bytes have a checksum of their own: how many bytes, and the checksum."""
+    """For data files with a checksum of their first bytes: how many bytes, and the checksum."""
     block_bytes: int = BLOCK_BYTES
     """Bytes under one checksum."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of tensors (ties): alias -> name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the saved object said of itself besides its tensors (JSON values): groups of optimizers, its plan."""
+    """JSON values of the saved object besides its tensors: groups of optimizers, its plan."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the user saved besides tensors, as JSON values: see `manifest.packed`."""
     step: int | None = None
     """The step at which it was saved."""
     layout: str = ""
     """The layout that wrote it, in words."""
+    notes: tuple[str, ...] = ()
+    """What of the files is not in these contents, or not under a name of the model, in words."""
     manifest: str = ""
     """Name in the store of the file whose removal removes the save; "" where other formats have none."""
 
@@ -147,7 +152,9 @@ def is_model_name(name: str, format_: str) -> bool:
     (False, True)
     """
     # Plain dcp checkpoints have no rule for names; this is what its documentation and examples use.
-    return not (is_state_name(name) or (format_ == "dcp" and name.startswith(_DCP_STATE)))
+    if is_state_name(name) or is_beside_name(name):
+        return False
+    return not (format_ == "dcp" and name.startswith(_DCP_STATE))
 
 
 def model_name_of_master(name: str) -> str | None:

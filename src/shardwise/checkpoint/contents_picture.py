@@ -5,7 +5,7 @@ from functools import partial
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.space import Piece, PieceIndex
-from shardwise.svg import MUTED, Picture, colour
+from shardwise.svg import MUTED, Picture, colour, shortened
 
 __all__ = ["contents_picture"]
 
@@ -21,7 +21,8 @@ def contents_picture(contents: Contents, names: Sequence[str] = ()) -> Picture:
     picture.legend([(colour(number), file.rpartition("/")[2]) for number, file in enumerate(files)])
     for place, tensor in enumerate(tensors[:_SHOWN_TENSORS]):
         x, y = 16 + place % _COLUMNS * 312, picture.y + place // _COLUMNS * 132
-        picture.text(x, y + 4, f"{tensor.name} {list(tensor.shape)}", size=11)
+        shape = f" {list(tensor.shape)}"
+        picture.text(x, y + 4, shortened(tensor.name, 290 - 7 * len(shape), size=11) + shape, size=11)
         picture.tensor(x, y + 12, tensor.shape, partial(_file_colour, tensor, _index_of(tensor), files))
     picture.y += -(-min(len(tensors), _SHOWN_TENSORS) // _COLUMNS) * 132
     if len(tensors) > _SHOWN_TENSORS:

@@ -35,13 +35,13 @@ from shardwise.checkpoint.huggingface_files import (
 )
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.renamed_settings import rewrite_of_record
-from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, load_contents, metadata_files, remove_save
+from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
-from shardwise.plan.names import MASTER, state_name
+from shardwise.plan.names import MASTER, plain_names, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.spelling import quoted
@@ -60,6 +60,7 @@ __all__ = [
     "preview",
     "recorded_rewrite",
     "with_masters",
+    "without_wrappers",
 ]
 
 ConvertTarget = Literal["pieces", "whole", "hf"]
@@ -98,7 +99,7 @@ class ConvertReport:
     from_masters: tuple[str, ...] = ()
     """Masters that were written, in the place of working copies of lower precision (`dtype`)."""
     files: tuple[str, ...] = ()
-    """Other files that were written beside the tensors, or that the save keeps."""
+    """Other files of the destination, or files that the save keeps."""
     missing: tuple[str, ...] = ()
     """Files without which `from_pretrained` does not load what was written, and which nothing was known of."""
     certificate: Certificate | None = None
@@ -121,31 +122,31 @@ def convert(
 ) -> ConvertReport:
     """Write the checkpoint at `source`, of any format that `open` reads, to `destination` in another form.
 
-    to: "whole": a save of ours in which every tensor lies whole in one file. "pieces": a save of ours with the
-        source's pieces, in as many files; a tensor that a rewrite puts together of others lies whole in one of them.
-        "hf": a folder with `model.safetensors`, or several such files and an index, that Hugging Face readers load: the
-        model's tensors only, each tied one once, under its own name.
-    rewrite: what is written are its outputs, and the save says so, so that the inverse knows shapes and dtypes: give
+    to: "whole": a save of ours with every tensor whole in one file. "pieces": a save of ours with the source's pieces,
+        in as many files. A tensor that a rewrite joins from others is whole in one of them. "hf": a folder with
+        `model.safetensors`, or several such files and an index, for Hugging Face readers. It has the model's tensors
+        only, each tied one once, under its own name. Without a rewrite that is the name without wrappers around
+        modules, such as `torch.compile(layer)`, unless two would have one name.
+    rewrite: its outputs are written. The save records it, so that the inverse knows shapes and dtypes: give
         `rewrite.inverse()` to go back. Parameters that it was not given come from `config.json`.
-    config: a folder with `config.json` and the files of a tokenizer, or a configuration file; they go before what the
+    config: a folder with `config.json` and the files of a tokenizer, or a configuration file. They go before what the
         source has. A save keeps the configuration.
     dtype: of the floats in "hf"; see `export_hf`.
     step: the newest save of this step; the default is the newest of all.
-    max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has a file of its own.
-    certify: read everything again afterwards, back through the inverse, and write `round-trip.json` beside the tensors;
-        see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and leaves
-        neither a save nor a folder.
-    original: what the source was once made of, such as the files of a hub: the certificate says which tensors that are
-        written are the same there.
+    max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has its own file.
+    certify: read everything again afterwards, back through the inverse, and write `round-trip.json` next to the
+        tensors; see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and
+        leaves neither a save nor a folder.
+    original: the origin of the source, such as the files of a hub. The certificate says which written tensors are the
+        same there.
 
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
-    step, extra, settings, ties and the words on the layout; what other formats say beside their tensors is its extra.
-    A folder of "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
+    step, extra, settings, ties and the words on the layout. The metadata of other formats is its extra. A folder of
+    "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
     `generation_config.json` go along: a save of a folder keeps them in its extra, under "huggingface". The files of a
-    tokenizer lie beside saves, in their folder. Saves of ours
-    are verified as they are read. Memory stays below 64 MiB, with a rewrite below 128 MiB, beside what
-    names and plans of very many tensors take.
-    Raises CheckpointError when the source is damaged or incomplete or the destination cannot be written, and
+    tokenizer are in the folder of the saves. Saves of ours are verified as they are read. Memory stays below 64 MiB,
+    with a rewrite below 128 MiB, plus names and plans of very many tensors.
+    Raises CheckpointError when the source is damaged or incomplete, or the destination cannot be written. Raises
     RewriteError, with every finding, for a rewrite that does not fit the source.
     """
     _check_target(to)
@@ -154,8 +155,8 @@ def convert(
     )
     if dtype is not None and to != "hf":
         raise CheckpointError(
-            f"dtype={dtype!r} (--dtype) was asked for a save ({to}), which has masters and working copies both; it is "
-            "for files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
+            f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
+            "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
         )
     store = store_of(source)
     conversion = Conversion.of(
@@ -212,8 +213,8 @@ def recorded_rewrite(source: Address, *, step: int | None = None) -> Rewrite:
     found = rewrite_of_record(contents.settings)
     if found is None:
         raise CheckpointError(
-            f"{contents.location} does not say by which rewrite it was made; name the one to undo (--rewrite NAME "
-            "--inverse, and --like ORIGINAL where it has to know what was there before)"
+            f"{contents.location} does not say which rewrite made it; name that rewrite (--rewrite NAME --inverse). "
+            "If the inverse needs the tensors of before, add --like ORIGINAL"
         )
     return found
 
@@ -248,7 +249,7 @@ def _check_target(to: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """A conversion of which all is known that metadata says."""
+    """A conversion, planned from metadata alone."""
 
     store: Store
     """That of the source."""
@@ -288,6 +289,8 @@ class Conversion:
         if dtype is not None:
             check_dtype(dtype)
             source, masters = with_masters(contents, dtype)
+        if rewrite is None and model_only:
+            rewrite = without_wrappers(model_of(source))
         view = None
         if rewrite is not None:
             view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
@@ -340,7 +343,7 @@ class Conversion:
         name = folder_of(made.number) + CERTIFICATE
         try:
             # Read anew, not kept from the writing: what is certified is what a later reader finds.
-            written = load_contents(metadata_files(store, made.number), made.number, location=store.location)
+            written = read_save(store, made.number)
             certificate = self._certify(store, written, made.location)
             store.create(name, certificate.pack())
         except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
@@ -470,6 +473,12 @@ def casting(outputs: Contents, dtype: str) -> Rewrite | None:
         if found in COMPUTE_DTYPES and found != dtype and is_model_name(name, outputs.format)
     ]
     return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name in names]) if names else None
+
+
+def without_wrappers(model: Contents) -> Rewrite | None:
+    """A rewrite to the names that the model has without wrappers around its modules; None where it has no other."""
+    plain = plain_names([*model.tensors, *model.aliases])
+    return Rewrite([f"{quoted(name)} -> {quoted(each)}" for name, each in plain.items()]) if plain else None
 
 
 def main_dtype(tensors: Iterable[StoredTensor]) -> str | None:

@@ -83,7 +83,7 @@ def make_save(
             written.append(sums)
         commit(store, attempt, arrangement, written, _description(outputs, extra))
     except BaseException:
-        discard(store, attempt, 0)
+        discard(store, attempt, None)
         raise
     return WrittenCopy(
         location=f"{store.location}/{attempt.folder}".rstrip("/"),
@@ -153,8 +153,8 @@ def leaving_no_folder(store: Store) -> Iterator[None]:
 def _arrangement(outputs: Outputs, to: Literal["pieces", "whole"]) -> Arrangement:
     """Which files the save has; to the rules of a commit each is a rank's.
 
-    "pieces": a file for each of the source. Outputs whose elements the source has in this order are cut as there, and
-    lie in the same files; those that are put together of others lie whole, about as many bytes of them in each file.
+    "pieces": a file for each of the source. Outputs with elements in the source's order are cut as there, and are in
+    the same files. Those that are joined from others are whole, with about equal bytes in each file.
     """
     tensors = list(outputs.tensors.values())
     if to == "whole":
@@ -190,7 +190,7 @@ def _description(outputs: Outputs, extra: Mapping[str, Any]) -> Description:
 
 
 def _metadata(contents: Contents) -> dict[str, str]:
-    """What the files say of themselves: what those of the source did, and in whose layout the tensors are."""
+    """The metadata of the files: that of the source, and the writer of the layout."""
     kept: Any = contents.extra.get("metadata", {}) if contents.format == "safetensors" else {}
     # Files of Hugging Face name ties in their metadata; `aliases` has these, and the writer names them anew.
     ties = contents.aliases.keys()

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, printable
 from shardwise.checkpoint.destinations import Progress
@@ -74,9 +74,11 @@ class Difference:
     a: str
     """What A is, in words: its path, format, step and layout."""
     b: str
+    """The same for B."""
     tensors: tuple[TensorDifference, ...]
     """Those that differ, in the order of A, then of B."""
     extra: tuple[ExtraDifference, ...]
+    """Where `extra` differs, or the settings of optimizers."""
     extra_compared: bool
     """False where the formats differ, for each has another extra, and where only the model was compared."""
     num_equal: int
@@ -94,7 +96,7 @@ class Difference:
     def __str__(self) -> str:
         return _table(self)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As JSON values; numbers that JSON cannot hold are strings ("nan"), complex numbers are lists of two."""
         rows = [{key: _json(getattr(row, key)) for key in row.__dataclass_fields__} for row in self.tensors]
         return {
@@ -121,16 +123,15 @@ def diff(
 ) -> Difference:
     """Compare the checkpoints at `a` and `b`, of any formats that `open` reads, as logical tensors.
 
-    Two elements are equal when they have the same bits: NaN equals NaN of the same bits, and -0.0 differs from 0.0
-    (by 0). Where dtypes differ, which is a difference of its own, values are compared instead.
-    A tensor is found under every name that it is tied to: it is missing only where the other side knows none of them.
-    `extra` and the settings of optimizers (not the plan, which belongs to the layout) are compared between checkpoints
-    of one format.
+    Two elements are equal when they have the same bits: NaN equals NaN of the same bits, and -0.0 differs from 0.0 (by
+    0). Where dtypes differ, which counts as a difference, values are compared instead. A tensor is found under every
+    name that it is tied to: it is missing only where the other side knows none of them. `extra` and the settings of
+    optimizers (not the plan, which belongs to the layout) are compared between checkpoints of one format.
 
     step_a, step_b: the newest save of that step; the default is the newest of all.
     model_only: leave out the state of optimizers, `extra` and settings.
-    Both sides are read in windows, verified where there are checksums; memory stays below 64 MiB and what the metadata
-    takes. Tensors of two saves of ours whose pieces and checksums agree are not read; that their files have all their
+    Both sides are read in windows, verified where there are checksums. Memory stays below 64 MiB and what the metadata
+    takes. Tensors of two saves of ours whose pieces and checksums agree are not read. That their files have all their
     bytes is looked at.
     Raises CheckpointError when one of them is damaged or incomplete.
     """

@@ -39,8 +39,8 @@ class Elements:
 def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
     """How two flat stretches of equally many elements differ; None when they do not.
 
-    Elements of one dtype are equal when all their bits are: NaN equals NaN of the same bits, and -0.0 is not 0.0,
-    though their difference is 0. Elements of two dtypes are equal when their values are, NaN being equal to NaN; whole
+    Elements of one dtype are equal when all their bits are. NaN equals NaN of the same bits, and -0.0 is not 0.0,
+    though their difference is 0. Elements of two dtypes are equal when their values are, NaN being equal to NaN. Whole
     numbers are compared exactly, unless one of them is of uint64, all others as double precision.
     """
     same = a.dtype == b.dtype

@@ -27,15 +27,17 @@ from shardwise.checkpoint.state_pieces import Held, bytes_of, hold, merge_ties
 from shardwise.checkpoint.states import Ordered, State, wrong_rewrite
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
+from shardwise.comm.agreement import a_list, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
-from shardwise.moving.copies import fill, parts_of
+from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor
-from shardwise.plan.names import is_state_name
+from shardwise.plan.names import is_state_name, plain_names
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece, check_cover, moves
 
@@ -51,24 +53,40 @@ class WindowFiller:
         self._holders = holders
         self._held = held
         self._targets: Mapping[Piece, torch.Tensor] = {}
+        self._in_room = False
+        self._copies = QueuedCopies(channel.device)
+        self._window = torch.empty(0, dtype=torch.uint8)
         self._mover: Mover[Piece, Piece] = Mover(
             channel,
             take=self._take,
-            put=lambda piece, moves, elements: fill(self._targets[piece], moves, elements),
+            put=self._put,
             # Windows are in CPU memory: messages are put together and taken apart there. Where NCCL carries them, each
             # crosses to the GPU in one copy, not element by element.
             packs_on=torch.device("cpu"),
+            copies=self._copies,
             purpose="window of whole tensors",
         )
 
-    def fill(self, windows: Sequence[Sequence[Piece]], targets: Mapping[Piece, torch.Tensor]) -> None:
-        """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs."""
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a window, which takes it over from the one before."""
+        if len(self._window) < num_bytes:
+            self._window = self._copies.room(num_bytes)
+        return self._window[:num_bytes]
+
+    def fill(
+        self, windows: Sequence[Sequence[Piece]], targets: Mapping[Piece, torch.Tensor], *, in_room: bool = False
+    ) -> None:
+        """Fill the pieces of this rank's window, which are flat `targets`; all ranks help each other with theirs.
+
+        in_room: the targets are in `room`, into which copies are queued.
+        """
         own = self._channel.rank
         given = (each for taker, window in enumerate(windows) for each in self._deliveries(window, taker))
-        self._targets = targets
+        self._targets, self._in_room = targets, in_room
         self._mover.run(
             by_distance((each for each in given if own in (each.giver, each.taker)), self._channel), num_under_way=1
         )
+        self._copies.wait()
         self._targets = {}
 
     def _deliveries(self, window: Sequence[Piece], taker: int) -> Iterator[Delivery[Piece, Piece]]:
@@ -80,6 +98,12 @@ class WindowFiller:
                 # In turn: otherwise the first of the replicas would send everything, and the others nothing.
                 giver = holders.ranks[givers[at % len(givers)]]
                 yield Delivery(giver, taker, piece, target, torch_dtype(target.dtype), moves(piece, target))
+
+    def _put(self, piece: Piece, moves: Sequence[Move], elements: Iterable[torch.Tensor]) -> None:
+        target = self._targets[piece]
+        copy = self._copies.put if self._in_room else put
+        for move, taken in zip(moves, elements, strict=True):
+            copy(part_of(target, move.target, move.shape), taken)
 
     def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
         """Parts of what this rank holds, in the dtype of the piece: tensors that are still to be cast have another."""
@@ -99,9 +123,9 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
     for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
         mine = current[channel.rank]
         sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
-        window = torch.empty(sum(sizes), dtype=torch.uint8)
+        window = filler.room(sum(sizes))
         parts = zip(mine, window.split(sizes), strict=True) if mine else ()
-        filler.fill(current, {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts})
+        filler.fill(current, {piece: part.view(torch_dtype(piece.dtype)) for piece, part in parts}, in_room=True)
         # A rank that cannot write goes on filling windows: if it stopped, all others would wait for its messages.
         if sink is not None and failure is None:
             try:
@@ -142,15 +166,17 @@ def full(
     state: as for `save`; ranks hold it together. rewrite: from its names and shapes to those that are wanted.
     channel: the ranks that hold it; all of them call this, and go through all of the iterator. Default: that of an
         engine, else see `default_channel`.
-    to: "all", or the rank that gets the tensors. The iterators of the other ranks give nothing; to go through them is
+    to: "all", or the rank that gets the tensors. The iterators of the other ranks give nothing. To go through them is
         to take part: `for name, tensor in sw.full(engine, to=0): ...` is the same program on all ranks.
     optimizer: also the state of optimizers, and masters; without it tensors are the model's, as it computes with them.
 
-    Names come in the model's order where the state knows it, else in the order in which ranks hold them; tied tensors
-    under each of their names. In memory there is one tensor (or small ones of 8 MiB together) and as much as 8 MiB of
-    messages each way, beside what the caller keeps; tensors are the caller's own. Nothing happens before the first
-    is asked for, and the state may not change before the last was given.
-    A rank that stops early (`break`) tells the others, which raise CheckpointError unless they stop at the same place.
+    Names come in the model's order where the state knows it, else in the order in which ranks hold them. Tied tensors
+    under each of their names. Without a rewrite, names of a model are those without wrappers around its modules, such
+    as `torch.compile(layer)`, unless two would have one name.
+    In memory there is one tensor (or small ones of 8 MiB together) and up to 8 MiB of messages each way, plus the
+    tensors that the caller keeps. Tensors are the caller's own. Nothing happens before the first is asked for, and the
+    state may not change before the last was given. A rank that stops early (`break`) tells the others, which raise
+    CheckpointError unless they stop at the same place.
     Raises RewriteError, CheckpointError or MismatchError, the same on all ranks, before the first tensor.
     """
     with given_or_default(channel or channel_of(state), "full tensors") as used:
@@ -188,8 +214,8 @@ def _go_on(channel: Channel) -> None:
     answers = channel.exchange(_GOING_ON, purpose=_PURPOSE)
     if left := [rank for rank, answer in enumerate(answers) if answer == _LEAVING]:
         raise CheckpointError(
-            f"rank {left[0]} stopped taking full tensors before the last, and this rank goes on; go through all of "
-            "sw.full on every rank, or stop at the same tensor"
+            f"rank {left[0]} stopped taking full tensors before the last one, and this rank goes on. Go through all "
+            "of sw.full on every rank, or stop at the same tensor"
         )
 
 
@@ -246,12 +272,14 @@ class _Supply:
 
 
 def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receivers, *, optimizer: bool) -> _Supply:
-    """What all ranks hold, and what is to be given; raises the same error on all ranks."""
+    """The pieces of all ranks, and the tensors to give; raises the same error on all ranks."""
     with Gathering("pieces, ties and names of full tensors").agreed(channel) as gathered:
         _check(channel, rewrite, to, optimizer=optimizer)
         held = _without_state(hold(state)) if not optimizer else hold(state)
         request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
-        facts_here = json.dumps([held.aliases, _order(state)]).encode()
+        # A mapping has the names that its maker gave it.
+        is_of_model = rewrite is None and isinstance(state, Ordered)
+        facts_here = json.dumps([held.aliases, _order(state), is_of_model]).encode()
         gathered.own = [request.encode(), pack_pieces(list(held.tensors)), facts_here]
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, each in enumerate(requests) if each != requests[0]]:
@@ -259,10 +287,10 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
             f"rank {different[0]} asks for full tensors with {requests[different[0]].decode()}, but rank 0 with "
             f"{requests[0].decode()}; make the same call on all ranks"
         )
-    known = [json.loads(each) for each in facts]
+    known = understood(facts, a_list, purpose=_PURPOSE)
     # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
-    order = list(dict.fromkeys(name for _, names in known for name in names))
-    ties = [aliases for aliases, _ in known]
+    order = list(dict.fromkeys(name for _, names, _ in known for name in names))
+    ties = [aliases for aliases, *_ in known]
     if rewrite is not None:
         became = StateRewriting(rewrite).apply(channel, held, pieces, ties, order)
         held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
@@ -273,8 +301,12 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     receivers = frozenset(range(channel.size) if to == "all" else [to])
+    entries = _entries(holders, aliases, order)
+    if any(is_of_model for *_, is_of_model in known):
+        plain = plain_names(name for name, _ in entries)
+        entries = [(plain.get(name, name), whole) for name, whole in entries]
     return _Supply(
-        entries=_entries(holders, aliases, order),
+        entries=entries,
         filler=WindowFiller(channel, holders, held),
         num_ranks=channel.size,
         receivers=receivers,

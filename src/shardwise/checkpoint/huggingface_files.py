@@ -89,7 +89,7 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
 
     Raises CheckpointError for a file that cannot be read or is not JSON.
     """
-    if contents.format != "safetensors":
+    if contents.format not in ("safetensors", "torch"):
         # Settings first: they have the configuration of the live model, extra only what an import found.
         levels = [contents.settings.get(MODEL_FILES), contents.extra.get(_EXTRA)]
         # Neither is checked when it is written, so anything may be there.
@@ -171,7 +171,7 @@ def _read(place: str, name: str) -> bytes:
 
 
 def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:
-    """What a configuration says of the parameters of a rewrite, by name; those that it does not know are left out."""
+    """What a configuration says of the parameters of a rewrite, by name. Those that it does not know are left out."""
     nested = config.get(_NESTED) if isinstance(config, dict) else None
     # The outer level first: what a model says of itself goes before what it says of its part for texts.
     levels = [each for each in (config, nested) if isinstance(each, dict)]
@@ -221,8 +221,8 @@ def shards_of(
 ) -> list[ShardFile]:
     """The files of these tensors, in order: each is full when the next tensor would bring it over `max_bytes`.
 
-    A larger tensor has a file of its own. Ties stand in the metadata of the file as safetensors.torch.save_model has
-    them: alias -> name. Raises CheckpointError for names and dtypes that such files cannot hold.
+    A larger tensor has its own file. Ties stand in the metadata of the file as safetensors.torch.save_model has them:
+    alias -> name. Raises CheckpointError for names and dtypes that such files cannot hold.
     """
     _check_tensors(tensors)
     groups: list[list[StoredTensor]] = [[]]
@@ -258,8 +258,8 @@ def check_folder(destination: Address) -> str:
     if not isinstance(destination, str | os.PathLike) or "://" in os.fspath(destination):
         where = destination if isinstance(destination, str) else getattr(destination, "location", destination)
         raise CheckpointError(
-            f"{where} is no local folder; a folder of Hugging Face files can be made there in one act only on a local "
-            "file system: convert to one and copy it, or convert to whole (--to whole)"
+            f"{where} is no local folder, and only a local file system can create a folder of Hugging Face files in "
+            "one act. Convert to a local folder and copy it, or convert to whole (--to whole)"
         )
     if not os.fspath(destination):
         raise CheckpointError("an empty path was given; name the folder to make")
@@ -317,8 +317,8 @@ def _check_tensors(tensors: Sequence[StoredTensor]) -> None:
         if name != key
     ]
     problems += [
-        f"{tensor.name} is of dtype {tensor.dtype}, which safetensors files cannot hold; convert to whole "
-        "(--to whole), which says in its manifest what the bytes are"
+        f"{tensor.name} is of dtype {tensor.dtype}, which safetensors files cannot hold; convert to whole (--to "
+        "whole), which names the dtype in its manifest"
         for tensor in tensors
         if stored_as(tensor.dtype, tensor.shape)[0] == "U8" and tensor.dtype != "uint8"
     ]

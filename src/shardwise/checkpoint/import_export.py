@@ -26,9 +26,9 @@ def import_hf(
 
     rewrite: what is saved are its outputs. Parameters that it was not given come from `config.json`, the nested
         `text_config` included.
-    certify: read both again, the save back through the inverse of the rewrite, and write next to its manifest
-        `round-trip.json`, which says tensor by tensor whether it comes back; see `Certificate`. What should come back
-        and does not is an error, and leaves no save.
+    certify: read both again, the save back through the inverse of the rewrite. Write `round-trip.json` next to its
+        manifest: for each tensor, whether it comes back; see `Certificate`. What should come back and does not is an
+        error, and leaves no save.
 
     The save keeps `config.json` and `generation_config.json` in its extra, under "huggingface", so that `export_hf`
     can write them again. It is made whole or not at all, in bounded memory; see `convert`.
@@ -61,7 +61,7 @@ def export_hf(
 ) -> ConvertReport:
     """Make a folder `out` of Hugging Face files of the model in the checkpoint at `path`, for `from_pretrained`.
 
-    rewrite: its outputs are written; to undo that of an import, give its `inverse()`, which finds sizes and dtypes in
+    rewrite: its outputs are written. To undo that of an import, give its `inverse()`, which finds sizes and dtypes in
         the save. Parameters that it was not given come from `config.json`.
     config: what else belongs there: a folder whose `config.json` and files of the tokenizer are copied, or a
         configuration file. They go before what the save keeps: the `config.json` of the engine's model, or what

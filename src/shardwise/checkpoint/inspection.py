@@ -1,7 +1,7 @@
 """Inspection: look into a checkpoint of any format and read any part of it, and verify every byte of a save.
 
-Both work in one process. A save may be removed while it is read, by a saver that keeps the newest only: then the files
-that are missing are no damage, and the error says what happened (`was_removed`), or the newer save is taken.
+Both work in one process. A saver that keeps the newest only may remove a save while it is read. Then missing files are
+no damage: the error says so (`was_removed`), or the newer save is taken.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from shardwise.checkpoint.manifest import MANIFEST, unpacked
 from shardwise.checkpoint.read_plan import BlockSpan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
-from shardwise.checkpoint.saves import folder_of, list_saves, load_contents, metadata_files, select, strays
+from shardwise.checkpoint.saves import folder_of, list_saves, read_save, select, strays
 from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import ReadTarget
@@ -92,8 +92,8 @@ class Catalogue:
             if not was_removed(self._store, self.contents):
                 raise
             raise CheckpointError(
-                f"{self.location} was removed since it was opened, by prune or by a saver that keeps the newest only; "
-                "open it again"
+                f"{self.location} was removed after it was opened, by prune or by a saver that keeps the newest; open "
+                "it again"
             ) from error
         return result
 
@@ -119,7 +119,7 @@ class Catalogue:
 
 
 def open(path: Address, *, step: int | None = None) -> Catalogue:  # noqa: A001 - the promised name
-    """Look into the checkpoint at `path`: the newest save of a folder, or the newest of `step`; see `load` for paths.
+    """Look into the checkpoint at `path`: the newest save of a folder, or the newest of `step`. See `load` for paths.
 
     Raises CheckpointError when there is none or its metadata is damaged.
     """
@@ -160,7 +160,9 @@ class VerifyReport:
     location: str
     """Path or address of the save."""
     num_files: int
+    """Data files of the save."""
     num_tensors: int
+    """Tensors of the save; a tied one counts once."""
     verified_bytes: int
     """Bytes that were compared with checksums."""
     findings: tuple[str, ...]
@@ -203,7 +205,7 @@ def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_by
     for number in list_saves(store).committed:
         name = folder_of(number) + MANIFEST
         try:
-            contents = load_contents(metadata_files(store, number), number, location=store.location)
+            contents = read_save(store, number)
             reports.append(_verified(store, contents, progress))
         except CheckpointError as error:
             # Else it was removed since it was listed, and is no finding.

@@ -23,13 +23,22 @@ from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, loc
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_removed
 from shardwise.checkpoint.state_pieces import Held, check_targets, gather_findings, hold
-from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
+from shardwise.checkpoint.states import (
+    CURSOR_KEY,
+    Restorable,
+    Restoration,
+    SomeData,
+    State,
+    holds_several,
+    positioned,
+    wrong_rewrite,
+)
 from shardwise.checkpoint.stores import Address, Store
 from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.processes import channel_of, given_or_default
-from shardwise.errors import CheckpointError, MismatchError
+from shardwise.errors import CheckpointError, DataError, MismatchError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
@@ -53,6 +62,7 @@ class LoadReport:
     location: str
     """Path or address of the save."""
     step: int | None
+    """The step at which it was saved; None where none is known."""
     verified: bool
     """Whether every byte was compared with its checksum; other formats than ours have none."""
     num_tensors: int
@@ -76,11 +86,12 @@ class LoadReport:
 
 
 class Loaded(dict[str, Any]):
-    """The `extra` of a save: a dict, with the report of the load beside it."""
+    """The `extra` of a save: a dict, with the report of the load as an attribute."""
 
-    def __init__(self, extra: Mapping[str, Any], report: LoadReport) -> None:
+    def __init__(self, extra: Mapping[str, object], report: LoadReport) -> None:
         super().__init__(extra)
         self.report = report
+        """What was loaded, and what was let pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +134,18 @@ def load(
     shared: bool = True,
     rewrite: Rewrite | None = None,
     channel: Channel | None = None,
+    data: SomeData | None = None,
 ) -> Loaded:
     """Fill `state`, in place, from the checkpoint at `path`, whatever layout wrote it. Returns its `extra`.
 
-    path: a folder of saves (the newest is taken, or the newest of `step`), the folder of one save, an address of
-        fsspec, a Store; also a folder of safetensors files, and a torch.distributed.checkpoint directory.
+    path: a folder of saves (the newest is taken, or the newest of `step`), or the folder of one save. It may be an
+        address of fsspec, a Store, a folder of safetensors files, a torch.distributed.checkpoint directory, or what
+        `torch.save` wrote: one file, or a folder of `pytorch_model.bin`.
     state: tensors by name (plain or DTensor), tensors by `Piece`, or an engine or `TorchState`, which also take over
         the settings of their optimizers.
-    strict: names missing on either side and settings that do not fit refuse the load; False lets them pass, and they
-        are in the report. Shapes always have to agree. Tensors that are tied in the target and stored under each of
-        their names have to be equal to the bit.
+    strict: refuse missing names on either side, and settings that do not fit. With False they are in the report. Shapes
+        always have to agree. Tensors that are tied in the target and stored under each of their names have to be equal
+        to the bit.
     cast: allow another dtype than the wanted one.
     verify: compare every block with its checksum as it is read. "first" reads everything twice and verifies all
         of it before the target is touched.
@@ -141,21 +154,23 @@ def load(
         and settings go along. What it drops and adds is in the report.
     channel: the ranks that load together; all of them call this. Default: that of an engine, else see
         `default_channel`.
+    data: a `sw.Data` of the same samples, or several by name, which then go on where the saved run was. Their cursor
+        leaves the result; without `data` it stays there as `extra["sw.Data"]`.
 
-    Everything that does not fit is found from metadata alone, and raised as one CheckpointError (a RewriteError, where
-    the rewrite does not fit what is stored) on all ranks while the target is as it was. Damage to data is found while
-    reading: the target is as it was where no rank reads more than 16 MiB (48 MiB in one process), and with
-    verify="first"; otherwise the error says that the target is partly overwritten.
-    The report is the result's `.report`.
+    Metadata alone shows every misfit. All ranks raise it as one CheckpointError, while the target is as it was; a
+    rewrite that does not fit the stored tensors raises RewriteError. Damage to data is found while reading: the target
+    is as it was where no rank reads more than 16 MiB (48 MiB in one process), and with verify="first". Otherwise the
+    error says that the target is partly overwritten. The report is the result's `.report`.
     """
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel or channel_of(state), "a load") as used:
-        _agree_on_options(used, options, step)
+        _agree_on_options(used, options, step, data)
         for attempt in range(1, ATTEMPTS + 1):
             source = agree_on_source(used, path, step=step, shared=shared)
             try:
                 # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
                 extra = unpacked(source.contents.extra)
+                cursor = None if data is None else _cursor_for(used, data, extra, source)
                 reading = _read(used, source, state, options)
             except CheckpointError:  # on all ranks
                 # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is
@@ -163,11 +178,36 @@ def load(
                 if attempt == ATTEMPTS or not _was_removed(used, source):
                     raise
             else:
-                return reading.finish(extra)
+                loaded = reading.finish(extra)
+                if data is not None and cursor is not None:
+                    positioned(data).resume(cursor)
+                    del loaded[CURSOR_KEY]
+                return loaded
     raise AssertionError("the last attempt returns or raises")
 
 
-def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> None:
+def _cursor_for(channel: Channel, data: SomeData, extra: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """The cursor of the save; all ranks raise CheckpointError where it has none, or one of other samples."""
+    location = source.contents.location
+    with agreed(channel, purpose="cursor of the data"):
+        one = positioned(data)
+        if CURSOR_KEY not in extra:
+            raise CheckpointError(
+                f"{location} was saved without data, so it does not say which samples come next. Leave data out of the "
+                "load, and the run reads them from the first one on"
+            )
+        if holds_several(extra[CURSOR_KEY]) and one is data:
+            names = ", ".join(f"{name!r}: ..." for name in extra[CURSOR_KEY])
+            raise CheckpointError(f"{location} was saved with several data; give all of them: data={{{names}}}")
+        try:
+            one.check(extra[CURSOR_KEY])
+        except DataError as error:
+            raise CheckpointError(f"{location} does not fit the data: {error}") from error
+    cursor: Mapping[str, Any] = extra[CURSOR_KEY]
+    return cursor
+
+
+def _agree_on_options(channel: Channel, options: _Options, step: int | None, data: SomeData | None) -> None:
     """Raise CheckpointError for options that cannot be, and MismatchError, on all ranks, where ranks give different."""
     flags: dict[str, object] = {"strict": options.strict, "cast": options.cast, "shared": options.shared}
     problems = [f"{name} is {value!r}; give True or False" for name, value in flags.items() if type(value) is not bool]
@@ -178,6 +218,7 @@ def _agree_on_options(channel: Channel, options: _Options, step: int | None) -> 
     problems += wrong_rewrite(options.rewrite)
     flags["rewrite"] = None if options.rewrite is None else str(options.rewrite)
     given = f"step={step!r}, verify={options.verify!r}, " + ", ".join(f"{name}={flags[name]!r}" for name in flags)
+    given += "" if data is None else ", and data"
     with agreed(channel, purpose="options of a load") as agreement:
         if problems:
             raise CheckpointError(*problems)
@@ -203,7 +244,7 @@ class _FilledTarget:
     target: _LoadTarget
     report: LoadReport
 
-    def finish(self, extra: Mapping[str, Any]) -> Loaded:
+    def finish(self, extra: Mapping[str, object]) -> Loaded:
         """What remains to be done on this rank alone."""
         # All ranks are here together, after the last read: what an engine does there may take all of them.
         if self.target.restoration is not None:
@@ -262,7 +303,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
 def _locate(
     channel: Channel, view: RewriteView | None, target: _LoadTarget, wanted: Sequence[Sequence[Piece]], found: Match
 ) -> Located:
-    """Where all that ranks want lies."""
+    """The places of all pieces that ranks want."""
     own, tensors = wanted[channel.rank], target.held.tensors
     if view is not None:
         return locate(channel, view, own, found.source, tensors)
@@ -292,7 +333,7 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
     thin = num_bytes < num_ranges * _STRIP_BYTES
     exact = plan.read_bytes <= _READ_LIMIT * num_bytes
     # All decide alike: otherwise some would wait for rounds that others do not make.
-    answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose="who reads thin strips")
+    answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose="which ranks read thin strips")
     thin_of, exact_of = zip(*map(json.loads, answers), strict=True)
     return any(thin_of) and all(exact_of)
 
@@ -329,8 +370,7 @@ def _settle(
     findings = list(found.misfits)
     if not options.cast:
         findings += [
-            f"{each}; allow it with cast=True, or keep the dtypes of what was saved (precision.master)"
-            for each in found.casts
+            f"{each}; allow it with cast=True, or keep the saved dtypes (precision.master)" for each in found.casts
         ]
     if not options.strict:
         found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
@@ -369,7 +409,7 @@ def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:
 def _file_findings(store: Store, contents: Contents, files: set[str], turn: tuple[int, int] | None) -> list[str]:
     """Data files that are missing, of another size than they were written with, or damaged in their first bytes.
 
-    Each rank that sees the storage looks at all sizes (they cost no reading); with `turn` = (i, n) it verifies the
+    Each rank that sees the storage looks at all sizes (they cost no reading). With `turn` = (i, n) it verifies the
     headers of each n-th file from the i-th on.
     """
     findings = []

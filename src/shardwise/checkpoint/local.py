@@ -37,11 +37,11 @@ _ATTEMPTS = 100
 
 
 def checked_name(name: str) -> str:
-    """The name, if it may name a file of a store; raises ValueError when it could lead out of the store."""
+    """The name, if it may name a file of a store. Raises ValueError when it could lead out of the store."""
     if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise ValueError(
-            f"{name!r} is no name in a store: give parts such as 'folder/file' joined by '/', "
-            f"none of them empty, '.' or '..', and no '/' at the start or end"
+            f"{name!r} is no name in a store. Give parts joined by '/', such as 'folder/file'. No part is empty, '.' "
+            "or '..', and no '/' starts or ends the name"
         )
     return name
 
@@ -66,13 +66,13 @@ class LocalStore:
     New files take the permissions that the umask leaves. Links to files are files, links to folders are not entered.
 
     `create` writes a hidden file `.<file>.<16 hex digits>.new` next to the final one, syncs it and links it to its
-    name: that is atomic, and of several creators one wins, on every file system with hard links. Where there are none,
-    creators take turns by a lock (`flock`) on `.<file>.lock`, look for the name and rename the hidden file to it.
-    That is atomic as well, and frees itself when a creator dies; but only one wins only where all of them see each
-    other's locks (all on one machine, or a network file system that carries locks), and while no program deletes the
-    lock's file. A file system with neither refuses with the OSError of `flock`.
+    name. That is atomic on every file system with hard links, and one of several creators wins. Where there are none,
+    creators take turns by a lock (`flock`) on `.<file>.lock`, look for the name and rename the hidden file to it. That
+    is atomic as well, and frees itself when a creator dies. But only one wins only where all of them see each other's
+    locks (all on one machine, or a network file system that carries locks), and while no program deletes the lock's
+    file. A file system with neither refuses with the OSError of `flock`.
 
-    Processes that die leave hidden files, which `names` lists and `delete` removes like any other; a file that `write`
+    Processes that die leave hidden files, which `names` lists and `delete` removes like any other. A file that `write`
     has begun has its final name and its final size from the start.
     """
 
@@ -88,8 +88,19 @@ class LocalStore:
 
     @property
     def parallel_reads(self) -> int:
-        """See `Store.parallel_reads`: the kernel reads ahead by itself."""
+        """See `Store.parallel_reads`: the kernel reads ahead."""
         return 1
+
+    def free_bytes(self) -> int | None:
+        """Bytes that the file system of the folder has left for this user; None where it does not say."""
+        path = self._root
+        while not os.path.isdir(path):  # the folder is made by the first file
+            path = os.path.dirname(path)
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files below `folder`, sorted; hidden ones are listed too."""
@@ -308,7 +319,7 @@ class LocalWriter:
                 _sync_folder(folder)
 
     def _give_up(self, *, keep: bool = False) -> None:
-        """A file in parts would keep the room that the next save needs; the error that led here says the rest."""
+        """A file in parts would keep the room that the next save needs. The error that led here says the rest."""
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
         if not keep:
@@ -401,7 +412,7 @@ def _give_name(hidden: str, path: str) -> None:
 
 @contextlib.contextmanager
 def _alone(lock: str) -> Iterator[None]:
-    """Hold the lock of this file, which exists for that long; the kernel takes it back from a process that dies."""
+    """Hold the lock of this file, which exists for that long. The kernel takes it back from a process that dies."""
     while True:
         # flock, not O_EXCL: the lock of a process that dies is free at once, and no timeout has to be chosen.
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)

@@ -9,8 +9,8 @@ So the checksum of the head covers every byte of a save, over one step or two. W
 had written it: a checksum shows damage, and not that a writer meant well.
 
 The end of the file has the extra values: what a user saves besides tensors, as JSON that comes back as it was given.
-JSON has objects with strings as keys only. Other dicts, such as the `milestones` of a MultiStepLR (a Counter of whole
-numbers), are written as {"shardwise": "Counter", "items": [[3, 1], [5, 2]]}.
+JSON has objects with strings as keys only. Other dicts are written as {"shardwise": "Counter", "items": [[3, 1], [5,
+2]]}, such as the `milestones` of a MultiStepLR (a Counter of whole numbers).
 """
 
 import json
@@ -135,7 +135,7 @@ class Head(_ManifestEntry):
         """From the bytes of `manifest.json`, after its own checksum. Raises CheckpointError, which names `location`."""
         found = _SUM.search(data)
         if found is None:
-            raise _damaged(location, "it holds no checksum of itself")
+            raise _damaged(location, "it does not hold its own checksum")
         zeroed = data[: found.start(1)] + b"0" * 16 + data[found.end(1) :]
         if xxhash.xxh3_64_hexdigest(zeroed).encode() != found.group(1):
             raise _damaged(location, "its bytes do not have the checksum that it states")
@@ -274,8 +274,8 @@ def _check_places(tensors: Iterable[StoredTensor], sizes: Mapping[str, int]) -> 
             left[stored.file] -= num_bytes
             if stored.start + num_bytes > sizes[stored.file] or left[stored.file] < 0:
                 raise ValueError(
-                    f"{stored.piece} is said to be {num_bytes} bytes from byte {stored.start} on of {stored.file}, "
-                    f"which with its other pieces is more than the {sizes[stored.file]} bytes that it has"
+                    f"{stored.piece} has {num_bytes} bytes from byte {stored.start} of {stored.file} by the manifest; "
+                    f"with the other pieces this exceeds the {sizes[stored.file]} bytes of the file"
                 )
 
 

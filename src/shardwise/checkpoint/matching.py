@@ -5,9 +5,8 @@ A wanted tensor is looked up under several names. With w tied to v, in the targe
     wanted w float32      w, v, optimizer/w/master, optimizer/v/master
                           the first of these that is stored as float32; else a master; else the first
 
-`match` works on names alone. Where the target has one tensor and the checkpoint one for each of its names (a save of a
-tied model by a writer that does not look for ties), the two are twins: they fit if their bytes are equal, which
-`compare_twins` reads.
+`match` works on names alone. A writer that does not look for ties saves one tensor for each name of a tied parameter.
+Such tensors are twins: they fit if their bytes are equal, and `compare_twins` reads them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piec
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.names import MASTER, is_state_name, split_state_name, state_name
+from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name, state_name
 from shardwise.space import Piece
 
 __all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match"]
@@ -34,7 +33,7 @@ __all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins"
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor that some rank wants, whichever piece of it."""
+    """A tensor that some rank wants, whole or in part."""
 
     name: str
     dtype: str
@@ -75,15 +74,15 @@ def match(
 ) -> Match:
     """Find a stored tensor for everything that is wanted by any rank.
 
-    aliases: other names of wanted tensors. accounted: stored names that the target makes by itself. rewritten: whether
-    `contents` are what a rewrite makes of a checkpoint.
+    aliases: other names of wanted tensors. accounted: stored names that the target makes without reading. rewritten:
+    whether `contents` are what a rewrite makes of a checkpoint.
 
     A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
     the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
     each name is a twin. A target that wants no optimizer state at all may leave it.
     """
     names = _StoredNames(contents, aliases)
-    whose = "what the rewrite makes of the checkpoint" if rewritten else "the checkpoint"
+    whose = "the rewritten checkpoint" if rewritten else "the checkpoint"
     result = Match()
     # A parameter and its master settle each other: an engine that keeps no masters shall not find them unexpected.
     settled = {each for name in accounted for each in (name, _other(name))}
@@ -105,15 +104,15 @@ def match(
             continue
         elif not _can_be_cast(stored.dtype, kind.dtype):
             result.misfits.append(
-                f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}; a cast would not "
-                "round its values, but make others of them"
+                f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}; a cast would change its "
+                "values by more than rounding"
             )
         else:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
     for name, stored in contents.tensors.items():
         # State of optimizers is not unexpected where the target has
         # no optimizer: that is how weights are taken out of a save.
-        if name in settled or (not has_state and is_state_name(name)):
+        if name in settled or is_beside_name(name) or (not has_state and is_state_name(name)):
             continue
         parameter, key = _split(name)
         if parameter not in aliases:
@@ -130,7 +129,7 @@ def match(
 def apart(name: str, twin: str, how: str) -> str:
     """The finding that what the target has as one tensor is stored as two."""
     return (
-        f"{name}: unexpected; the target ties it to {twin}, but in the checkpoint the two {how}: leave it with "
+        f"{name}: unexpected. The target ties it to {twin}, but in the checkpoint the two {how}. Ignore it with "
         f'strict=False, or drop it with a rewrite, sw.Rewrite("{name} -> _") (shardwise ckpt convert --rewrite FILE)'
     )
 
@@ -146,7 +145,7 @@ def _can_be_cast(stored: str, wanted: str) -> bool:
 
 
 def _kind(dtype: str) -> str:
-    """The kind of numbers of a dtype; float4 is one of its own."""
+    """The kind of numbers of a dtype; float4 has its own kind."""
     kinds = {"bool": "bool", "uint": "int", "int": "int", "float4": "float4", "float": "float", "bfloat": "float"}
     return next((kind for prefix, kind in kinds.items() if dtype.startswith(prefix)), "complex")
 

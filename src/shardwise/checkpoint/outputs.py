@@ -43,8 +43,9 @@ class Outputs:
     contents: Contents
     """The checkpoint that is read."""
     tensors: Mapping[str, StoredTensor]
-    """By name, in the order in which they are written. Their pieces are where their elements lie in the checkpoint, in
-    this order and maybe under another name and in another dtype; outputs that are put together have none."""
+    """By name, in the order in which they are written. Their pieces are the places of their elements in the checkpoint,
+    in this order, maybe under another name and in another dtype. Outputs that are put together have none.
+    """
     aliases: Mapping[str, str]
     """Other names of outputs (ties)."""
     settings: Mapping[str, Any]
@@ -80,8 +81,8 @@ class Outputs:
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
 
-        Windows are of WINDOW_BYTES, but outputs that need the same elements of the checkpoint, or need them in another
-        order, lie in one window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
+        Windows are of WINDOW_BYTES. Outputs that need the same elements of the checkpoint, or need them in another
+        order, share a window up to LARGE_WINDOW_BYTES: else its blocks would be read once per window.
         """
         if self.view is None:
             yield from _cut(pieces)
@@ -99,7 +100,7 @@ class Outputs:
             yield window
 
     def _units(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-        """Parts of pieces that lie in one window."""
+        """Parts of pieces in one window."""
         for _, group in groupby(pieces, lambda piece: self.groups.get(piece.name, piece.name)):
             together = list(group)
             if together[0].name in self.groups:
@@ -160,9 +161,9 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
     view = RewriteView.of(contents, rewrite, settings={} if model_only else None)
     if view.added:
         raise CheckpointError(
-            f"the rewrite adds {', '.join(sorted(view.checked.added))}, which keep the values that they have in what "
-            "is loaded into; a conversion has no such values: leave these statements (`_ -> ...`) out, or load with "
-            "this rewrite"
+            f"the rewrite adds {', '.join(sorted(view.checked.added))}, which keep the values of the state that is "
+            "loaded into. A conversion has no such state: leave these statements (`_ -> ...`) out, or load with this "
+            "rewrite"
         )
     if view.findings:
         raise CheckpointError(*view.findings, about=f"the rewrite does not fit the optimizers of {contents.location}")

@@ -1,7 +1,7 @@
 """Who reads which blocks of a checkpoint, and who gets what of them, decided by every rank alone and alike.
 
-A block is what one checksum covers, so that it is read whole. Nobody reads a block that nobody needs, and a block is
-read once, by one of the ranks that need it: the ranks that need the same stretch of blocks deal it out among them.
+A block is what one checksum covers, so that it is read whole. Blocks without a reader stay unread, and each other block
+is read once, by a rank that needs it. The ranks that need the same stretch of blocks deal it out among them.
 
 Figure 1. A stored piece of 9 blocks. Rank 0 wants columns of it, rank 1 and rank 2 want rows. The stretches end where
 the set of needers changes; the letters say who reads::
@@ -91,7 +91,7 @@ class ReadPlan:
             for piece in self._wanted[name].of_rank(rank)
             for ordinal in in_files[name].positions_overlapping(piece)
         }
-        """Stored pieces of which this rank needs something."""
+        """Stored pieces with elements that this rank needs."""
         # Blocks that only ranks without sight of the storage need are dealt out among all readers, so that every
         # reader has to know them.
         examined = set[int]()
@@ -133,7 +133,7 @@ class ReadPlan:
         """Return what `rank` needs of the span: (index into its wanted list, moves into that piece), in order.
 
         The source of the moves is the span, read as the flat storage of its elements. The answer does not depend on
-        the rank that asks; it is fastest for a rank that asks for itself, and for all ranks of a span in succession.
+        the rank that asks. It is fastest for a rank that asks for itself, and for all ranks of a span in succession.
         """
         if rank == self._rank and span.ordinal not in self._needed:
             return []
@@ -295,7 +295,7 @@ class _Moves:
 
 
 def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Piece:
-    """The elements of a stored piece that lie in the blocks of a span."""
+    """The elements of a stored piece in the blocks of a span."""
     piece = stored.piece
     item_bytes = itemsize_bytes(piece.dtype)
     start = span.first_block * block_bytes // item_bytes
@@ -314,9 +314,9 @@ def _piece_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> Pi
 def _block_ranges(move: Move, item_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
     """The blocks of the source that one move touches: ranges in order, which may meet and share a block.
 
-    Dims are joined from the innermost outwards as long as no block fits in the gaps between two steps, for then every
-    block from the first to the last is touched, wherever blocks begin. Steps further apart are ranges of their own:
-    there are never many more of them than the source has blocks.
+    Dims are joined from the innermost outwards while no block fits in the gaps between two steps. Then every block from
+    the first to the last is touched, at any start of blocks. Steps further apart are separate ranges: there are never
+    many more of them than the source has blocks.
     """
     begin = move.source.first * item_bytes
     stride = extent = item_bytes
@@ -356,8 +356,8 @@ _SCATTER = 2654435769
 def _dealt(first: int, last: int, ranks: tuple[int, ...], rank: int, ordinal: int) -> tuple[int, int]:
     """The part of the blocks `first` to `last` that `rank` gets when they are dealt out evenly among `ranks`.
 
-    Who gets the larger parts, or a single block, changes from stretch to stretch, and not in step with the order of
-    the pieces (weight, bias, weight, bias, ...).
+    The rank with the larger part, or a single block, changes from stretch to stretch, out of step with the pieces
+    (weight, bias, weight, bias, ...).
     """
     at = bisect_left(ranks, rank)
     if at == len(ranks) or ranks[at] != rank:

@@ -1,14 +1,14 @@
 """Rounds: all ranks read in step, and hand on what others need, in memory that does not grow with the state.
 
 First come the blocks that others need too. A rank reads a batch of them into one half of its buffer and
-verifies it; all agree that theirs are good; then each takes what it needs out of all buffers::
+verifies it. All agree that theirs are good. Then each takes what it needs out of all buffers::
 
     rank 0   read 0a | agree | take 0a, 0b | read 1a | agree | take 1a, 1b | read 2a | ...
     rank 1   read 0b | agree | take 0b, 0a | read 1b | agree | take 1b, 1a | read 2b | ...
     halves        0                             1                               0
 
-Ranks of one host see each other's buffers. Others get messages from the mover. Then each rank reads for itself the
-blocks that it alone needs, straight into the target where that has the bytes in the order of the file.
+Ranks of one host see each other's buffers. Others get messages from the mover. Then each rank reads the blocks that it
+alone needs, straight into the target if that has the order of the file.
 """
 
 import json
@@ -25,10 +25,10 @@ from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, exact_ranges
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.safetensors_files import plain_bytes
 from shardwise.checkpoint.state_pieces import bytes_of
-from shardwise.checkpoint.stores import Reader, Store, reason
+from shardwise.checkpoint.stores import Reader, Store, open_data, reason
 from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_list, agreed, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.copies import parts_of
@@ -46,7 +46,7 @@ ONE_ROUND_BYTES_ALONE = 48 << 20
 """The same where there are no messages, which take as much again twice."""
 
 ROUND_BYTES = 8 << 20
-"""So much a rank reads in a round for others; a message out and one in are at most as large."""
+"""So much a rank reads in a round for others. A message out and one in are at most as large."""
 
 OWN_BYTES = 1 << 20
 """So much it reads at a time for itself alone: it is verified and copied out of the cache."""
@@ -121,7 +121,7 @@ class _Rounds:
     handed: list[list[BlockSpan]]
     """Batches that all ranks read in step, because others need something of them."""
     own: list[list[_OwnBatch]]
-    """Then batches that nobody else needs, in groups between which ranks wait for each other."""
+    """Then batches that no other rank needs, in groups; ranks wait for each other between groups."""
     num_bytes: int
     """Bytes of the largest batch of any rank that others may look into."""
 
@@ -161,12 +161,12 @@ class _Rounds:
         # the others'.
         own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]
         answers = channel.exchange(json.dumps([own, _digest(stored)]).encode(), purpose="number of rounds")
-        counts_of, digests = zip(*map(json.loads, answers), strict=True)
+        counts_of, digests = zip(*understood(answers, _counts_in, purpose="number of rounds"), strict=True)
         # Spans name a stored piece by its position. The exchange is made anyway, and the digest in it is cheap.
         if len(set(digests)) > 1:
             raise MismatchError(
-                "ranks have not found the same stored pieces in the same order, so that one would take what another "
-                "has read for something else; nothing was changed. This is a fault of shardwise: please report it"
+                "ranks have not found the same stored pieces in the same order, and would mix up the pieces that "
+                "they read; nothing was changed. This is a fault of shardwise: please report it"
             )
         # The largest number of any rank: the others take part in the last rounds with nothing.
         counts = [max(column) for column in zip(*counts_of, strict=True)]
@@ -179,6 +179,12 @@ class _Rounds:
             self.num_bytes, num_handed, num_own = counts[3], counts[2], counts[4]
         self.handed += [[] for _ in range(num_handed - len(self.handed))]
         self.own += [[] for _ in range(num_own - len(self.own))]
+
+
+def _counts_in(packed: bytes) -> tuple[list[int], str]:
+    """What a rank says of its rounds: five numbers, and the digest of what is stored."""
+    (at_once, largest_at_once, handed, largest_handed, own), digest = a_list(packed)
+    return [int(each) for each in (at_once, largest_at_once, handed, largest_handed, own)], str(digest)
 
 
 def _digest(stored: Sequence[StoredPiece]) -> str:
@@ -195,7 +201,7 @@ def _read_for_itself(
     *,
     is_late: bool,
 ) -> None:
-    """Read, verify and use batches that nobody else needs; raises the same error on all ranks if one could not."""
+    """Read, verify and use batches that no other rank needs; raises the same error on all ranks if one could not."""
     with agreed(channel, purpose="verdict on blocks that each rank read for itself"), _naming_damage(is_late=is_late):
         for batch, memory in batches:
             # Bytes that lie in the target as they do in the file need no copy: they are verified where they are wanted.
@@ -243,7 +249,7 @@ class _Buffers:
 def _agreed(
     channel: Channel, reader: BatchReader, batch: Sequence[BlockSpan], buffer: torch.Tensor, *, is_late: bool
 ) -> tuple[dict[BlockSpan, torch.Tensor], list[list[BlockSpan]]]:
-    """What this rank has read, and which spans each rank has; raises the same error on all ranks if one could not."""
+    """What this rank has read, and which spans each rank has. Raises the same error on all ranks if one could not."""
     with agreed(channel, purpose="verdict on blocks that were read") as agreement, _naming_damage(is_late=is_late):
         read = reader.read(batch, buffer)
         # The spans go with the verdict: who reads what is planned, but how it is cut into batches is each rank's own
@@ -318,7 +324,7 @@ class _Handover:
             self.take(elements_of(by_rank[rank], buffers[rank], self._stored, block_bytes=self._block_bytes))
 
     def take(self, read: Mapping[BlockSpan, torch.Tensor]) -> None:
-        """Take what this rank needs out of spans, whoever has read them."""
+        """Take the elements that this rank needs out of spans, read here or elsewhere."""
         for span, elements in read.items():
             for index, parts in self._plan.transfers(span, self._channel.rank):
                 self._targets[index].fill(parts, parts_of(elements, parts))
@@ -369,22 +375,22 @@ def read_exactly(
     readers: dict[str, Reader] = {}
     read_bytes = 0
     name = ""
-    with agreed(channel, purpose="verdict on what was read"):
+    with agreed(channel, purpose="verdict on the bytes read"):
         try:
             for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
                 piece, name = stored[ordinal], stored[ordinal].file
                 # Open until the end: pieces of one file come one after the other, but wanted pieces change between
                 # files.
                 if name not in readers:
-                    readers[name] = store.open(name)
+                    readers[name] = open_data(store, name)
                 dtype = torch_dtype(piece.piece.dtype)
                 start = piece.start + source.start * dtype.itemsize
                 _read_run(readers[name], start, piece.piece.dtype, targets[index], target)
                 read_bytes += source.num_elements * dtype.itemsize
         except (OSError, EOFError) as error:
             raise CheckpointError(
-                f"{store.location}/{name} cannot be read: {reason(error)}; the target may be partly overwritten by "
-                "now: load a good checkpoint before using it, or give up"
+                f"{store.location}/{name} cannot be read: {reason(error)}. The target may be partly overwritten; load "
+                "a good checkpoint before you use it"
             ) from error
         finally:
             for reader in readers.values():

@@ -21,7 +21,7 @@ from shardwise.checkpoint.blocks import damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import BlockSpan
 from shardwise.checkpoint.state_pieces import bytes_of
-from shardwise.checkpoint.stores import Reader, Store, reason
+from shardwise.checkpoint.stores import Reader, Store, open_data, reason
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -43,9 +43,9 @@ _ALIGNMENT_BYTES = 64
 class GrowingBuffer:
     """Memory that each use takes over from the one before, and that grows where one needs more.
 
-    It is mapped for itself, not taken from the heap. glibc takes what is as large as blocks that were freed before, up
-    to 32 MiB, from the heap, which shrinks only at its end: between small blocks that last, large ones find no room
-    where large ones were. So 20 MiB of buffers that came and went took 40 to 64 MiB.
+    It is mapped for itself, not taken from the heap. glibc takes blocks of sizes that were freed before, up to 32 MiB,
+    from the heap, and the heap shrinks only at its end. Small blocks that last leave no room for large ones where large
+    ones were. So 20 MiB of buffers that came and went took 40 to 64 MiB.
     """
 
     def __init__(self, least_bytes: int = mmap.PAGESIZE) -> None:
@@ -62,7 +62,7 @@ class GrowingBuffer:
 
 
 def _mapped(num_bytes: int) -> torch.Tensor:
-    """So many bytes in a mapping of their own, which goes with the last view of them."""
+    """So many bytes in a separate mapping, which goes with the last view of it."""
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # kernels without them
@@ -72,7 +72,7 @@ def _mapped(num_bytes: int) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _FileStretch:
-    """Spans that lie one after the other in one file, and where in the buffer they go."""
+    """Consecutive spans of one file, and their places in the buffer."""
 
     file: str
     start: int
@@ -167,7 +167,7 @@ class BatchReader:
             # Files are open for one batch: a save of a thousand ranks has more of them than a process may have open.
             for name in dict.fromkeys(stretch.file for stretch in stretches):
                 try:
-                    readers[name] = self._store.open(name)
+                    readers[name] = open_data(self._store, name)
                 except OSError as error:
                     findings.append(f"{self._store.location}/{name} cannot be read: {reason(error)}")
             jobs = [(stretch, readers[stretch.file]) for stretch in stretches if stretch.file in readers]
@@ -284,7 +284,7 @@ def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tu
     """
     where = f"{store.location}/{name}"
     try:
-        reader = store.open(name)
+        reader = open_data(store, name)
     except OSError as error:
         return False, [f"{where} cannot be read: {reason(error)}"]
     try:
@@ -307,7 +307,7 @@ def check_file(store: Store, contents: Contents, name: str, *, head: bool) -> tu
 
 
 def _checksum_of(reader: Reader, num_bytes: int) -> bytes:
-    """The checksum of the first bytes of a file, of which few are in memory at a time."""
+    """The checksum of the first bytes of a file; few of them are in memory at a time."""
     sum_so_far = xxhash.xxh3_64()
     part = memoryview(bytearray(min(num_bytes, _PART_BYTES)))
     for start in range(0, num_bytes, _PART_BYTES):
@@ -323,11 +323,11 @@ def damage_finding(stored: StoredPiece, block: int, contents: Contents, location
     stop = min(start + contents.block_bytes, stored.start + stored.num_bytes)
     return (
         f"{location}/{stored.file} is damaged: bytes {start} to {stop}, which belong to {stored.piece}, do not have "
-        "the checksum that was recorded when they were written"
+        "the checksum recorded when they were written"
     )
 
 
 def _bytes_of_span(span: BlockSpan, stored: StoredPiece, block_bytes: int) -> tuple[int, int]:
-    """Where in its file a span lies."""
+    """The place of a span in its file."""
     start = stored.start + span.first_block * block_bytes
     return start, min(stored.start + span.last_block * block_bytes, stored.start + stored.num_bytes)

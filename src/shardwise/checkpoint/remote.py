@@ -1,7 +1,7 @@
 """FsspecStore: object stores and everything else that fsspec reaches.
 
-fsspec gives one interface to file systems that differ in what matters to a save: whether a file can be made in one act,
-whether folders are real, and how old a listing may be. What differs is decided here, file system by file system.
+fsspec gives one interface to file systems. They differ in three points: whether a file appears in one act, whether
+folders are real, and how old a listing may be. What differs is decided here, file system by file system.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from shardwise.errors import CheckpointError
 __all__ = ["FsspecStore"]
 
 _REQUEST_BYTES = 1 << 26
-"""Bytes of one read at most: fsspec returns them as an object of their own, which is copied to where they belong."""
+"""Bytes of one read at most: fsspec returns them as a new object, which is copied to its place."""
 
 _KINDS = {
     FileNotFoundError: errno.ENOENT,
@@ -38,12 +38,12 @@ class FsspecStore:
 
     - Object stores: the service decides. s3fs asks for it by If-None-Match (botocore 1.35.20 and later; AWS, and those
       of its imitators that know conditional writes), gcsfs by ifGenerationMatch=0, adlfs by a put without overwriting.
-      When the answer to a put is lost and the repeated one is refused, the file is read back: if it holds our bytes,
-      it is ours, so give every creator bytes of its own.
+      When the answer to a put is lost and the repeated one is refused, the file is read back. If it holds our bytes, it
+      is ours, so give every creator different bytes.
     - "memory" by a single insertion, "file" as in `LocalStore`, which makes all changes there.
     - Elsewhere (sftp, smb, ftp, ...) fsspec looks first and writes then: good for one creator at a time only.
 
-    A new file of an object store or in memory appears when its context ends; elsewhere it grows in place, and is as
+    A new file of an object store or in memory appears when its context ends. Elsewhere it grows in place, and is as
     durable as the service makes it. Folders of file systems that have real ones stay when they are empty ("file":
     they go). Listings of fsspec are cached; this asks anew each time.
 
@@ -79,6 +79,10 @@ class FsspecStore:
     def parallel_reads(self) -> int:
         """See `Store.parallel_reads`: each read is a request with a way there and back."""
         return 8
+
+    def free_bytes(self) -> int | None:
+        """See `LocalStore.free_bytes`; None for all that is not on a local disk."""
+        return None if self._local is None else self._local.free_bytes()
 
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files at any depth below `folder`, sorted."""
@@ -231,7 +235,7 @@ class _RemoteReader:
             )
 
     def close(self) -> None:
-        """Nothing is held: every read is a request of its own."""
+        """Nothing is held: every read is a separate request."""
 
 
 class _RemoteWriter:
@@ -285,7 +289,7 @@ class _RemoteWriter:
 def _translated(path: str) -> Iterator[None]:
     """Errors of fsspec and of what is behind it become OSErrors that say their kind, their text and the file.
 
-    The protocol of stores promises OSErrors, but botocore, aiohttp and others raise classes of their own.
+    The protocol of stores promises OSErrors, but botocore, aiohttp and others raise other classes.
     """
     try:
         yield

@@ -26,8 +26,8 @@ _GroupAt = tuple[int, int]
 def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dict[str, Any], list[str]]:
     """The settings of the sources as those of the outputs, with a record of the rewrite.
 
-    And findings about what no group can train: a parameter belongs to the group of the tensors that it is made of;
-    where these are in groups with different settings it belongs to none.
+    And findings about what no group can train: a parameter belongs to the group of the tensors that it is made of.
+    Where these are in groups with different settings it belongs to none.
     Raises CheckpointError for settings that are not understood.
     """
     # A save has one record of where its values come from: the newest rewrite replaces an older one.

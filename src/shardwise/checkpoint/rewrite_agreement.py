@@ -2,9 +2,9 @@
 
     save                                                    load
 [1] check    the rewrite against what ranks hold            against what is stored, and what ranks have in the target
-[2] rename   pieces of the state, as views of its tensors   the contents, as if they were stored
-[3] compare  numbers of which the rewrite makes one         the same
-[4] gather   what every rank holds of the outputs           which stored pieces every rank wants
+[2] rename   pieces of the state, as views of its tensors   the contents, as if they were stored [3] compare  numbers
+that the rewrite joins into one         the same [4] gather   what every rank holds of the outputs           which
+stored pieces every rank wants
 
 Every rank finds the same outputs, or all raise the same error.
 """
@@ -89,8 +89,8 @@ class StateRewriting:
 
         held: what this rank holds. texts: what each rank holds, as `pack_pieces` packs it. ties: other names of
         tensors that each rank knows. order: names of tensors that come first.
-        Raises RewriteError, with every finding and the same on all ranks, where the rewrite does not fit, and
-        CheckpointError where numbers differ of which it makes one.
+        Raises RewriteError, with every finding and the same on all ranks, if the rewrite does not fit. Raises
+        CheckpointError if numbers differ that it joins into one.
         """
         checked, counterparts = self._find(channel, texts, ties, order, ranks_along_tp(held.settings))
         tensors: dict[Piece, torch.Tensor] = {}
@@ -146,8 +146,8 @@ class StateRewriting:
         checked = self._rewrite.apply(sources, aliases=aliases)
         if checked.added:
             raise RewriteError(
-                f"{', '.join(sorted(checked.added))}: the rewrite adds what keeps its current value (`_ -> b`), and "
-                "there is nothing here that has one; that is for loading into a state"
+                f"{', '.join(sorted(checked.added))}: the rewrite adds a tensor that keeps its current value (`_ -> "
+                "b`), and nothing here has one. Use it for loads into a state"
             )
         return checked
 
@@ -223,7 +223,7 @@ def without_place(view: RewriteView, wanted: Collection[str]) -> list[str]:
 
 
 def compare_numbers(channel: Channel, view: RewriteView, store: Store, readers: Collection[int]) -> int:
-    """Compare the stored numbers of which the rewrite makes one; how many bytes this rank has read to do so.
+    """Compare the stored numbers that the rewrite joins into one; returns the bytes that this rank has read.
 
     readers: the ranks that read, each a part of them. Raises CheckpointError, the same on all ranks, where numbers
     differ.

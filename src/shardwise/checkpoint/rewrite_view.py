@@ -1,7 +1,7 @@
 """Rewrite view: pieces on one side of a rewrite, as pieces of the other side and views of the memory that holds them.
 
-A save asks where the elements go that a rank holds; a load and a conversion ask where the wanted elements are stored.
-Whoever writes, reads or sends then works with plain pieces and tensors, and knows of no rewrite.
+A save asks where the elements go that a rank holds. A load and a conversion ask where the wanted elements are stored.
+Writers, readers and senders then work with plain pieces and tensors, and know of no rewrite.
 
 Figure 1. A rank wants rows 1 and 2 of `qkv` (3, 4), which the rewrite makes of `q`, `k` and `v` (1, 4) each. It asks
 for pieces of `k` and `v`, and the tensors that take them are views of the one that it wants filled::
@@ -84,8 +84,8 @@ def metas_of_pieces(pieces: Iterable[Piece], *, num_ranks: int | None) -> dict[s
 def ranks_along_tp(settings: Mapping[str, Any]) -> int | None:
     """Over how many ranks the engine that holds or has saved a state cuts tensors into boxes.
 
-    None where no engine did, or where a rewrite has made other tensors of its own: their boxes may come from anything.
-    Data parallelism cuts the tensors of an engine into runs, never into boxes.
+    None where no engine did, or where a rewrite has made other tensors: their boxes may come from anything. Data
+    parallelism cuts the tensors of an engine into runs, never into boxes.
     """
     if not isinstance(text := settings.get("plan"), str) or "rewrite" in settings:
         return None
@@ -193,7 +193,7 @@ def _counterparts(
 
 
 def _keeps_order(fragment: Fragment, box: Box) -> bool:
-    """Whether the other side has all elements of a box, in a box of its own, in the same order.
+    """Whether the other side has all elements of a box in one box, in the same order.
 
     A run of the one is the same run of the other then.
     """
@@ -213,10 +213,9 @@ Shown = tuple[str, str]
 
 
 def differences(groups: Iterable[Sequence[str]], values: Mapping[str, Shown]) -> list[str]:
-    """Findings about numbers of which a rewrite makes one, and that are not equal to the bit.
+    """Findings about numbers that a rewrite joins into one, and that are not equal to the bit.
 
-    groups: names of those that become one. values: by name; a group of which some are not known is compared among the
-    others.
+    groups: names of those that become one. values: by name; a group with unknown members is compared among the others.
     """
     findings = []
     for group in groups:
@@ -292,7 +291,7 @@ class RewriteView:
             yield ReadTarget(each.piece, each.view(memory), needed_casts((*each.dtypes, piece.dtype)))
 
     def unequal(self, store: Store, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
-        """Findings about stored numbers of which the rewrite makes one, and the bytes that were read to find them.
+        """Findings about stored numbers that the rewrite joins into one, and the bytes that were read to find them.
 
         groups: some of `Checked.agree`. Raises CheckpointError for damage and for what cannot be read.
         """

@@ -114,7 +114,7 @@ def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
 
 
 def dtype_of(code: str) -> str:
-    """Return torch's name of the dtype with a safetensors code; raises KeyError for a code that torch has no dtype for.
+    """Return torch's name of the dtype with a safetensors code. Raises KeyError for a code that torch has no dtype for.
 
     >>> dtype_of("BF16")
     'bfloat16'
@@ -166,7 +166,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{len(entries):,} pieces in one file need a header of {len(text):,} bytes, but safetensors reads at most "
-            f"{MAX_HEADER_BYTES:,}: save them as several checkpoints, or from more ranks"
+            f"{MAX_HEADER_BYTES:,}. Save several checkpoints, or save from more ranks"
         )
     data = _LENGTH_BYTES + len(text)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [data + start for start in starts]
@@ -181,8 +181,8 @@ def read_header(read: Read, size: int) -> tuple[dict[str, TensorEntry], dict[str
     # Before the header is read: any eight bytes are a length, of up to 2**64.
     if length > min(size - _LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointError(
-            f"its first 8 bytes announce a header of {length:,} bytes, but the file has {size:,} in all and a "
-            f"header at most {MAX_HEADER_BYTES:,}: it is truncated, or not a safetensors file"
+            f"its first 8 bytes announce a header of {length:,} bytes. The file has {size:,} in all, and a header has "
+            f"at most {MAX_HEADER_BYTES:,}: the file is truncated, or not safetensors"
         )
     fields = _parsed(_exactly(read, _LENGTH_BYTES, length, size))
     metadata = fields.pop(_METADATA, None) or {}
@@ -412,7 +412,9 @@ class FileFilling:
 
 
 _BOUNCE_BYTES = 16 << 20
-"""So much of a tensor that is not plain CPU memory is copied at a time."""
+"""So much of a tensor that is not plain memory is copied at a time."""
+
+_CPU = torch.device("cpu")
 
 
 def cast_through(elements: torch.Tensor, dtypes: Iterable[torch.dtype]) -> torch.Tensor:
@@ -436,24 +438,24 @@ def plain_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def row_major_bytes(
-    piece: Piece, held: Piece, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = ()
+    piece: Piece, held: Piece, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] = (), *, room: torch.device = _CPU
 ) -> Iterator[torch.Tensor]:
-    """The elements of `piece`, a part of `held`, as flat bytes on the CPU: views where the memory has them so.
+    """The elements of `piece`, a part of `held`, as flat bytes on a device: views where its memory has them so.
 
-    dtypes: what they are cast to, one after the other.
+    dtypes: what they are cast to, one after the other. room: the CPU, or the device of the tensor.
     The last chunk may be overwritten as soon as the next is asked for.
     """
     # Conjugation and sign may be flags on the tensor, whose memory then has other values than it stands for.
     plain = tensor.resolve_conj().resolve_neg()
     # Both count in the same box, whose elements the memory has in row-major order: a part of them is a slice.
     start, stop = piece.elements.start - held.elements.start, piece.elements.stop - held.elements.start
-    if is_plain(plain) and not dtypes:
+    if plain.device == room and plain.is_contiguous() and not dtypes:
         yield plain_bytes(plain, start, stop)
         return
     dtype = dtypes[-1] if dtypes else plain.dtype
     step = _BOUNCE_BYTES // max(dtype.itemsize, plain.element_size())
-    # A fixed room, whatever the tensor: on a GPU, or strided, it is copied a part at a time.
-    bounce = torch.empty(min(step, stop - start), dtype=dtype)
+    # A fixed amount, whatever the tensor: on another device, or strided, it is copied a part at a time.
+    bounce = torch.empty(min(step, stop - start), dtype=dtype, device=room)
     first, last = piece.elements
     for begin in range(first, last, step):
         part = held.within(begin, min(begin + step, last))

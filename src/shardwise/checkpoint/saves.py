@@ -8,8 +8,8 @@ Every saver takes the number after the newest committed save. Two that save at a
 one creates it, the other finds it there and says so. Names of files begin with the id of the attempt, so that attempts
 which share a folder never mix.
 
-What is removed here cannot be had again. So only files go whose names and folders savers give: a user may put a README,
-a copy of a manifest or a folder among them, and finds them as they were.
+What is removed here cannot be had again. So only files with names and folders of savers go. A README, a copy of a
+manifest or a folder of the user stays as it was.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ __all__ = [
     "clean_up",
     "list_saves",
     "listing_of",
-    "load_contents",
     "prune",
     "read_head",
+    "read_save",
     "remove_save",
     "select",
     "storing",
@@ -198,20 +198,11 @@ def read_listed(store: Store, folder: str, entry: FileEntry) -> bytes:
     return data
 
 
-def metadata_files(store: Store, number: int) -> list[bytes]:
-    """The bytes of the manifest of a save and of its tables, verified."""
-    folder = folder_of(number)
-    manifest = read_whole(store, folder + MANIFEST)
-    head = Head.unpack(manifest, location=f"{store.location}/{folder}{MANIFEST}")
-    return [manifest, *(read_listed(store, folder, entry) for entry in head.tables)]
-
-
-def load_contents(metadata: list[bytes], number: int, *, location: str) -> Contents:
-    """What `metadata_files` says that a save holds."""
-    folder = folder_of(number)
-    where = f"{location}/{folder}".rstrip("/")
-    head = Head.unpack(metadata[0], location=f"{where}/{MANIFEST}")
-    return contents_of(head, metadata[1:], folder=folder, location=where)
+def read_save(store: Store, number: int) -> Contents:
+    """What a committed save holds, from its manifest and its tables, which are verified. Raises CheckpointError."""
+    head, folder = read_head(store, number), folder_of(number)
+    tables = [read_listed(store, folder, entry) for entry in head.tables]
+    return contents_of(head, tables, folder=folder, location=f"{store.location}/{folder}".rstrip("/"))
 
 
 def clean_up(store: Store, number: int) -> None:
@@ -271,7 +262,7 @@ def _own_files(head: Head) -> Iterable[str]:
 
 
 def _own(names: Iterable[str], number: int) -> list[str]:
-    """Files that a saver has made in the folder of a save; what users put there, folders among it, is theirs."""
+    """Files that a saver has made in the folder of a save. What users put there, folders among it, is theirs."""
     folder = folder_of(number)
     return [name for name in names if _OWN_FILE.fullmatch(name.removeprefix(folder))]
 
@@ -286,31 +277,65 @@ def _delete_all(store: Store, names: Iterable[str]) -> None:
         store.delete(name)
 
 
-def prune(path: Address, *, keep: int) -> list[str]:
+def prune(path: Address, *, keep: int, keep_every: int | None = None) -> list[str]:
     """Remove all committed saves at `path` but the newest `keep`; returns the folders that were removed.
 
+    keep_every: saves whose step is a multiple of it stay as well.
+
     A save loses its manifest first, so that at no instant it seems whole and is not. In a run of many ranks one calls
-    it. Saves whose manifest is damaged, or names files that are not there, do not count, and stay; so do saves under
-    other names than savers give, and files that no saver has made.
+    it. Saves with a damaged manifest or missing files do not count, and stay. So do saves under other names than savers
+    give, and files that no saver has made. Nothing is removed unless a save that stays has all bytes of its files.
     Raises CheckpointError when something cannot be removed.
     """
-    # True is an int of Python, and would keep one save.
-    if type(keep) is not int:
-        raise CheckpointError(f"keep is {keep!r}, a {type(keep).__name__}; give a whole number")
-    if keep < 1:
-        raise CheckpointError(f"keep is {keep}, which leaves no save; keep 1 or more")
+    check_retention(keep, keep_every)
     store = store_of(path)
     with storing(store, "", "listed"):
         listing = list_saves(store)
     # Otherwise a damaged save would count as the one to keep, and the last that loads would go.
     good = [number for number in listing.committed if _is_good(store, listing, number)]
+    staying = _staying(store, good, keep)
     # Oldest first: where it stops at an error, the newest saves are the ones that are left.
     removed = []
-    for number in good[:-keep]:
+    for number in good[: max(0, len(good) - staying)]:
+        if keep_every is not None and (step := read_head(store, number).step) is not None and step % keep_every == 0:
+            continue
         with storing(store, folder_of(number), "removed"):
             remove_save(store, listing, number)
         removed.append(folder_of(number).rstrip("/"))
     return removed
+
+
+def check_retention(keep: int, keep_every: int | None) -> None:
+    """Raise CheckpointError for numbers by which no saves can be kept."""
+    for name, given in (("keep", keep), ("keep_every", keep_every)):
+        # True is an int of Python, and would keep one save.
+        if given is not None and type(given) is not int:
+            raise CheckpointError(f"{name} is {given!r}, a {type(given).__name__}; give a whole number")
+    if keep is None or keep < 1:
+        raise CheckpointError(f"keep is {keep}, which leaves no save; keep 1 or more")
+    if keep_every is not None and keep_every < 1:
+        raise CheckpointError(f"keep_every is {keep_every}; give a number of steps, 1 or more, or leave it out")
+
+
+def _staying(store: Store, good: list[int], keep: int) -> int:
+    """How many of the newest saves stay: `keep`, or so many that one of them has all bytes of its files."""
+    for age, number in enumerate(reversed(good), 1):
+        if _has_all_bytes(store, number):
+            return max(keep, age)
+    return len(good)
+
+
+def _has_all_bytes(store: Store, number: int) -> bool:
+    """Whether the files of a save are as long as its manifest says."""
+    head = read_head(store, number)
+    try:
+        for entry in (*head.files, *head.tables):
+            with OpenFile(store, folder_of(number) + entry.name) as file:
+                if file.size != entry.bytes:
+                    return False
+    except CheckpointError:
+        return False
+    return True
 
 
 def _is_good(store: Store, listing: Listing, number: int) -> bool:

@@ -9,10 +9,8 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
-
-import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard
@@ -22,10 +20,10 @@ from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
-from shardwise.checkpoint.saves import storing
+from shardwise.checkpoint.saves import check_retention, prune, storing
 from shardwise.checkpoint.state_pieces import Held, KnownDTensors, bytes_of, hold, merge_ties
-from shardwise.checkpoint.states import State, wrong_rewrite
-from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
+from shardwise.checkpoint.stores import Address, Store, free_bytes_of, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
@@ -37,7 +35,7 @@ from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["Arguments", "Prepared", "SaveMemory", "prepare", "save", "write_pieces"]
+__all__ = ["Arguments", "Prepared", "Retention", "SaveMemory", "prepare", "save", "write_pieces"]
 
 VISIBLE_SECONDS = 30.0
 """After so long every network file system shows what another host has written, unless it is configured otherwise."""
@@ -49,12 +47,13 @@ _COMMIT, _WAITING = "verdict on the commit of a save", b"waiting"
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a caller asks to have saved beside the state, and how."""
+    """The caller's options of a save, apart from the state."""
 
-    extra: Mapping[str, Any] | None
+    extra: Mapping[str, object] | None
     step: int | None
     file_layout: FileLayout
     rewrite: Rewrite | None = None
+    data: SomeData | None = None
 
     def checked(self) -> "Arguments":
         """With all defaults filled in. Raises CheckpointError for what cannot be saved."""
@@ -63,9 +62,15 @@ class Arguments:
             raise CheckpointError(f"extra is a {type(extra).__name__}; give a dict of JSON values")
         if strange := [key for key in extra if not isinstance(key, str)]:
             raise CheckpointError(f"extra has the key {strange[0]!r}; its own keys are strings")
+        if self.data is not None:
+            data = positioned(self.data)
+            if CURSOR_KEY in extra:
+                raise CheckpointError(f"extra has the key {CURSOR_KEY!r}, which is that of data; leave it out of extra")
+            extra = {**extra, CURSOR_KEY: dict(data.cursor())}
         step = self.step
-        if step is None and type(extra.get("step")) is int:
-            step = extra["step"]
+        given = extra.get("step")
+        if step is None and type(given) is int:
+            step = given
         # A copy: an asynchronous save writes it later, and the caller may have changed its dict by then.
         extra = packed(dict(extra), "extra")
         if self.file_layout not in get_args(FileLayout):
@@ -83,6 +88,37 @@ class Arguments:
         text = None if self.rewrite is None else str(self.rewrite)
         # Sorted: dicts are equal whatever the order in which ranks filled them.
         return json.dumps([self.extra, self.step, self.file_layout, text], sort_keys=True).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which saves stay once a new one is committed; all do where `keep` is None. See `prune`."""
+
+    keep: int | None
+    keep_every: int | None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None:
+            check_retention(self.keep, self.keep_every)
+        elif self.keep_every is not None:
+            raise CheckpointError("keep_every was given without keep, so that all saves stay; give both")
+
+    def counted(self, arguments: Arguments, state: State) -> Arguments:
+        """The same with the step by which `keep_every` goes: that of an engine, where the caller says none."""
+        if self.keep_every is None or arguments.step is not None or "step" in (arguments.extra or {}):
+            return arguments
+        steps = getattr(state, "steps", None)
+        if type(steps) is not int:
+            raise CheckpointError("keep_every goes by steps, and this save has none; give step=")
+        return replace(arguments, step=steps)
+
+    def apply(self, path: Address, channel: Channel) -> None:
+        """Remove the others: rank 0 does, and all ranks raise what it meets."""
+        if self.keep is None:
+            return
+        with agreed(channel, purpose="verdict on removing old saves"):
+            if channel.rank == 0:
+                prune(path, keep=self.keep, keep_every=self.keep_every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,32 +146,44 @@ def save(
     path: Address,
     state: State,
     *,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     step: int | None = None,
     layout: FileLayout = "pieces",
     rewrite: Rewrite | None = None,
     channel: Channel | None = None,
+    data: SomeData | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
 ) -> SaveReport:
     """Save `state` as a new save in the folder `path`, which may hold others: they stay as they are.
 
     path: a folder, an address of fsspec ("s3://bucket/run"), or a Store, that all ranks see.
-    state: tensors by name (plain or DTensor; plain ones are alike on all ranks), tensors by `Piece`, or an object with
-        `state()`, such as an engine or `TorchState(model, optimizer)`.
+    state: tensors by name (plain or DTensor; plain ones are alike on all ranks), or tensors by `Piece`. Or an object
+        with `state()`, such as an engine or `TorchState(model, optimizer)`.
     extra: JSON values to go with it, such as `scheduler.state_dict()`; every rank gives the same. Keys of dicts may
         be numbers too.
     step: by which it can be loaded later (default: `extra["step"]`, if that is a whole number).
-    layout: "pieces": each rank writes what it holds, replicas once; "whole": every tensor lies whole in one file.
+    layout: "pieces": each rank writes its own elements, replicas once; "whole": every tensor is whole in one file.
     rewrite: from the names and shapes of `state` to those that are saved; the same on all ranks. Optimizer state and
         settings go along, and the save keeps what its inverse needs. Casts happen as the files are written.
     channel: the ranks that hold the state together; all of them call this. Default: that of an engine, else see
         `default_channel`.
+    data: how far the run has read its samples goes along, as `extra["sw.Data"]`; a `sw.Data`, or several by name
+        (`{"text": text, "code": code}`), at the same place on all ranks.
+    keep: older saves are removed afterwards but for so many of the newest, this one included (see `prune`).
+    keep_every: with `keep`: saves whose step is a multiple of it stay as well. An engine's step is its `steps`, if
+        none is given.
 
     The save becomes visible in one atomic act, after all ranks have written and flushed their files. Raises
-    CheckpointError, the same on all ranks, when it cannot be made (RewriteError, when the rewrite does not fit the
-    state); then older saves are untouched.
+    CheckpointError, the same on all ranks, when the save fails, and RewriteError when the rewrite does not fit the
+    state. Then older saves are untouched.
     """
+    retention = Retention(keep, keep_every)
     with given_or_default(channel or channel_of(state), "a save") as used:
-        return _save(used, path, state, Arguments(extra, step, layout, rewrite))
+        arguments = retention.counted(Arguments(extra, step, layout, rewrite, data), state)
+        report = _save(used, path, state, arguments)
+        retention.apply(path, used)
+    return report
 
 
 def _save(
@@ -163,7 +211,7 @@ def _save(
             if committed.values[0] != _WAITING:
                 break
     except CheckpointError:  # all ranks refuse; after a lost peer nobody knows whether it was committed
-        discard(store, attempt, channel.rank)
+        discard(store, attempt, channel.rank or None)
         raise
     return prepared.report(channel.rank)
 
@@ -262,14 +310,15 @@ def prepare(
         if channel.rank == 0:
             attempt = begin(store)
             # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
-            gathered.value = json.dumps([attempt.number, attempt.id]).encode()
+            place = [attempt.number, attempt.id, store.location, free_bytes_of(store)]
+            gathered.value = json.dumps(place).encode()
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step, layout and rewrite are "
-            f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0; make the same call on all"
+            f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
-    number, name = json.loads(gathered.values[0])
+    number, name, location, free_bytes = json.loads(gathered.values[0])
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
     # Ranks know different settings, such as the optimizers of their own stage.
@@ -281,6 +330,12 @@ def prepare(
         if findings:
             raise CheckpointError(*findings, about="the optimizers do not fit the rewrite")
     aliases, arrangement = memory.arranged(pieces, ties, arguments.file_layout)
+    # All ranks write to one store, so rank 0 has seen the room of all, and every rank refuses alike.
+    if free_bytes is not None and arrangement.num_bytes > free_bytes:
+        raise CheckpointError(
+            f"{location} has {free_bytes:,} bytes free, and the files of all ranks in this save need "
+            f"{arrangement.num_bytes:,}. Remove older saves, keep fewer of them, or save elsewhere; nothing was written"
+        )
     description = Description(
         step=arguments.step,
         layout=_layout_in_words(settings, channel.size),
@@ -299,9 +354,9 @@ def prepare(
 
 
 def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
-    """Fill a file with pieces out of the tensors that hold them, without a copy where they lie in plain CPU memory."""
+    """Fill a file with pieces out of the tensors that hold them, without a copy if they are in plain CPU memory."""
     for piece in pieces:
-        holding = piece if piece in held.tensors else _holding(piece, held.tensors)
+        holding = holding_of(piece, held)
         casts = [torch_dtype(each) for each in held.casts.get(holding, ())]
         # A chunk may be memory of the tensor itself, or a bounce buffer that the next chunk takes over: it is written
         # before the next is asked for.
@@ -309,13 +364,15 @@ def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
             sink.write(bytes_of(chunk))
 
 
-def _holding(part: Piece, tensors: Mapping[Piece, torch.Tensor]) -> Piece:
-    """The piece that a part of a replica was cut from."""
+def holding_of(part: Piece, held: Held) -> Piece:
+    """The piece that this rank holds and that `part` is, or was cut from as a part of a replica."""
+    if part in held.tensors:
+        return part
     return next(
-        held
-        for held in tensors
-        if (held.name, held.offset, held.shape) == (part.name, part.offset, part.shape)
-        and held.elements.intersect(part.elements) == part.elements
+        each
+        for each in held.tensors
+        if (each.name, each.offset, each.shape) == (part.name, part.offset, part.shape)
+        and each.elements.intersect(part.elements) == part.elements
     )
 
 

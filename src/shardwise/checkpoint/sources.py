@@ -10,7 +10,7 @@ import xxhash
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import read_foreign, recognise
 from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
-from shardwise.checkpoint.saves import folder_of, load_contents, metadata_files, select
+from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
@@ -46,7 +46,7 @@ def _read_save(store: Store, step: int | None) -> Contents:
     for attempt in range(1, ATTEMPTS + 1):
         number = select(store, step=step)
         try:
-            return load_contents(metadata_files(store, number), number, location=store.location)
+            return read_save(store, number)
         except CheckpointError:
             if attempt == ATTEMPTS or not _is_removed(store, folder_of(number) + MANIFEST):
                 raise
@@ -93,7 +93,7 @@ class Source:
 
 
 def agree_on_source(channel: Channel, path: Address, *, step: int | None, shared: bool) -> Source:
-    """What lies at `path`, known to all ranks.
+    """The checkpoint at `path`, known to all ranks.
 
     shared: rank 0 reads the metadata for all, and every rank sees the files. Otherwise every rank looks; those that
     find the checkpoint are its readers. Raises the same CheckpointError on all ranks when none does.
@@ -132,8 +132,8 @@ def _agree_on_contents(
     for rank, (other, elsewhere) in seen.items():
         if other != digest:
             raise CheckpointError(
-                f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}; choose one that "
-                "they have in common (step=..., or --resume PATH of one save), or remove what is newer on some"
+                f"rank {first} and rank {rank} see different checkpoints at {place} and {elsewhere}. Choose one that "
+                "both see (step=..., or --resume PATH of one save), or remove the newer ones"
             )
     text = b"" if contents is None or channel.rank != first else _pack(contents)
     texts = channel.exchange(text, purpose="contents of the checkpoint")
@@ -142,7 +142,7 @@ def _agree_on_contents(
 
 
 def _digest(contents: Contents) -> str:
-    """Equal for one checkpoint wherever it lies."""
+    """Equal for one checkpoint at any place."""
     return str(xxhash.xxh3_128_hexdigest(_pack(replace(contents, location=""))))
 
 
@@ -161,6 +161,7 @@ def _pack(contents: Contents) -> bytes:
         "extra": dict(contents.extra),
         "step": contents.step,
         "layout": contents.layout,
+        "notes": list(contents.notes),
         "manifest": contents.manifest,
         "tables": [table.decode() for table in tables],
     }
@@ -171,5 +172,6 @@ def _unpack(data: bytes) -> Contents:
     head = json.loads(data)
     files = list(head["file_sizes"])
     tables = [table.encode() for table in head.pop("tables")]
+    head["notes"] = tuple(head["notes"])
     head["file_heads"] = {name: (size, bytes.fromhex(sums)) for name, (size, sums) in head["file_heads"].items()}
     return Contents(**head, tensors=unpack_tables(tables, files, block_bytes=head["block_bytes"]))

@@ -42,10 +42,10 @@ class Held:
     aliases: dict[str, str] = field(default_factory=dict)
     """Names that share the storage of another: alias -> name."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What the object says beside its tensors."""
+    """The object's words on its tensors."""
     casts: Mapping[Piece, Sequence[str]] = field(default_factory=dict)
     """Pieces whose tensors are of another dtype, and what their elements are cast to, one after the other, when they
-    are written or sent; the last is the piece's."""
+    are written or sent. The last is the piece's."""
 
 
 class KnownDTensors:
@@ -181,8 +181,8 @@ def _problem(key: object, value: object) -> str | None:
         return f"{name!r} holds half of a surrogate pair, which no file can hold; rename it"
     if not isinstance(value, torch.Tensor):
         return (
-            f"{name!r} is a {type(value).__name__}, not a tensor; JSON values go into extra, and nested dicts "
-            "are to be flattened"
+            f"{name!r} is a {type(value).__name__}, not a tensor; JSON values go into extra, and nested dicts have to "
+            "be flattened"
         )
     try:
         problem = _no_elements(value)
@@ -229,21 +229,18 @@ def check_targets(held: Held) -> None:
             if (problem := _why_unwritable(piece, tensor)) is not None:
                 problems.append(problem)
             elif num_elements and tensor.is_cpu and type(tensor) is torch.Tensor and not is_writable(tensor.data_ptr()):
-                problems.append(
-                    f"{piece} would be read into memory that can only be read, such as a file that was mapped so; give "
-                    "it memory of its own: clone()"
-                )
+                problems.append(f"{piece} would be read into read-only memory, such as a mapped file; clone() it")
             elif not tensor.is_contiguous() and _shares_within(tensor):
                 problems.append(
                     f"{piece} would be read into a tensor of shape {tuple(tensor.shape)} with strides "
-                    f"{tensor.stride()}, whose elements share memory (expand()); give it memory of its own: clone()"
+                    f"{tensor.stride()}, whose elements share memory (expand()); clone() it"
                 )
             # Only tensors without gaps are compared. The extents of two with gaps may interlock, as columns of one
             # matrix do, and have no byte in common.
             elif num_elements and span_elements(tensor) == num_elements:
                 spans.setdefault(tensor.device, []).append((*extent(tensor), piece))
     problems += [
-        f"{one[2]} and {other[2]} would be read into memory that they share; give each tensor memory of its own"
+        f"{one[2]} and {other[2]} would be read into memory that they share; give each tensor its own memory"
         for found in spans.values()
         for one, other in pairwise(sorted(found, key=itemgetter(0)))
         if other[0] < one[1]
@@ -256,8 +253,8 @@ def _why_unwritable(piece: Piece, tensor: torch.Tensor) -> str | None:
     """Why torch would not write to a tensor."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return (
-            f"{piece} would be read into an inference tensor, which torch changes in inference mode only; load within "
-            "torch.inference_mode(), or give it memory of its own outside: clone()"
+            f"{piece} would be read into an inference tensor, which torch changes in inference mode only. Load within "
+            "torch.inference_mode(), or clone() it outside"
         )
     if type(tensor) is not torch.Tensor:  # a kind of tensor may refuse anything: write nothing to it
         try:
@@ -333,8 +330,8 @@ def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piec
         for alias, name in merged.items():
             if name in merged or own.get(alias, name) != name or {alias, name} <= names:
                 raise MismatchError(
-                    f"{alias} and {name} are one tensor to some ranks, but rank {rank} has them otherwise (as two, or "
-                    "in another order); tie the same tensors on all ranks, and give states in the same order"
+                    f"{alias} and {name} are one tensor on some ranks, but rank {rank} has two, or another order. Tie "
+                    "the same tensors on all ranks, and give states in the same order"
                 )
     return merged
 

@@ -6,19 +6,29 @@ A state says which pieces this rank has, as views of live tensors: asking copies
     Stateful           .state()                            also an object of the user's own
     Ordered            .state() .names()                   the order of the model, for files made of its tensors
     Restorable         .state() .settings() .restore()     engines and `TorchState`: a load may need more than copies
+    Positioned         .cursor() .check() .resume()        no state: `sw.Data`, whose position goes along
 """
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DataError
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["Ordered", "Restorable", "Restoration", "State", "Stateful", "check_arguments", "wrong_rewrite"]
+__all__ = [
+    "Ordered",
+    "Positioned",
+    "Restorable",
+    "Restoration",
+    "State",
+    "Stateful",
+    "check_arguments",
+    "wrong_rewrite",
+]
 
 
 # Checked by isinstance, for a state is a mapping or one of these; it looks for the methods only.
@@ -57,10 +67,10 @@ class Restoration(Protocol):
 class Restorable(Stateful, Protocol):
     """A Stateful that knows more than tensors: an engine, or a model with its optimizers."""
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Mapping[str, object]:
         """JSON values besides the tensors. Ranks may know different keys; keys that two know have equal values."""
 
-    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> Restoration:
+    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, object]) -> Restoration:
         """Prepare to take over `stored` (every tensor as one piece) and `settings`, without changing anything."""
 
 
@@ -70,6 +80,80 @@ class Ordered(Stateful, Protocol):
 
     def names(self) -> Sequence[str]:
         """Names of the model's parameters and buffers in its own order, ties under each of their names."""
+
+
+class Positioned(Protocol):
+    """What knows how far a run has read its samples, such as `sw.Data`."""
+
+    def cursor(self) -> Mapping[str, object]:
+        """JSON values, the same on all ranks."""
+
+    def check(self, cursor: Mapping[str, object]) -> None:
+        """Raise DataError for a cursor that is not of these samples."""
+
+    def resume(self, cursor: Mapping[str, object]) -> None:
+        """Go on from there."""
+
+
+class SeveralPositions:
+    """Several of them by name, as one: its cursor has theirs."""
+
+    def __init__(self, data: Mapping[str, Positioned]) -> None:
+        self._data = dict(data)
+
+    def cursor(self) -> Mapping[str, object]:
+        """See `Positioned`."""
+        return {name: dict(each.cursor()) for name, each in self._data.items()}
+
+    def check(self, cursor: Mapping[str, object]) -> None:
+        """See `Positioned`."""
+        saved = sorted(cursor) if holds_several(cursor) else []
+        if saved != sorted(self._data):
+            has = f"those of {', '.join(saved)}" if saved else "one without a name"
+            raise DataError(
+                f"the save has cursors of other data: {has}, and data has {', '.join(sorted(self._data))}. Give the "
+                "data of the saved run"
+            )
+        for name, each in self._data.items():
+            try:
+                each.check(cursor[name])  # type: ignore[arg-type]  # what is no cursor is refused there
+            except DataError as error:
+                raise DataError(f"{name}: {error}") from error
+
+    def resume(self, cursor: Mapping[str, object]) -> None:
+        """See `Positioned`."""
+        for name, each in self._data.items():
+            each.resume(cursor[name])  # type: ignore[arg-type]  # it was checked
+
+
+SomeData: TypeAlias = Positioned | Mapping[str, Positioned]
+"""What `save` and `load` take as data: one, or several by name."""
+
+
+def positioned(data: SomeData) -> Positioned:
+    """The data as one. Raises CheckpointError for what has no cursor."""
+    given = {f"data[{name!r}]": each for name, each in data.items()} if isinstance(data, Mapping) else {"data": data}
+    for name, each in given.items():
+        if not all(hasattr(each, wanted) for wanted in ("cursor", "check", "resume")):
+            raise CheckpointError(
+                f"{name} is a {type(each).__name__}; give the sw.Data that the loop reads, or leave it out"
+            )
+    if not isinstance(data, Mapping):
+        return data
+    if strange := [name for name in data if not isinstance(name, str)]:
+        raise CheckpointError(f"data has the key {strange[0]!r}; the names of several data are strings")
+    if not data:
+        raise CheckpointError("data is an empty dict; give a sw.Data, several by name, or leave it out")
+    return SeveralPositions(data)
+
+
+def holds_several(cursor: object) -> bool:
+    """Whether it is a cursor of several data."""
+    return isinstance(cursor, Mapping) and bool(cursor) and all(isinstance(each, Mapping) for each in cursor.values())
+
+
+CURSOR_KEY = "sw.Data"
+"""Of the cursor in the `extra` of a save."""
 
 
 State: TypeAlias = Mapping[str, torch.Tensor] | Mapping[Piece, torch.Tensor] | Stateful

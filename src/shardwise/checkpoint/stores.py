@@ -22,7 +22,22 @@ from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.errors import CheckpointError
 
-__all__ = ["Address", "OneFile", "OpenFile", "Reader", "Store", "Writer", "about", "read_whole", "reason", "store_of"]
+__all__ = [
+    "Address",
+    "OneFile",
+    "OpenFile",
+    "Reader",
+    "Store",
+    "Writer",
+    "about",
+    "free_bytes_of",
+    "is_value",
+    "open_data",
+    "read_whole",
+    "reason",
+    "store_of",
+    "value_name",
+]
 
 _MAX_METADATA_BYTES = 1 << 32
 """Of a manifest, a table or an index: a million pieces take 200 MB. They are read into memory as a whole."""
@@ -49,8 +64,61 @@ class Writer(Protocol):
         """Append; `data` may change as soon as this returns."""
 
 
+_VALUE = "value:"
+
+
+def value_name(data: bytes) -> str:
+    """The name of a data file that has a few bytes, and is nowhere but in its name.
+
+    Other programs keep some numbers in metadata that are tensors here, such as the count of an optimizer's updates.
+
+    >>> value_name(b"\\x00\\x00@@")
+    'value:00004040'
+    """
+    return f"{_VALUE}{data.hex()}"
+
+
+def is_value(name: str) -> bool:
+    """Whether `value_name` has made a name."""
+    return name.startswith(_VALUE)
+
+
+def open_data(store: "Store", name: str) -> Reader:
+    """Open a data file of a checkpoint: one of its store, or one that is nowhere but in its name."""
+    if not is_value(name):
+        return store.open(name)
+    try:
+        return _ValueReader(bytes.fromhex(name.removeprefix(_VALUE)))
+    except ValueError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
+
+
+class _ValueReader:
+    """A few bytes as a file."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        if start + len(buffer) > len(self._data):
+            raise EOFError("the value has fewer bytes")
+        buffer[:] = self._data[start : start + len(buffer)]
+
+    def close(self) -> None:
+        pass
+
+
 class Store(Protocol):
     """A folder of files under names such as "save-00000001/manifest.json".
+
+    A store may have a method `free_bytes() -> int | None` in addition: the room that is left. A save that needs more is
+    refused before it begins.
 
     Folders exist while they hold a file: they need no making, and go with their last file. All failures are OSError
     (FileNotFoundError, FileExistsError, PermissionError, ... with `strerror`) or EOFError. Names that could lead out of
@@ -73,7 +141,7 @@ class Store(Protocol):
 
     # The size is announced so that a store can reserve the room, and refuse before the first byte.
     def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
-        """Begin a new file of `num_bytes` bytes under a name that is not in use; it is durable when the context ends.
+        """Begin a new file of `num_bytes` bytes under a name that is not in use. It is durable when the context ends.
 
         Raises FileExistsError for a name in use, and ValueError when other than `num_bytes` bytes were written. When
         the context ends by an error the file may stay, in parts.
@@ -82,7 +150,7 @@ class Store(Protocol):
     def create(self, name: str, data: bytes) -> None:
         """Make a whole, durable file in one atomic act; raises FileExistsError, and changes nothing, if there is one.
 
-        Of several that create one name at a time, exactly one succeeds. Nobody ever sees the file in parts.
+        Of several that create one name at a time, exactly one succeeds. No reader ever sees the file in parts.
         """
 
     def delete(self, name: str) -> None:
@@ -91,6 +159,12 @@ class Store(Protocol):
 
 Address: TypeAlias = str | os.PathLike[str] | Store
 """A folder, an address of fsspec ("s3://bucket/run"), or a store."""
+
+
+def free_bytes_of(store: Store) -> int | None:
+    """The room that is left in a store; None where it is not known."""
+    free = getattr(store, "free_bytes", None)
+    return None if free is None else free()
 
 
 def store_of(where: Address) -> Store:

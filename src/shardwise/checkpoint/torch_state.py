@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
-from shardwise.plan.names import state_name
+from shardwise.plan.names import named_by_wrappers, state_name
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -48,10 +48,10 @@ __all__ = ["TorchRestoration", "TorchState"]
 class TorchState:
     """A model and its optimizers, to be saved and loaded by name: `save(path, TorchState(model, optimizer))`.
 
-    model: any module; what DistributedDataParallel and torch.compile put before names is left out, so that a wrapped
-    model and a plain one have the same names. optimizers: over parameters of the model; none: the model alone.
-    Parameters may be DTensors (FSDP2). State of parameters that are frozen now is left out. Raises OptimizerError for
-    optimizers of parameters that the model does not have.
+    model: any module. Prefixes of DistributedDataParallel and torch.compile are left out, so that a wrapped model and a
+    plain one have the same names. optimizers: over parameters of the model; none: the model alone. Parameters may be
+    DTensors (FSDP2). State of parameters that are frozen now is left out. Raises OptimizerError for optimizers of
+    parameters that the model does not have.
     """
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -64,8 +64,8 @@ class TorchState:
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank holds, as views: the tensors of `model.state_dict()` and `optimizer/<parameter>/<key>`.
 
-        Raises CheckpointError for entries of the state dict that are no parameters or buffers, and OptimizerError for
-        optimizer state that is neither a tensor nor a number.
+        Raises CheckpointError for entries of the state dict that are no parameters or buffers. Raises OptimizerError
+        for optimizer state that is no tensor and no number.
         """
         tensors = _Tensors.of(self._model)
         state = tensors.pieces()
@@ -89,7 +89,7 @@ class TorchState:
         """Names of the model's parameters and buffers in its own order, ties under each of their names."""
         return list(_Tensors.of(self._model).names)
 
-    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> "TorchRestoration":
+    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, object]) -> "TorchRestoration":
         """Prepare to take over a checkpoint, without changing anything; `load` calls it and does the rest.
 
         stored: every tensor of the checkpoint as one piece. settings: as `settings` gave them, or an engine's; {} for
@@ -114,10 +114,11 @@ class TorchRestoration:
         self._trained = trained
         self._origin = origin
         self._found_origin = origin_of(settings)
-        self.aliases: Mapping[str, str] = tensors.ties
-        """Other names of wanted tensors (ties): alias -> name."""
+        own = {name: tensors.ties.get(name, name) for name in tensors.names}
+        self.aliases: Mapping[str, str] = {**named_by_wrappers(stored, own), **tensors.ties}
+        """Other names of wanted tensors, of ties and of modules with other wrappers: alias -> name."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.by_name.items()}
-        self.accounted: Collection[str] = names_without_elements(shapes, tensors.ties, stored=stored, settings=settings)
+        self.accounted: Collection[str] = names_without_elements(shapes, self.aliases, stored=stored, settings=settings)
         """Names that are not read: tensors without elements."""
         self.wanted: dict[Piece, torch.Tensor] = {
             piece: part for piece, part in tensors.pieces().items() if piece.name not in self.accounted
@@ -125,7 +126,7 @@ class TorchRestoration:
         """What to read, and the tensors that take it: those of the model, in place, and optimizer state."""
         live = [parameter for each in trained for parameter in each.live()]
         named = [each.named() for each in trained]
-        self._plan = plan_optimizers(named, live, tensors.ties, stored=stored, settings=settings)
+        self._plan = plan_optimizers(named, live, self.aliases, stored=stored, settings=settings)
         self.findings: Sequence[str] = self._plan.findings
         """What of the stored settings does not fit."""
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
@@ -183,9 +184,9 @@ class _Tensors:
             name = _prefix(path, prefixes) + attribute
             if not isinstance(tensor, torch.Tensor) or _place(tensor) not in registered:
                 raise CheckpointError(
-                    f"{name!r} in model.state_dict() is neither a parameter nor a buffer of the model (a hook or "
-                    "get_extra_state() makes it), so that a load could not write to it; save the rest by name, and "
-                    "such values in extra"
+                    f"{name!r} in model.state_dict() is no parameter and no buffer of the model. A hook or "
+                    "get_extra_state() makes it, so a load cannot write to it. Save the rest by name, and such "
+                    "values in extra"
                 )
             names.append(name)
             # The first name is the stored one; later names of the same memory are ties.
@@ -220,7 +221,7 @@ class _Trained:
         if foreign := [parameter for parameter, _ in held if parameter not in name_of]:
             raise OptimizerError(
                 f"{len(foreign)} parameters of {type(optimizer).__name__} are not the model's, the first of shape "
-                f"{list(foreign[0].shape)}; give the model over whose parameters it was built"
+                f"{list(foreign[0].shape)}; give the model that has them"
             )
         return cls(
             optimizer=optimizer,
@@ -286,8 +287,8 @@ def _trained(tensors: _Tensors, optimizers: Sequence[torch.optim.Optimizer]) -> 
     names = [name for each in trained for group in each.groups for name in group]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise OptimizerError(
-            f"{min(twice)!r} is trained twice, by several optimizers or as several parameters that share its storage; "
-            "a checkpoint has one state for a parameter"
+            f"{min(twice)!r} is trained twice, by several optimizers or as several parameters of one storage; a "
+            "checkpoint has one state per parameter"
         )
     return trained
 
@@ -355,7 +356,7 @@ def _pieces(name: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether every element has a place of its own."""
+    """Whether every element has its own place in memory."""
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor
     # An expanded tensor has one place for many elements, and a load would write them over each other.
     return local.is_contiguous()

@@ -42,7 +42,7 @@ __all__ = [
 
 
 WINDOW_BYTES = 8 << 20
-"""So much is in memory at a time, beside the batch that is being read."""
+"""So much is in memory at a time, in addition to the batch that is being read."""
 
 
 LARGE_WINDOW_BYTES = 32 << 20
@@ -200,7 +200,7 @@ class _Neighbours:
 
 
 def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
-    """The same elements in as few targets as neighbours allow. All lie in one memory."""
+    """The same elements in as few targets as neighbours allow. All are in one memory."""
     rows: list[_Neighbours] = []
     latest: dict[str, _Neighbours] = {}
     for target in targets:
@@ -218,10 +218,10 @@ TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget]]
 
 
 class PieceReader:
-    """Reads pieces of stored tensors, or of what a rewrite makes of them, into a buffer of its own.
+    """Reads pieces of stored tensors, or of a rewrite's outputs, into its own buffer.
 
-    Each call takes the buffer over from the one before. Every block of which a call needs something is read once,
-    verified, and copied to all the places in the pieces where its elements go.
+    Each call takes the buffer over from the one before. Every block that a call needs is read once, verified, and
+    copied to all places of its elements in the pieces.
     """
 
     def __init__(

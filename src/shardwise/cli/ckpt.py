@@ -30,7 +30,9 @@ def ckpt() -> None:
 def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
     """List the saves at PATH, and the tensors of the newest.
 
-    PATH is a folder or an address: of saves, of one save, of safetensors files, or of torch.distributed.checkpoint.
+    PATH is a folder or an address: of saves, of one save, of safetensors files, of torch.distributed.checkpoint, or of
+    a model that torch.save wrote. It may be one safetensors file, or one file of torch.save (.pt, .pth, .ckpt, .bin),
+    or one GGUF file.
     """
     with errors_in_words(debug=debug):
         from shardwise import checkpoint
@@ -61,7 +63,7 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
 
 def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | CheckpointError]") -> None:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.observers import size
+    from shardwise.train.quantities import size
 
     click.echo(f"{path}: {plural(len(heads), 'save')}{listing.torn_note()}{listing.renamed_note()}")
     rows = []
@@ -90,7 +92,7 @@ def _print_saves(path: str, listing: "Listing", heads: "dict[int, Head | Checkpo
 
 def _print_tensors(contents: "Contents") -> None:
     from shardwise.checkpoint.contents import printable
-    from shardwise.train.observers import size
+    from shardwise.train.quantities import size
 
     when = "" if contents.step is None else f", step {contents.step}"
     kind = "" if contents.format == "shardwise" else f", {contents.format}"
@@ -113,6 +115,8 @@ def _print_tensors(contents: "Contents") -> None:
     print_table(header, rows, numbers=frozenset({"pieces", "bytes", "files"}))
     for alias, name in contents.aliases.items():
         click.echo(f"{printable(alias)} is {printable(name)}")
+    for note in contents.notes:
+        click.echo(printable(note))
 
 
 def _as_json(
@@ -158,6 +162,7 @@ def _as_json(
             ],
             "aliases": dict(contents.aliases),
             "extra": dict(contents.extra),
+            "notes": list(contents.notes),
         },
     }
 
@@ -174,7 +179,7 @@ def _piece_as_json(stored: "StoredPiece") -> dict[str, Any]:
     }
 
 
-SAME, DIFFERENT, TROUBLE = 0, 1, 2
+DIFFERENT, TROUBLE = 1, 2
 """As diff(1) has them."""
 
 
@@ -189,9 +194,9 @@ SAME, DIFFERENT, TROUBLE = 0, 1, 2
 def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: bool, as_json: bool, debug: bool) -> None:
     """Compare the checkpoints A and B tensor by tensor, whatever their formats and layouts.
 
-    Each is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, or a folder of
-    torch.distributed.checkpoint. Elements are equal when all their bits are; where dtypes differ, values are compared.
-    Pieces of two saves of ours with equal checksums are not read: `verify` tells whether the files are sound.
+    Each is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save, or a
+    folder of torch.distributed.checkpoint. Elements are equal when all their bits are; where dtypes differ, values are
+    compared. Pieces of two saves of ours with equal checksums are not read: `verify` tells whether the files are sound.
 
     Exit codes, as diff(1) has them: 0 the same, 1 different, 2 trouble, 130 stopped by Ctrl-C.
     """
@@ -207,7 +212,8 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
     except Exception as error:
         print_verdict(ExitVerdict.of(error, rank=None, debug=debug))
         sys.exit(TROUBLE)  # not 1, which says that both were read and differ: scripts tell these apart
-    sys.exit(SAME if found.equal else DIFFERENT)
+    if not found.equal:
+        sys.exit(DIFFERENT)
 
 
 @ckpt.command("verify")
@@ -251,7 +257,7 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
 
 
 def _print_report(report: "VerifyReport") -> None:
-    from shardwise.train.observers import size
+    from shardwise.train.quantities import size
 
     if report.good:
         click.echo(
@@ -269,22 +275,21 @@ def _print_report(report: "VerifyReport") -> None:
 def _total_bytes(path: str, step: int | None, *, verifies_all: bool) -> int:
     """Bytes that will be read, as far as it is known."""
     from shardwise import checkpoint
-    from shardwise.checkpoint.saves import list_saves, read_head
+    from shardwise.checkpoint.saves import list_saves, read_head, select
     from shardwise.errors import CheckpointError
 
-    if not verifies_all:
-        return checkpoint.open(path, step=step).contents.num_bytes
     total = 0
-    with contextlib.suppress(OSError):
+    # What is wrong is said by who verifies.
+    with contextlib.suppress(OSError, CheckpointError):
         store = checkpoint.store_of(path)
-        for number in list_saves(store).committed:
+        for number in list_saves(store).committed if verifies_all else [select(store, step=step)]:
             with contextlib.suppress(CheckpointError):
                 total += read_head(store, number).num_bytes
     return total
 
 
 def _num_others(path: str) -> int:
-    """Saves beside the one that was verified."""
+    """Other saves than the verified one."""
     from shardwise import checkpoint
     from shardwise.checkpoint.saves import list_saves
 

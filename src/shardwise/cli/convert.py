@@ -45,7 +45,7 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
     "shardwise.",
 )
 @click.option("--inverse", is_flag=True, help="Undo the rewrite; without --rewrite, the one by which SRC was made.")
-@click.option("--lossy", is_flag=True, help="With --inverse: also where the rewrite has rounded or copied values.")
+@click.option("--lossy", is_flag=True, help="With --inverse: also undo rewrites that rounded or copied values.")
 @click.option(
     "--set",
     "parameters",
@@ -57,20 +57,20 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.option(
     "--like",
     metavar="ORIGINAL",
-    help="With --inverse: a checkpoint that has the names, shapes and dtypes to go back to, where SRC "
-    "does not say by which rewrite it was made or loaded. With --certify, what is written is compared with it.",
+    help="With --inverse: a checkpoint with the names, shapes and dtypes to go back to, if SRC does not record its "
+    "rewrite. --certify compares the written files with it.",
 )
 @click.option(
     "--config",
     metavar="FILE_OR_DIR",
-    help="A config.json, or a folder with one and the files of a tokenizer: for DST, in the place of what SRC has.",
+    help="A config.json, or a folder with one and a tokenizer, for DST instead of those of SRC.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
     help="With --to hf: write floats in this dtype, out of masters where SRC has them (default: as they are stored).",
 )
-@click.option("--dry-run", is_flag=True, help="Read metadata only, show what would become of what, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Read metadata only, show which outputs SRC would give, write nothing.")
 @click.option(
     "--certify", is_flag=True, help="Read DST again, back through the inverse, and write round-trip.json there."
 )
@@ -93,17 +93,18 @@ def convert(
 ) -> None:
     """Write the checkpoint SRC to DST in another form.
 
-    SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, or a folder of
-    torch.distributed.checkpoint. No model is needed, and memory stays bounded. DST is there as a whole or not at all.
+    SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save, or a
+    folder of torch.distributed.checkpoint. No model is needed, and memory stays bounded. DST is there as a whole or not
+    at all.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
     wrong = {
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
-        "--like says where the inverse of a rewrite leads; give --inverse": like is not None and not inverse,
+        "--like is for the inverse of a rewrite; give --inverse": like is not None and not inverse,
         "--lossy is for the way back; give --inverse": lossy and not inverse,
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
-        "--dry-run shows what a rewrite does; name one with --rewrite": dry_run and rewrite is None and not inverse,
+        "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run and rewrite is None and not inverse,
     }
     # Before anything is read: an option that would do nothing is a misunderstanding, which costs more when found late.
     for words in (words for words, is_so in wrong.items() if is_so):
@@ -150,7 +151,7 @@ def _pointing_back(*, is_blind: bool) -> Iterator[None]:
         # Without the original, degrees and shapes are guessed from SRC. With it the same way back may be found.
         if is_blind:
             error.add_note(
-                "If the way back has to know what was there before: --rewrite NAME --inverse --like ORIGINAL"
+                "If the way back needs the original names and shapes: --rewrite NAME --inverse --like ORIGINAL"
             )
         raise
 
@@ -166,7 +167,7 @@ def _rewrite(source: str, step: int | None, name: str | None, parameters: dict[s
 
 
 def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | str]) -> "Rewrite":
-    """The rewrite with what `--set` gives, all of which it has to know."""
+    """The rewrite with the parameters of `--set`; it has to know all of them."""
     from shardwise.errors import RewriteError
 
     if not parameters:
@@ -185,7 +186,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
 
 
 def _closing(report: "ConvertReport", seconds: float) -> str:
-    from shardwise.train.observers import size
+    from shardwise.train.quantities import size
 
     lines = [f"{report.source} ({report.source_format}) -> {report.destination}"]
     if report.left_out:

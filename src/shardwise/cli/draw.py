@@ -26,7 +26,11 @@ from shardwise.errors import ConfigError
     help="A parameter of the rewrite.",
 )
 @click.option("--tensor", "names", multiple=True, metavar="NAME", help="Draw this tensor; repeatable.")
-@click.option("--nproc", default=1, show_default=True, type=click.IntRange(min=1), help="Processes, as for train.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Processes, as for train; none are started [default: the ranks of the mesh].",
+)
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def draw(
@@ -35,7 +39,7 @@ def draw(
     rewrite: str | None,
     parameters: dict[str, int | str],
     names: tuple[str, ...],
-    nproc: int,
+    nproc: int | None,
     overrides: tuple[str, ...],
     debug: bool,
 ) -> None:

@@ -1,4 +1,4 @@
-"""How a run ends badly: exit codes, and one paragraph on stderr, whichever of the ranks have something to say.
+"""How a run ends badly: exit codes, and one paragraph on stderr from all ranks.
 
 rank 2   raises DataError      -> 000002.json     "Error: shard 7 is empty"           exit 2
 rank 0   finds rank 2 gone     -> 000000.json     about its peer                       exit PEER_FAILED
@@ -7,8 +7,10 @@ launcher reads all three, prints the words of rank 2 once, exits with 2
 """
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -31,18 +33,18 @@ class ExitVerdict:
     paragraph: str
     exit_code: int
     is_about_peer: bool
-    """The cause lies with another rank, whose own words are better."""
+    """Another rank is the cause, and its own words are better."""
     traceback: str = ""
     """What `--debug` adds. Printed with the paragraph, and so once, however many ranks met the consequences."""
 
     @classmethod
     def of(cls, error: Exception, *, rank: int | None, debug: bool) -> "ExitVerdict":
         """What to say about `error`, met on `rank`; None where there are no ranks yet."""
-        words = str(error)
+        words = _words_of(error)
         # Our own errors say what was asked and what holds. Of others the class is half of the message: KeyError: 'x'.
         if not isinstance(error, ShardwiseError):
             who = "" if rank is None else f"rank {rank}: "
-            words = f"{who}{type(error).__name__}: {words}"
+            words = f"{who}{words}"
         words = "\n".join([words, *getattr(error, "__notes__", ())])
         # What the user can change in the command, the file or the model is wrong usage; all else is a failure.
         asked = isinstance(error, PlanError | DataError | ModelError | OptimizerError | BatchError)
@@ -58,6 +60,17 @@ class ExitVerdict:
         # Written under another name first: the launcher reads *.json while ranks are still being terminated.
         (folder / f"{rank:06}.part").write_text(json.dumps(asdict(self)), encoding="utf-8")
         (folder / f"{rank:06}.part").rename(folder / f"{rank:06}.json")  # a rank that is stopped here leaves no torso
+
+
+def _words_of(error: Exception) -> str:
+    """What `error` says, with its class if the class is not ours."""
+    words = str(error)
+    # A DataLoader raises the error of a worker again, with the worker's traceback as its message.
+    caught, _, behind = words.rpartition("Traceback (most recent call last):\n")
+    if match := re.match(r"Caught \w+ (in [^\n]+)\.\n", caught):
+        lines = list(itertools.dropwhile(lambda line: line.startswith(" "), behind.rstrip().splitlines()))
+        return "\n".join(lines) + f" ({match[1]})"
+    return words if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {words}"
 
 
 def deciding_verdict(folder: Path) -> ExitVerdict | None:
@@ -85,9 +98,9 @@ def errors_in_words(*, debug: bool, rank: int | None = None, verdicts: Path | No
         yield
     except click.ClickException:  # click has its own words
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if verdicts is None:
-            click.echo("stopped by Ctrl-C", err=True)
+            click.echo("; ".join(["stopped by Ctrl-C", *getattr(interrupt, "__notes__", ())]), err=True)
         sys.exit(INTERRUPTED)
     except Stopped as stopped:
         # All ranks stop after the same update, with the same words: rank 0 says them for all.
@@ -111,9 +124,9 @@ def errors_in_words(*, debug: bool, rank: int | None = None, verdicts: Path | No
 
 
 def place_here(num_processes: int | None) -> tuple[int, int] | None:
-    """The rank of this process and how many there are; None where it runs by itself or starts `num_processes`.
+    """The rank of this process and how many there are; None where it runs alone or starts `num_processes`.
 
-    Raises UsageError where a launcher has started several, each of which would start that many again.
+    Raises UsageError where a launcher has started several, because each would start that many again.
     """
     from shardwise.launchers import place_of
 
@@ -124,8 +137,8 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
     if size > 1:
         raise click.UsageError(
             f"--nproc {num_processes} starts processes, but a launcher (torchrun, srun or mpirun) has started {size} "
-            f"already, and this is rank {rank} of them: each would do the whole work again, in the same folder. Leave "
-            "out --nproc and let the launcher start one process for each rank, or let it start one in all"
+            f"already, and this is rank {rank}. Each would do the whole work again, in the same folder. Leave out "
+            "--nproc and let the launcher start one process for each rank, or let it start one in all"
         )
     return None
 

@@ -40,7 +40,7 @@ def schedule(
     """Check a schedule of pipeline stages and draw its timeline.
 
     NAME is fthenb, 1f1b or interleaved; FILE holds a schedule of your own, as --orders shows one. A NAME that would
-    deadlock with these transfers is changed as in training, and the drawing says so; a FILE is never changed.
+    deadlock with these transfers is changed as in training, and the drawing says so. A FILE is never changed.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or a schedule that cannot be run, 130 stopped by Ctrl-C.
     """

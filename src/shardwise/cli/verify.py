@@ -34,7 +34,7 @@ _SIMULATED_TIMEOUT_SECONDS = 600.0
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a setting; repeatable.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.option("--verdicts", type=click.Path(path_type=Path), hidden=True, help="Where ranks leave their verdicts.")
-@click.option("--notes", type=click.Path(path_type=Path), hidden=True, help="Where ranks leave what they computed.")
+@click.option("--notes", type=click.Path(path_type=Path), hidden=True, help="Folder of the results of ranks.")
 def verify(
     config: Path,
     layout: str,
@@ -71,13 +71,15 @@ def verify(
 
 def _checked(path: Path, layout: str, overrides: tuple[str, ...], num_processes: int | None) -> "RunConfig":
     """The configuration under the layout, with everything imported that it names."""
-    from shardwise.train import check_references, read_config
+    from shardwise.train import check_references, device_of, read_config
     from shardwise.train.verification.layout_words import layout_overrides
 
     mesh, everything = layout_overrides(path, layout, overrides)
     config = read_config(path, overrides=everything, num_processes=num_processes or mesh.size)
     sys.path.append(str(config.folder))  # files beside the configuration may import each other
     check_references(config)
+    if num_processes is not None:
+        device_of(config)  # simulated ranks are on the CPU, whatever it says
     return config
 
 
@@ -95,10 +97,16 @@ def _be_rank(config: "RunConfig", steps: int, notes: Path | None) -> bool:
     """Be one rank; the first one goes on alone when the run under the layout is done."""
     # The layout runs first and whole: the comparison then repeats each of its updates from the state that it had.
     from shardwise.comm import processes
+    from shardwise.train import device_of
     from shardwise.train.verification.layout_run import run_layout
     from shardwise.train.verification.verifier import compare_with_one_process
 
-    channel = processes(timeout_seconds=config.train.timeout_seconds)
+    channel = processes(
+        timeout_seconds=config.train.timeout_seconds,
+        device=device_of(config),
+        interface=config.train.interface,
+        ports=config.train.ports,
+    )
     try:
         # Rank 0 makes the folder and the others learn its name: two names would be two folders on a shared disk.
         made = _made_folder(config.output) if notes is None and channel.rank == 0 else ""

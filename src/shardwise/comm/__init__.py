@@ -1,7 +1,7 @@
 """How ranks talk: one protocol, `Channel`, and its implementations.
 
-`processes` joins real processes, which `launch` or `torchrun` started; `simulate` runs n ranks in this process; `alone`
-is a world of one; `Recorded` wraps any channel and lists its calls.
+`processes` joins real processes, which `launch` or `torchrun` started. `simulate` runs n ranks in this process. `alone`
+is a world of one. `Recorded` wraps any channel and lists its calls.
 """
 
 # Functions named like their module are bound here, before anybody can import that module and bind the name to it.

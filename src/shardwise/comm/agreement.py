@@ -9,16 +9,31 @@ refuse is decided inside `agreed`, on every rank, and ends with one exchange. On
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, repeat
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 
 from shardwise import errors
 from shardwise.comm.channel import Channel
-from shardwise.errors import CheckpointError, MismatchError, PlanError, RewriteError, ShardwiseError
+from shardwise.comm.hosts import naming_hosts
+from shardwise.comm.rank_values import ExchangesParts, RankValues
+from shardwise.errors import (
+    CheckpointError,
+    MismatchError,
+    PeerError,
+    PlanError,
+    RewriteError,
+    ShardwiseError,
+    in_words,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -29,13 +44,84 @@ class Agreement:
     """This rank's, set inside `agreed`."""
     values: Sequence[bytes] = ()
     """All ranks', in rank order, there after `agreed`."""
+    parts: Sequence[bytes] = ()
+    """More values of this rank: `num_parts` of them. Each travels for itself (`RankValues`)."""
+    of_parts: Sequence[RankValues] = ()
+    """All ranks', by parts."""
+
+
+def understood(answers: Sequence[bytes], parse: Callable[[bytes], T], *, purpose: str) -> list[T]:
+    """What each rank gave in an exchange, as `parse` reads it.
+
+    Raises PeerError, the same on all ranks, that names the first rank whose bytes mean nothing.
+    """
+    found: list[T] = []
+    # What ranks in a row have alike is read once: thousands of them agree on nearly everything.
+    for answer, count in answers.runs if isinstance(answers, RankValues) else zip(answers, repeat(1)):
+        rank = len(found)
+        try:
+            found += [parse(answer)] * count
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, struct.error) as error:
+            raise PeerError(
+                f"rank {rank} gave {len(answer)} bytes that cannot be read in exchange for {purpose!r} "
+                f"({in_words(error)}); its memory is broken, or it runs another version of shardwise",
+                rank=rank,
+                operation="exchange",
+                purpose=purpose,
+            ) from error
+    return found
+
+
+def exchange_parts(channel: Channel, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
+    """Give every rank some values, and get those of all, by parts. Each rank gives as many.
+
+    Raises PeerError, the same on all ranks, for a rank that gave other bytes.
+    """
+    if isinstance(channel, ExchangesParts):
+        return channel.exchange_parts(parts, purpose=purpose)
+    lengths = struct.Struct(f"<{len(parts)}I")
+
+    def taken_apart(answer: bytes) -> list[bytes]:
+        ends = [*accumulate(lengths.unpack_from(answer), initial=lengths.size)]
+        if ends[-1] != len(answer):
+            raise ValueError(f"parts that end at {ends[-1]}")
+        return [answer[start:end] for start, end in pairwise(ends)]
+
+    answers = channel.exchange(lengths.pack(*map(len, parts)) + b"".join(parts), purpose=purpose)
+    of_ranks = understood(answers, taken_apart, purpose=purpose)
+    return [RankValues.of(each[number] for each in of_ranks) for number in range(len(parts))]
+
+
+def a_list(answer: bytes) -> list[Any]:
+    """For `understood`: a list in JSON."""
+    return list(_of_kind(json.loads(answer), list))
+
+
+def a_table(answer: bytes) -> dict[str, Any]:
+    """For `understood`: an object in JSON."""
+    return dict(_of_kind(json.loads(answer), dict))
+
+
+def texts_in(answer: bytes) -> list[str]:
+    """For `understood`: a list of texts in JSON."""
+    return [_of_kind(each, str) for each in a_list(answer)]
+
+
+def _of_kind(value: Any, kind: type[T]) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
+    return value
 
 
 @contextmanager
 def aborting(channel: Channel, doing: str) -> Iterator[None]:
-    """An error inside that the ranks have not agreed on aborts the channel, with what this rank was `doing`."""
+    """An error inside that the ranks have not agreed on aborts the channel, with what this rank was `doing`.
+
+    Errors of shardwise name the host of each rank that they name.
+    """
     try:
-        yield
+        with naming_hosts(channel):
+            yield
     except ShardwiseError:
         # The ranks have agreed on it, or know of it: an abort would put another error in its place.
         raise
@@ -45,12 +131,15 @@ def aborting(channel: Channel, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def agreed(channel: Channel, *, purpose: str, doing: str | None = None, only: int | None = None) -> Iterator[Agreement]:
+def agreed(
+    channel: Channel, *, purpose: str, doing: str | None = None, only: int | None = None, num_parts: int = 0
+) -> Iterator[Agreement]:
     """Decide inside; where one rank raises a ShardwiseError, every rank raises the same one, with all its problems.
 
     Costs one exchange. Other errors leave at once, without it. The peers wait then until somebody aborts the channel:
     this does, where it is given what the rank is `doing`; else a caller does.
-    only: the rank that decides for all, so that its error need not name it.
+    only: the rank that decides for all, so that its error need not name it. num_parts: those that each rank gives
+    besides its value, where it gives its consent.
     """
     agreement = Agreement()
     refusal: ShardwiseError | None = None
@@ -64,12 +153,18 @@ def agreed(channel: Channel, *, purpose: str, doing: str | None = None, only: in
             channel.abort(f"{type(error).__name__} in {doing}: {error}")
         raise
     mine = b"+" + agreement.value if refusal is None else b"-" + _packed(refusal)
-    answers = channel.exchange(mine, purpose=purpose)
-    refusals = {rank: json.loads(each[1:]) for rank, each in enumerate(answers) if each[:1] == b"-"}
-    if refusals:
+    answers: Sequence[bytes]
+    if num_parts:
+        parts = agreement.parts if refusal is None else [b""] * num_parts
+        answers, *agreement.of_parts = exchange_parts(channel, [mine, *parts], purpose=purpose)
+    else:
+        answers = channel.exchange(mine, purpose=purpose)
+    verdicts = understood(answers, _verdict, purpose=purpose)
+    if any(verdicts):
+        refusals = {rank: each for rank, each in enumerate(verdicts) if each is not None}
         # Each rank builds the error from the same answers: nothing of its own goes in, so the texts cannot differ.
         raise _joined(refusals, names_ranks=only is None and len(refusals) < channel.size) from refusal
-    agreement.values = [each[1:] for each in answers]
+    agreement.values = understood(answers, lambda answer: answer[1:], purpose=purpose)
 
 
 def _packed(error: ShardwiseError) -> bytes:
@@ -79,7 +174,27 @@ def _packed(error: ShardwiseError) -> bytes:
     return json.dumps([kind, str(error), problems, notes]).encode()
 
 
-def _joined(refusals: Mapping[int, tuple[str, str, list[str], list[str]]], *, names_ranks: bool) -> ShardwiseError:
+Refusal = tuple[str, str, list[str], list[str]]
+"""The name of a class of `shardwise.errors`, its text, its problems, and its notes."""
+
+
+def _verdict(answer: bytes) -> Refusal | None:
+    """What a rank refuses with, None for its consent. Raises ValueError or TypeError where it says neither."""
+    if answer[:1] == b"+":
+        return None
+    if answer[:1] != b"-":
+        raise ValueError("neither consent nor refusal")
+    kind, text, problems, notes = a_list(answer[1:])
+    # Only errors of ours are made of what a peer says, and of texts alone.
+    found = vars(errors).get(_of_kind(kind, str))
+    if not (isinstance(found, type) and issubclass(found, ShardwiseError)):
+        raise ValueError(f"{kind} is no error of shardwise")
+    for each in (*_of_kind(problems, list), *_of_kind(notes, list)):
+        _of_kind(each, str)
+    return kind, _of_kind(text, str), problems, notes
+
+
+def _joined(refusals: Mapping[int, Refusal], *, names_ranks: bool) -> ShardwiseError:
     """One error for all that ranks refuse with. Where not all say the same, each line says which rank does."""
     names_ranks = names_ranks or len({text for _, text, _, _ in refusals.values()}) > 1
     # Ranks that say the same are one line. Where all do, none is named: the refusal is not about a rank.
@@ -107,7 +222,8 @@ def compare(channel: Channel, lines: Sequence[str], *, subject: str, hint: str) 
     digests = channel.exchange(xxhash.xxh3_128_digest(mine), purpose=f"digest of {subject}")
     if len(set(digests)) == 1:
         return
-    texts = [json.loads(each) for each in channel.exchange(mine, purpose=f"lines of {subject}")]
+    purpose = f"lines of {subject}"
+    texts = understood(channel.exchange(mine, purpose=purpose), texts_in, purpose=purpose)
     different = [rank for rank, text in enumerate(texts) if text != texts[0]]
     position, rank = min((_first_difference(texts[0], texts[rank]), rank) for rank in different)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))

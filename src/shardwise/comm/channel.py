@@ -1,9 +1,9 @@
 """The one protocol through which ranks talk, what its calls must agree on, and the simplest channel: a world of one.
 
-`Channel` is implemented by `simulated` (threads), `processes` (CPU), `nccl` (GPU), `recorded` (a list around another
-channel) and `alone`, here. All of them check their arguments with the same functions and compare the same `Signature`,
-so that a program that is wrong on one channel is wrong on all. The two sums in memory, `gather` and `scatter_sum`, are
-the reference of what the others compute::
+`Channel` is implemented by `simulated` (threads), `processes` (CPU), `device_channel` (GPU), `recorded` (a list around
+another channel) and `alone`, here. All of them check their arguments with the same functions and compare the same
+`Signature`. So a program that is wrong on one channel is wrong on all. The two sums in memory, `gather` and
+`scatter_sum`, are the reference of what the others compute::
 
     all_gather       rank 0 gives a, rank 1 gives b        output of both: a b
     reduce_scatter   rank 0 gives a0 a1, rank 1 b0 b1      output 0: a0 + b0        output 1: a1 + b1
@@ -21,6 +21,10 @@ from shardwise.errors import MismatchError
 # `wait` is not a formality: until it returns, a peer may still read the input in shared memory, or a kernel on the GPU.
 class Work(Protocol):
     """A transfer in flight. Its tensors belong to the channel until `wait` returns."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once. Asking moves nothing."""
 
     def wait(self) -> None:
         """Return when the transfer is complete; raise `PeerError` when a peer is lost or the deadline passes."""
@@ -67,7 +71,7 @@ class Channel(Protocol):
         """Zeroed bytes (uint8) on `device`, in the memory from which this channel moves tensors fastest."""
 
     def share(self, num_bytes: int) -> "Sequence[torch.Tensor] | None":
-        """Zeroed bytes on the CPU for each rank, which all ranks read in place, in rank order; this rank's are
+        """Zeroed bytes on the CPU for each rank, which all ranks read in place, in rank order. This rank's are
         its own to write.
 
         None where not all ranks of the channel share one host's memory. A collective call: every rank gives the same
@@ -83,7 +87,7 @@ class Channel(Protocol):
         """Fill `output` with every rank's `input` in rank order.
 
         `counts[r]` is the number of elements that rank r gives (default: all the same); `output` has `sum(counts)`
-        elements, `input` has `counts[rank]` and may be that very part of `output`.
+        elements, `input` has `counts[rank]` and may be its part of `output`.
         """
 
     def reduce_scatter(
@@ -91,8 +95,9 @@ class Channel(Protocol):
     ) -> Work:
         """Sum the ranks' `input`s and leave in `output` this rank's part of the sum.
 
-        `input` has `sum(counts)` elements and travels in its own dtype; the sum is taken in the dtype of `output`
-        (`counts[rank]` elements), in rank order ((r0 + r1) + r2 ...) except over NCCL, whose order is its own.
+        `input` has `sum(counts)` elements and travels in its own dtype. The sum is taken in the dtype of `output`
+        (`counts[rank]` elements), in rank order ((r0 + r1) + r2 ...), unless a channel between devices was asked to
+        leave it to their library (`device_sums`).
         `output` may be this rank's part of `input` when the dtypes are equal; otherwise they do not overlap.
         """
 
@@ -169,8 +174,8 @@ def message_signature(channel: Channel, operation: str, tensor: torch.Tensor, pe
     signature = Signature(operation=operation, purpose=purpose, dtypes=(tensor.dtype,), counts=(tensor.numel(),))
     if not 0 <= peer < channel.size or peer == channel.rank:
         raise MismatchError(
-            f"{signature}: the peer is {peer}, but this is rank {channel.rank} of a channel of {channel.size}; "
-            "name another rank of the channel"
+            f"{signature}: the peer is {peer}, but this is rank {channel.rank} of a channel of {channel.size}; name "
+            "another of its ranks"
         )
     _check_tensor(channel, signature, "the tensor", tensor)
     return signature
@@ -199,23 +204,34 @@ def gather(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], coun
 
 def scatter_sum(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
     """Leave in output r part r of ((input 0 + input 1) + input 2 ...), summed in the dtype of that output."""
-    # The order is part of the promise: floating-point sums depend on it. In rank order a sum is the same on every run,
-    # on every transport, and for every way to cut the elements over owners.
     with torch.inference_mode():
         parts = [torch.split(whole, list(counts)) for whole in inputs]
         for rank, output in enumerate(outputs):
-            terms = [part[rank] for part in parts]
-            # An output that is part of its own rank's input must not be written before that term has been added.
-            in_place = output.data_ptr() == terms[rank].data_ptr()
-            total = torch.empty_like(output) if in_place and rank > 0 else output
-            if total.data_ptr() != terms[0].data_ptr():
-                total.copy_(terms[0])
-            for term in terms[1:]:
-                # Each term is widened before it is added: bfloat16 gradients travel as they are and are summed in
-                # float32, where they would lose bits with every addition in their own dtype.
-                total.add_(term.to(output.dtype))
-            if total is not output:
-                output.copy_(total)
+            sum_in_order(output, [part[rank] for part in parts])
+
+
+def sum_in_order(output: torch.Tensor, terms: Sequence[torch.Tensor], *, scratch: torch.Tensor | None = None) -> None:
+    """Leave in `output` ((term 0 + term 1) + term 2) ..., summed in its dtype; it may be one of the terms itself.
+
+    scratch: memory for the sum where it is, in its dtype: the first term, if that may be overwritten.
+    """
+    # The order is part of the promise: floating-point sums depend on it. In rank order a sum is the same on every run,
+    # on every transport, and for every way to cut the elements over owners.
+    with torch.inference_mode():
+        # An output that is a later term must not be written before that term has been added.
+        in_place = any(output.data_ptr() == term.data_ptr() for term in terms[1:])
+        total = output
+        if in_place:
+            total = torch.empty_like(output) if scratch is None else scratch
+        if total.data_ptr() != terms[0].data_ptr():
+            total.copy_(terms[0])
+        for term in terms[1:]:
+            # Each term is widened as it is added: bfloat16 gradients travel as they are and are summed in float32,
+            # where they would lose bits with every addition in their own dtype. Wider ones are rounded first.
+            is_wider = torch.promote_types(term.dtype, output.dtype) != output.dtype
+            total.add_(term.to(output.dtype) if is_wider else term)
+        if total is not output:
+            output.copy_(total)
 
 
 # The checks look at the arguments of this rank alone and send nothing. Where they raise, the peers learn of it when
@@ -248,6 +264,8 @@ def alone(device: torch.device | str = "cpu") -> Channel:
 
 
 class _FinishedWork:
+    is_done = True
+
     def wait(self) -> None:
         """Everything was done in the call."""
 

@@ -1,175 +1,332 @@
-"""From the addresses of the processes to one link per pair, among callers that may be anybody.
+"""How the processes of a run get to each other: the links that all have from the start, and those made at first use.
 
-    store:   token (1) -> host records (2) -> TCP addresses, where a pair needs them (3) -> verdicts (4)
-    sockets: each rank connects to every lower rank, then accepts every higher one; a hello proves the token
+    store:   token (1) -> host records (2) -> verdicts (4) -> TCP addresses, where ranks need them (3)
+    sockets: links to the neighbours of `relay_neighbours`, at most seven; both sides prove themselves (`handshake`)
 
-(1) Rank 0 draws a secret; who does not know it is turned away. (2) Ranks whose records are equal share a kernel and
-its Unix sockets. (3) Listening ports are opened only then. (4) If a local connection failed anywhere, all connect
-through TCP. The hello between two ranks::
+(1) Rank 0 draws what makes the key of this channel, with the secret of the run if there is one. (2) Ranks whose records
+are equal share a kernel and its Unix sockets. (3) Listening ports are opened only then. (4) If a local connection
+failed anywhere, all connect through TCP. Rank 0 collects the records, verdicts and addresses, and each rank reads a
+table of all: a rank makes some 15 requests to the store, whatever the number of ranks.
 
-    rank 3 calls rank 1                                    rank 1 answers
-    token, 3, 1   (+ a descriptor of shared memory   -->   is the token ours, does it mean rank 1, can the memory
-                   that holds the token, if local)         be read?  then "welcome", else the connection is closed
-
-A caller has to send the token within a few seconds in all, however slowly its bytes come. Others are accepted
-meanwhile, nothing is allocated for a caller but its hello, and a stranger is dropped without an answer.
+These links carry what all ranks have to hear (`relay`). Two ranks that send messages to each other get a link for them
+when they first do. So the listeners stay open, and each rank keeps the addresses of all.
 """
 
 import contextlib
+import dataclasses
 import hashlib
-import ipaddress
+import hmac
 import json
 import os
 import secrets
-import select
 import socket
-import struct
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from functools import cache
-from importlib import metadata
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.comm.frames import WIRE
+from shardwise.comm.handshake import (
+    HELLO_SECONDS,
+    OTHER_FORMAT,
+    format_and_version,
+    key_of,
+    say_hello,
+)
+from shardwise.comm.hosts import with_hosts
+from shardwise.comm.interfaces import is_loopback, listen, own_addresses, seen_from_here
 from shardwise.comm.links import PeerLink
+from shardwise.comm.reception import LONGEST_LOOK_UP_SECONDS, LOOK_UP_SECONDS, accept
 from shardwise.comm.rendezvous import Rendezvous
-from shardwise.comm.shared_memory import map_segment
+from shardwise.comm.tree import relay_neighbours
 from shardwise.errors import MismatchError, PeerError, in_words
 
-HELLO_SECONDS = 5.0
-"""How long a hello may take, and its answer."""
-
-TOKEN_BYTES = 32
-
-HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")
-"""Token, rank that calls, rank that is called: an address may lead to another rank of another host."""
-
-_WELCOME = b"welcome"
-
-_LOOK_UP_SECONDS = 0.2
-
-_MAX_CALLERS = 1024
-"""Callers whose hellos are awaited at a time; beyond, the one that has waited longest is dropped."""
+_TOKEN_BYTES = 16
 
 _SHOWN_RANKS = 8
 
+_GIVEN_UP = "given up"
+"""The key of the store that is there once a local connection has failed anywhere."""
 
-def connect(meeting: Rendezvous, *, shared_memory: bool) -> dict[int, PeerLink]:
-    """One link to every other rank, by world rank; raises `PeerError` when one cannot be had."""
+
+Connector = Callable[[int, float], socket.socket]
+"""A connection to a rank, which both have proved, before a deadline on the monotonic clock; raises OSError."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRecord:
+    """The first words of a rank: what it is and where."""
+
+    kernel: str
+    """Equal for ranks that can share memory; empty for one that does not."""
+    name: str
+    """Of its host."""
+    way: str
+    """Its first address on the way to the store."""
+    store: list[str]
+    """The addresses of the store, as its host knows them."""
+    has_secret: bool
+    """Whether its launcher has given it a secret."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connected:
+    """What one rank has once it is connected to its neighbours."""
+
+    links: dict[int, PeerLink]
+    """To its `relay_neighbours`, by world rank."""
+    hosts: tuple[str, ...]
+    """The name of each world rank's host."""
+    kernels: tuple[int, ...]
+    """Per world rank a number, equal for those that share memory; the same on all ranks."""
+    key: bytes
+    """By which ranks prove themselves."""
+    listeners: tuple[socket.socket, ...]
+    """Where other ranks call this one later."""
+    call: Connector
+    """Calls any other rank."""
+
+    def close(self) -> None:
+        """Close all, where it is not used."""
+        for link in self.links.values():
+            link.close()
+        for listener in self.listeners:
+            listener.close()
+
+
+def connect(meeting: Rendezvous, *, shared_memory: bool) -> Connected:
+    """Links to a few ranks, and the way to all others; raises `PeerError` when a link cannot be had.
+
+    What one rank raises reaches the others through the store: they would wait for it, and not know why.
+    """
+    try:
+        connected = _connect(meeting, shared_memory=shared_memory)
+    except BaseException as error:
+        text = str(error)
+        meeting.fail(text if text.startswith("rank ") else f"rank {meeting.rank} stopped: {in_words(error)}")
+        meeting.leave(in_words(error))
+        raise
+    try:
+        meeting.leave()
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+def _connect(meeting: Rendezvous, *, shared_memory: bool) -> Connected:
     if meeting.rank == 0:
-        meeting.publish("token", secrets.token_hex(TOKEN_BYTES // 2))  # two letters per byte
-    token = meeting.read("token", 0).encode()
-    with contextlib.ExitStack() as listeners:
+        meeting.publish("token", secrets.token_hex(_TOKEN_BYTES))
+    key = key_of(meeting.read("token", 0).encode(), meeting.secret)
+    with contextlib.ExitStack() as opened:
         # Before the record is published: who reads it may call at once.
-        unix = _listen_on_unix(token, meeting.rank) if shared_memory else None
+        unix = _listen_on_unix(key, meeting.rank) if shared_memory else None
         if unix is not None:
-            listeners.enter_context(unix)
-        meeting.publish("host", _record("" if unix is None else _host_identity()))
-        hosts = _hosts(meeting.read_all("host"), meeting.rank)
-        local = {rank for rank, host in enumerate(hosts) if host and host == hosts[meeting.rank]} - {meeting.rank}
+            opened.enter_context(unix)
+        own = _own_record(meeting, kernel="" if unix is None else host_identity())
+        records = compared_records(meeting.gather("host", packed_record(own)), meeting.rank)
+        first: dict[str, int] = {}
+        kernels = [first.setdefault(each.kernel or f"of {rank}", rank) for rank, each in enumerate(records)]
+        call = call_locally = _unix_connector(meeting.rank, key)
         links: dict[int, PeerLink] = {}
         failure = ""
-        if local:
+        if local := _local(relay_neighbours(meeting.rank, kernels), kernels, meeting.rank):
             assert unix is not None
             # A failure is not raised yet: two ranks may believe that they share a kernel and be kept apart, as in
             # containers. Then there is still TCP, and all ranks take it together.
             try:
-                links = _connect_pairs(meeting, token, local, [unix], _unix_connector(meeting.rank, token))
+                links = _connect_pairs(meeting, key, local, [unix], call_locally)
             except OSError as error:
                 failure = in_words(error)
-        if any(hosts):
-            # All ranks, not the pair alone: a rank that waits in `accept` for a peer that has given up must hear of it.
-            meeting.publish("verdict", failure)
-            if any(meeting.read_all("verdict")):
-                for link in links.values():
-                    link.close()
-                links = {}
-        remote = set(range(meeting.size)) - links.keys() - {meeting.rank}
-        if remote:
-            links |= _connect_through_tcp(meeting, token, remote)
-    # The store may live in rank 0: it stays until everybody has read what it needs.
-    meeting.publish("connected", "")
-    if meeting.rank == 0:
-        meeting.read_all("connected")
-    return links
+                meeting.store.set(_GIVEN_UP, "")
+        # All ranks, not the pair alone: a rank that waits in `accept` for a peer that has given up must hear of it.
+        if any(each.kernel for each in records) and any(meeting.gather("verdict", failure)):
+            for link in links.values():
+                link.close()
+            links = {}
+            kernels = list(range(meeting.size))
+        listeners = [unix] if unix is not None and _local(range(meeting.size), kernels, meeting.rank) else []
+        if len(set(kernels)) > 1:  # the same on all ranks: rank 0 collects the addresses of all
+            remote = set(relay_neighbours(meeting.rank, kernels)) - links.keys()
+            further, bound, call_remotely = _connect_through_tcp(meeting, key, remote, records)
+            links |= further
+            listeners += bound
+            call = _either(kernels, meeting.rank, call_locally, call_remotely)
+        if unix in listeners:
+            opened.pop_all()
+    return Connected(
+        links=links,
+        hosts=_host_names(records),
+        kernels=tuple(kernels),
+        key=key,
+        listeners=tuple(listeners),
+        call=call,
+    )
 
 
-def _record(host: str) -> str:
-    """What a rank says of itself: its version before anything that another version might say otherwise."""
-    return f"wire format {WIRE} (shardwise {_own_version()})\n{host}"
+def _local(ranks: Iterable[int], kernels: Sequence[int], own_rank: int) -> set[int]:
+    """Those of the ranks, without this one, that share memory with it."""
+    return {rank for rank in ranks if kernels[rank] == kernels[own_rank]} - {own_rank}
 
 
-@cache
-def _own_version() -> str:
-    """Found once: to parse what pip has installed takes longer than to meet."""
-    try:
-        return metadata.version("shardwise")
-    except metadata.PackageNotFoundError:
-        return "that is not installed"
+def _either(kernels: Sequence[int], own_rank: int, call_locally: Connector, call_remotely: Connector) -> Connector:
+    """Calls a rank on its way."""
+
+    def connect_to(rank: int, deadline: float) -> socket.socket:
+        return (call_locally if kernels[rank] == kernels[own_rank] else call_remotely)(rank, deadline)
+
+    return connect_to
 
 
-def _hosts(records: Sequence[str], own_rank: int) -> list[str]:
-    """The hosts of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does."""
-    # The host is the last line, so that a record of another version can still be taken apart.
-    versions, _, hosts = zip(*(record.rpartition("\n") for record in records), strict=True)
+def _own_record(meeting: Rendezvous, *, kernel: str) -> HostRecord:
+    addresses = own_addresses(meeting.store_host, meeting.interface)
+    return HostRecord(
+        kernel=kernel,
+        name=socket.gethostname(),
+        way=addresses[0] if addresses else "",
+        store=seen_from_here(meeting.store_host),
+        has_secret=meeting.secret is not None,
+    )
+
+
+def packed_record(record: HostRecord) -> str:
+    """As it travels through the store."""
+    # The version comes before anything that differs between versions.
+    return f"{format_and_version()}\n{json.dumps(dataclasses.astuple(record))}"
+
+
+def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
+    """The records of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does."""
+    # The rest is the last line, so that a record of another version can still be taken apart.
+    versions, _, facts = zip(*(text.rpartition("\n") for text in texts), strict=True)
     different = [rank for rank, version in enumerate(versions) if not version.startswith(f"wire format {WIRE} ")]
     if different:
         lines = [
             f"  - rank {rank}: {versions[rank] or 'an older version, which does not say its format'}"
             for rank in sorted({own_rank, *different[:_SHOWN_RANKS]})
         ]
+        raise MismatchError("\n".join([OTHER_FORMAT, *lines]))
+    try:
+        records = [_unpacked(each) for each in facts]
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        text = f"what ranks say of their hosts in the store cannot be read ({in_words(error)})"
+        raise PeerError(text, operation="start", purpose="host") from error
+    without = [rank for rank, each in enumerate(records) if not each.has_secret]
+    if without and len(without) < len(records):
+        having = next(rank for rank, each in enumerate(records) if each.has_secret)
         raise MismatchError(
-            "ranks run versions of shardwise that cannot talk to each other; install the same one on all hosts:\n"
-            + "\n".join(lines)
+            f"rank {having} on {records[having].name} has a secret of the run, and rank {without[0]} on "
+            f"{records[without[0]].name} has none ({len(without)} of {len(records)} ranks have none). Set "
+            "SHARDWISE_SECRET or SHARDWISE_SECRET_FILE for all ranks, to the same secret"
         )
-    return list(hosts)
+    return records
 
 
-def _connect_through_tcp(meeting: Rendezvous, token: bytes, ranks: set[int]) -> dict[int, PeerLink]:
+def _unpacked(text: str) -> HostRecord:
+    kernel, name, way, store, has_secret = json.loads(text)
+    texts = [kernel, name, way, *store]
+    if not all(isinstance(each, str) for each in texts) or not isinstance(has_secret, bool):
+        raise TypeError("no record of a host")
+    return HostRecord(kernel=kernel, name=name, way=way, store=list(store), has_secret=has_secret)
+
+
+def _host_names(records: Sequence[HostRecord]) -> tuple[str, ...]:
+    """The host of each rank; with an address where several hosts, such as containers, have one name."""
+    kernels: dict[str, set[str]] = {}
+    for each in records:
+        kernels.setdefault(each.name, set()).add(each.kernel)
+    return tuple(f"{each.name} at {each.way}" if len(kernels[each.name] - {""}) > 1 else each.name for each in records)
+
+
+def _connect_through_tcp(
+    meeting: Rendezvous, key: bytes, ranks: set[int], records: Sequence[HostRecord]
+) -> tuple[dict[int, PeerLink], list[socket.socket], Connector]:
+    """Links to these ranks, the listeners, and what calls any rank."""
+    addresses = own_addresses(meeting.store_host, meeting.interface)
+    if meeting.interface is None and all(map(is_loopback, addresses)) and len({each.name for each in records}) > 1:
+        # Here the name of the store leads to the loopback address, so the store is on this host. Other hosts know
+        # an address of it that they can reach.
+        addresses += list(dict.fromkeys(address for each in records for address in each.store))
     with contextlib.ExitStack() as open_listeners:
-        listeners = _listen_on_tcp(_own_addresses(meeting.store_host))
+        listeners = listen(addresses, meeting.ports, first=meeting.rank)
         for listener in listeners:
             open_listeners.enter_context(listener)
-        # One port for all addresses, and only those that are bound: a caller need not guess.
+        # Only those that are bound: a caller need not guess.
         bound = [listener.getsockname()[:2] for listener in listeners]
-        meeting.publish("address", json.dumps([[address for address, _ in bound], bound[0][1]]))
+        own = json.dumps([[address for address, _ in bound], bound[0][1]])
+        connector = _tcp_connector(meeting.rank, key, meeting.gather("address", own))
         try:
-            return _connect_pairs(meeting, token, ranks, listeners, _tcp_connector(meeting, token))
+            links = _connect_pairs(meeting, key, ranks, listeners, connector)
         except OSError as error:
             text = f"rank {meeting.rank} could not connect to ranks {sorted(ranks)} through TCP: {error}"
+            text = with_hosts(text, _host_names(records))
+            meeting.raise_if_failed("connections")  # of two that fail, one has failed because of the other
+            meeting.fail(text)  # before the listeners close, which makes others fail
             raise PeerError(text, operation="start", purpose="connections") from error
+        open_listeners.pop_all()
+    return links, listeners, connector
 
 
 def _connect_pairs(
-    meeting: Rendezvous,
-    token: bytes,
-    ranks: set[int],
-    listeners: Sequence[socket.socket],
-    connect_to: Callable[[int, float], socket.socket],
+    meeting: Rendezvous, key: bytes, ranks: set[int], listeners: Sequence[socket.socket], connect_to: Connector
 ) -> dict[int, PeerLink]:
-    # Each pair has one caller. Rank 0 calls nobody and answers first, then rank 1 is through with its calls and
-    # answers, and so on: no circle of ranks can wait for each other's answers.
+    # Each pair has one caller, the higher rank. A rank calls and answers at the same time: else each would wait for the
+    # one below it in the ring, and that one for the next.
     local = listeners[0].family == socket.AF_UNIX
     deadline = time.monotonic() + meeting.patience_seconds
-    connections: dict[int, socket.socket] = {}
+    called: dict[int, socket.socket] = {}
+    problems: list[BaseException] = []
+    # A daemon: a rank that gives up ends although another one does not answer.
+    lower = sorted(rank for rank in ranks if rank < meeting.rank)
+    calls = threading.Thread(target=_call_all, args=(lower, connect_to, deadline, called, problems), daemon=True)
+    calls.start()
 
     def look_up(missing: Collection[int]) -> None:
-        # A verdict before the connection is a failure: who succeeds publishes after it has connected to all.
-        if local and any(meeting.has_published("verdict", rank) for rank in missing):
+        meeting.raise_if_failed("connections")
+        if local and meeting.store.check([_GIVEN_UP]):
             raise ConnectionError("another rank has given up")
 
+    accepted: dict[int, socket.socket] = {}
     try:
-        for rank in sorted(ranks):
-            if rank < meeting.rank:  # its listener takes the call even before it comes to `accept`
-                connections[rank] = connect_to(rank, deadline)
-        higher = {rank for rank in ranks if rank > meeting.rank}
-        connections |= accept(listeners, higher, token, meeting.rank, deadline=deadline, look_up=look_up)
+        accepted = accept(
+            listeners, ranks - set(lower), key, meeting.rank, deadline=deadline, look_up=look_up, problems=problems
+        )
+        interval = LOOK_UP_SECONDS
+        while calls.is_alive():
+            calls.join(interval)
+            interval = min(2 * interval, LONGEST_LOOK_UP_SECONDS)
+            if calls.is_alive():
+                look_up(lower)
+        if problems:
+            raise problems[0]
     except BaseException:
-        for connection in connections.values():
+        problems.append(ConnectionError("this rank has given up"))
+        for connection in (*accepted.values(), *called.values()):
             connection.close()
         raise
+    connections = accepted | called
     return {rank: PeerLink(connection, rank=rank, local=local) for rank, connection in connections.items()}
+
+
+def _call_all(
+    ranks: Sequence[int],
+    connect_to: Connector,
+    deadline: float,
+    called: dict[int, socket.socket],
+    problems: list[BaseException],
+) -> None:
+    for rank in ranks:
+        try:
+            connection = connect_to(rank, deadline)
+        except BaseException as error:
+            problems.append(error)
+            return
+        if problems:
+            connection.close()
+            return
+        called[rank] = connection
 
 
 def _left(deadline: float) -> float:
@@ -179,208 +336,31 @@ def _left(deadline: float) -> float:
     return left
 
 
-def accept(
-    listeners: Sequence[socket.socket],
-    awaited: Collection[int],
-    token: bytes,
-    own_rank: int,
-    *,
-    deadline: float,
-    look_up: Callable[[Collection[int]], None],
-) -> dict[int, socket.socket]:
-    """The connections of the ranks that are awaited, by rank.
-
-    look_up: called now and then with the ranks that are missing; what it raises ends the wait. Raises TimeoutError
-    when `deadline` (on the monotonic clock) passes.
-    """
-    # Callers come in any order, and strangers between them: all are heard at once, none can hold up another.
-    reception = _Reception(listeners, awaited, token, own_rank)
-    next_look = time.monotonic() + _LOOK_UP_SECONDS
-    try:
-        while reception.missing:
-            now = time.monotonic()
-            if now >= deadline:
-                raise TimeoutError("no connection in time")
-            if now >= next_look:  # strangers that keep us busy do not keep us from it
-                look_up(reception.missing)
-                next_look = now + _LOOK_UP_SECONDS
-            reception.turn(min(_LOOK_UP_SECONDS, deadline - now))
-    except BaseException:
-        for connection in reception.found.values():
-            connection.close()
-        raise
-    finally:
-        reception.close()
-    return reception.found
-
-
-def say_hello(connection: socket.socket, token: bytes, caller: int, called: int) -> None:
-    """Prove to the rank that is called who calls; raises OSError unless it answers in time."""
-    deadline = time.monotonic() + HELLO_SECONDS
-    connection.settimeout(HELLO_SECONDS)
-    hello = HELLO.pack(token, caller, called)
-    if connection.family == socket.AF_UNIX:
-        descriptor = os.memfd_create("shardwise-hello")
-        try:
-            os.write(descriptor, token)
-            socket.send_fds(connection, [hello], [descriptor])
-        finally:
-            os.close(descriptor)
-    else:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(hello)
-    # The timeout of a socket counts anew with each byte; the deadline is for the whole answer.
-    content = b""
-    while len(content) < len(_WELCOME):
-        if (left_seconds := deadline - time.monotonic()) <= 0:
-            raise TimeoutError("the hello was not answered in time")
-        connection.settimeout(left_seconds)
-        more = connection.recv(len(_WELCOME) - len(content))
-        if not more:
-            raise ConnectionError("the other side hung up")
-        content += more
-    if content != _WELCOME:
-        raise ConnectionError("the hello was not answered")
-
-
-class _Reception:
-    """Takes in callers at some listeners and sorts out who is one of us."""
-
-    def __init__(
-        self, listeners: Sequence[socket.socket], awaited: Collection[int], token: bytes, own_rank: int
-    ) -> None:
-        self.missing = set(awaited)
-        self.found: dict[int, socket.socket] = {}
-        self._token = token
-        self._own_rank = own_rank
-        self._listeners = {listener.fileno(): listener for listener in listeners}
-        self._callers: dict[int, _Caller] = {}
-        self._poll = select.poll()
-        for listener in listeners:
-            listener.setblocking(False)
-            self._poll.register(listener, select.POLLIN)
-
-    def turn(self, patience_seconds: float) -> None:
-        """Wait so long for callers and their words, and take them in."""
-        for number, _ in self._poll.poll(patience_seconds * 1000):
-            if number in self._listeners:
-                self._take_in(self._listeners[number])
-            elif number in self._callers:
-                self._hear(number)
-        # A caller that says nothing costs a descriptor: too late or too many, and it is dropped.
-        now = time.monotonic()
-        late = [number for number, caller in self._callers.items() if caller.deadline < now]
-        for number in late or list(self._callers)[: max(0, len(self._callers) - _MAX_CALLERS)]:
-            self._drop(number).close()
-
-    def close(self) -> None:
-        """Drop all who have not said who they are."""
-        for number in list(self._callers):
-            self._drop(number).close()
-
-    def _take_in(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the caller has hung up before it was accepted
-            connection, _ = listener.accept()
-            self._callers[connection.fileno()] = _Caller(connection)
-            self._poll.register(connection, select.POLLIN)
-
-    def _hear(self, number: int) -> None:
-        rank = None
-        with contextlib.suppress(OSError):
-            if not self._callers[number].hear():
-                return
-            rank = self._callers[number].rank(self._token, self._own_rank)
-        connection = self._drop(number)
-        if rank is not None and rank in self.missing:
-            self.missing.remove(rank)
-            self.found[rank] = connection
-        else:
-            connection.close()
-
-    def _drop(self, number: int) -> socket.socket:
-        self._poll.unregister(number)
-        caller = self._callers.pop(number)
-        caller.release()
-        return caller.connection
-
-
-class _Caller:
-    """A connection whose other side has not proved yet that it is one of us."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.deadline = time.monotonic() + HELLO_SECONDS
-        self._hello = b""
-        self._descriptors: list[int] = []
-
-    def hear(self) -> bool:
-        """Take in what has come of the hello; whether it is whole. Raises OSError where the caller hangs up."""
-        size = HELLO.size - len(self._hello)
-        with contextlib.suppress(BlockingIOError):
-            if self.connection.family == socket.AF_UNIX:
-                more, descriptors, _, _ = socket.recv_fds(self.connection, size, 1)
-                self._descriptors += descriptors
-            else:
-                more = self.connection.recv(size)
-            if not more:
-                raise ConnectionError("the caller hung up")
-            self._hello += more
-        return len(self._hello) == HELLO.size
-
-    def rank(self, token: bytes, own_rank: int) -> int | None:
-        """The rank that calls, which is answered; None for one that is not of us or wants another rank."""
-        given, caller, called = HELLO.unpack(self._hello)
-        # In constant time: how long a comparison takes must not say how much of a guess was right.
-        if not secrets.compare_digest(given, token) or called != own_rank:
-            return None
-        try:
-            if self.connection.family == socket.AF_UNIX:
-                # The memory behind a descriptor is touched only for one who knows the token.
-                shared = (
-                    map_segment(self._descriptors.pop(), TOKEN_BYTES).numpy().tobytes() if self._descriptors else b""
-                )
-                if shared != token:
-                    return None
-            else:
-                self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.connection.setblocking(True)
-            self.connection.settimeout(HELLO_SECONDS)
-            self.connection.sendall(_WELCOME)
-        except (OSError, ValueError):  # ValueError: memory that is shorter than a token
-            return None
-        return int(caller)
-
-    def release(self) -> None:
-        """Close what came along and was not used."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-
 # Unix sockets in the abstract namespace: no file is made, and the name ends with its socket.
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
+    """What processes of one host have in common, and those of others have not; raises OSError if it is unknown."""
     # The namespace of the network is that of abstract names: containers of one host need not share it.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def _unix_name(token: bytes, rank: int) -> str:
-    # The names of abstract sockets are public, the token is not.
-    return f"\0shardwise-{hashlib.blake2b(token, digest_size=16).hexdigest()}-{rank}"
+def _unix_name(key: bytes, rank: int) -> str:
+    # The names of abstract sockets are public, the key is not.
+    return f"\0shardwise-{hmac.digest(key, b'name of a socket', hashlib.sha256).hex()[:32]}-{rank}"
 
 
-def _listen_on_unix(token: bytes, rank: int) -> socket.socket | None:
+def _listen_on_unix(key: bytes, rank: int) -> socket.socket | None:
     """A listener, or None where memory cannot be shared this way."""
     if sys.platform != "linux":
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # Tried before anybody relies on it: a sandbox may forbid either.
-        _host_identity()
+        host_identity()
         os.close(os.memfd_create("shardwise-probe"))
-        listener.bind(_unix_name(token, rank))
+        listener.bind(_unix_name(key, rank))
         listener.listen(socket.SOMAXCONN)
     except OSError:
         listener.close()
@@ -388,13 +368,13 @@ def _listen_on_unix(token: bytes, rank: int) -> socket.socket | None:
     return listener
 
 
-def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socket.socket]:
+def _unix_connector(own_rank: int, key: bytes) -> Connector:
     def connect_to(rank: int, deadline: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(_left(deadline))
-            connection.connect(_unix_name(token, rank))
-            say_hello(connection, token, own_rank, rank)
+            connection.connect(_unix_name(key, rank))
+            say_hello(connection, key, own_rank, rank)
         except BaseException:
             connection.close()
             raise
@@ -406,63 +386,16 @@ def _unix_connector(own_rank: int, token: bytes) -> Callable[[int, float], socke
 # TCP
 
 
-def _listen_on_tcp(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listeners at one port, each bound to one of the addresses that are announced, as far as they are this host's."""
-    listeners: list[socket.socket] = []
-    problems = []
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            port = listeners[0].getsockname()[1] if listeners else 0
-            listeners.append(socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN))
-        except OSError as error:
-            problems.append(f"{address}: {error}")
-    if not listeners:
-        raise PeerError(
-            f"this rank cannot listen at any of its addresses ({'; '.join(problems) or 'it has none'})",
-            operation="start",
-            purpose="connections",
-        )
-    return listeners
-
-
-def _own_addresses(store_host: str | None) -> list[str]:
-    """Addresses under which others may reach this host: on the way to the store first, then those of its name.
-
-    A store at the loopback address is on this host, and so are all that use it: then nobody else has to get in.
-    """
-    addresses: list[str] = []
-    with contextlib.suppress(OSError):
-        for family, _, _, _, address in socket.getaddrinfo(store_host or "localhost", 9, type=socket.SOCK_DGRAM):
-            # Connecting a datagram socket sends nothing; it only chooses the interface.
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(address)
-                addresses.append(str(probe.getsockname()[0]))
-    if addresses and store_host is not None and _is_loopback(store_host):
-        return list(dict.fromkeys(addresses))
-    with contextlib.suppress(OSError):
-        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
-    return list(dict.fromkeys(addresses))
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether the address means this host itself; a name that only leads to the loopback address does not."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _tcp_connector(meeting: Rendezvous, token: bytes) -> Callable[[int, float], socket.socket]:
+def _tcp_connector(own_rank: int, key: bytes, known: Sequence[str]) -> Connector:
     def connect_to(rank: int, deadline: float) -> socket.socket:
         # One after the other: a host may announce addresses that lead nowhere from here.
-        addresses, port = json.loads(meeting.read("address", rank))
+        addresses, port = _announced(known[rank])
         problems = []
         for address in addresses:
             connection = None
             try:
                 connection = socket.create_connection((address, port), timeout=min(_left(deadline), HELLO_SECONDS))
-                say_hello(connection, token, meeting.rank, rank)
+                say_hello(connection, key, own_rank, rank)
             except OSError as error:
                 problems.append(f"{address} port {port}: {error}")
                 if connection is not None:
@@ -472,3 +405,13 @@ def _tcp_connector(meeting: Rendezvous, token: bytes) -> Callable[[int, float], 
         raise ConnectionError(f"rank {rank} cannot be reached at " + "; ".join(problems))
 
     return connect_to
+
+
+def _announced(text: str) -> tuple[list[str], int]:
+    try:
+        addresses, port = json.loads(text)
+        if isinstance(port, int) and 0 < port < 1 << 16 and all(isinstance(each, str) for each in addresses):
+            return addresses, port
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise ConnectionError("its address in the store cannot be read")

@@ -10,8 +10,10 @@ A message of 2.5 MiB with a new signature, from rank S to rank R on the same hos
     S -> R   CHUNK      offset 2.0 MiB, slot 0
     R -> S   CONSUMED   slot 1, then slot 0
 
-Between hosts the bytes follow the header, and a CREDIT per chunk takes the place of CONSUMED. The payloads that put
-waiting and failing into words, `Status` and `ChannelVerdict`, are defined here too.
+Between hosts a chunk names the tag under which gloo has its bytes, and a CREDIT per chunk takes the place of CONSUMED.
+Frames that all ranks are to hear also go from rank to rank (`relay`): `lane` is then the rank that says so, and
+`number` counts what it has said.
+The payloads that put waiting and failing into words, `Status` and `ChannelVerdict`, are defined here too.
 """
 
 import enum
@@ -24,6 +26,9 @@ from dataclasses import dataclass
 FORMAT = struct.Struct("<BBHIQQQQII")
 """kind, flags, segment, slot, lane, digest, offset, total, number, length."""
 
+HELLO_FORMAT = "<8s8s32sII32s"
+"""What is said before the first frame: see `handshake`."""
+
 HEADER_BYTES = FORMAT.size
 Header = tuple[int, int, int, int, int, int, int, int, int, int]
 
@@ -33,8 +38,18 @@ IN_SLOT = 1
 IN_PLACE = 4
 """Flag of a chunk: its bytes are where the payload says (`PLACE`) in memory that the sender has lent to its tensors."""
 
+BY_GLOO = 8
+"""Flag of a chunk: gloo has its bytes, under the tag that the payload says (`PLACE`)."""
+
 PLACE = struct.Struct("<Q")
-"""Where a chunk begins in its segment."""
+"""Where a chunk begins in its segment, or its tag."""
+
+JOINED = struct.Struct("<QIIH")
+"""What values of an exchange begin with (`joined_values`): the sum of shares, the number of ranks, the world rank that
+came last, and the number of parts."""
+
+PART = struct.Struct("<QQ")
+"""What a part of these values begins with: how many values it has, and their length."""
 
 ASKS = 2
 """Flag of a chunk: the sender waits for an ANSWER, given once the message is matched or cannot be matched yet."""
@@ -47,13 +62,16 @@ class FrameKind(enum.IntEnum):
     CHUNK = 1  # a part of a message: lane, number, digest, offset, total, and a slot or the bytes themselves
     SIGNATURE = 2  # the text that belongs to a digest, before its first use
     CONSUMED = 3  # a slot may be written again
-    CREDIT = 4  # one chunk of the message (lane, number), sent as bytes or read in place, was consumed
+    CREDIT = 4  # one chunk of the message (lane, number), received by gloo or read in place, was consumed
     ANSWER = 5  # the message (lane, number) that asked was matched, or waits while its receiver waits elsewhere
     SEGMENT = 6  # a shared memory segment of `total` bytes; its descriptor travels with the frame
     RELEASE = 7  # a segment is gone; unmap it
     STATUS = 8  # the sender has been waiting for a while: for whom and in what
     FAILED = 9  # the verdict that ended the sender's channel
     BYE = 10  # the sender closed its channel on purpose
+    CALLS = 11  # the last calls of the sender on channels whose transfers are compared by digests (`call_log`)
+    WHERE = 12  # where the sender is, for the report of a hang: it has not moved for long
+    LOST = 13  # the verdict on a rank whose connection has ended without a word (`relay`)
 
 
 # A reader takes memory for a payload before the payload has come. Without a limit, one garbled header would make it ask
@@ -64,7 +82,19 @@ MAX_PAYLOAD_BYTES = 64 << 20
 
 # Computed, so that nobody can change a format and forget to raise a number. It cannot see what the numbers in a frame
 # mean: a change of meaning needs a new `FrameKind`.
-WIRE = f"{zlib.crc32(repr((FORMAT.format, PLACE.format, list(FrameKind), IN_SLOT, IN_PLACE, ASKS)).encode()):08x}"
+_FORMATS = (
+    HELLO_FORMAT,
+    FORMAT.format,
+    PLACE.format,
+    JOINED.format,
+    PART.format,
+    list(FrameKind),
+    IN_SLOT,
+    IN_PLACE,
+    BY_GLOO,
+    ASKS,
+)
+WIRE = f"{zlib.crc32(repr(_FORMATS).encode()):08x}"
 """A digest of the formats, which change between versions: ranks talk to each other only where it is the same."""
 
 
@@ -102,8 +132,10 @@ class Status:
 
     @classmethod
     def parsed(cls, payload: bytes) -> "Status":
-        """From the payload of a STATUS frame."""
+        """From the payload of a STATUS frame. Raises ValueError or TypeError where it is none."""
         operation, purpose, awaited = json.loads(payload)
+        if not all(isinstance(text, str) for text in (operation, purpose)) or {*map(type, awaited)} - {int}:
+            raise TypeError("no status")
         return cls(operation=operation, purpose=purpose, awaited=tuple(awaited))
 
 
@@ -117,21 +149,39 @@ class ChannelVerdict:
     # Kept apart from the fact, because `PeerError.rank` gives it to programs.
     culprit: int | None
     """World rank; None for a mismatch, which names its ranks in the fact."""
+    hangs: bool = False
+    """Nothing has moved for the time limit, so that a rank prints where all are."""
 
     def packed(self) -> bytes:
         """As the payload of a FAILED frame."""
-        return json.dumps([self.fact, self.culprit]).encode()
+        return json.dumps([self.fact, self.culprit, self.hangs]).encode()
 
     @classmethod
     def parsed(cls, payload: bytes) -> "ChannelVerdict":
-        """From the payload of a FAILED frame."""
-        fact, culprit = json.loads(payload)
-        return cls(fact=fact, culprit=culprit)
+        """From the payload of a FAILED frame. Raises ValueError or TypeError where it is none."""
+        fact, culprit, hangs = json.loads(payload)
+        if not isinstance(fact, str) or not (culprit is None or type(culprit) is int) or type(hangs) is not bool:
+            raise TypeError("no verdict")
+        return cls(fact=fact, culprit=culprit, hangs=hangs)
 
 
 def gone(rank: int) -> ChannelVerdict:
     """The verdict on a rank whose connection ended without a goodbye."""
     return ChannelVerdict(fact=f"rank {rank} is gone (its process died)", culprit=rank)
+
+
+def closed_by(rank: int) -> ChannelVerdict:
+    """The verdict on a rank that is waited for, and has said goodbye."""
+    return ChannelVerdict(fact=f"rank {rank} has closed its channel", culprit=rank)
+
+
+def unreachable(rank: int, text: str) -> ChannelVerdict:
+    """The verdict on a rank to which gloo has no way, although its connection here is well."""
+    fact = (
+        f"rank {rank} cannot be reached by gloo, which moves tensors between hosts ({text}); let ports of "
+        "net.ipv4.ip_local_port_range through the firewall between them"
+    )
+    return ChannelVerdict(fact=fact, culprit=rank)
 
 
 def garbled(rank: int, what: str) -> ChannelVerdict:

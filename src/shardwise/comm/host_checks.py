@@ -13,20 +13,22 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
+from shardwise.comm.devices import backend_of
 from shardwise.comm.launch import launch
 from shardwise.comm.processes import processes
-from shardwise.errors import ShardwiseError, in_words
+from shardwise.errors import PlanError, ShardwiseError, in_words
 from shardwise.launchers import place_of
 
 __all__ = ["Finding", "examine"]
@@ -35,6 +37,9 @@ _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)(?:;.*extra == ['\"](\w+))?")
 
 _FILES_PER_RANK = 64
 """Open files that a rank needs in addition to its connections."""
+
+_ANSWER_SECONDS = 3.0
+"""How long the host of rank 0 may take to answer."""
 
 _USES = {
     "transformers": "models by class name in configurations",
@@ -71,6 +76,7 @@ def examine(environment: Mapping[str, str], *, folder: Path | None = None, trial
         ("open files", _open_files),
         ("shared memory", _shared_memory),
         ("network", _network),
+        ("rank 0", lambda: _rank_0(environment)),
         ("saves", lambda: _saves(folder or Path())),
     ]
     if trial:
@@ -136,12 +142,18 @@ def _devices() -> Iterator[Finding]:
     if accelerator is None:
         yield Finding("note", "devices", "torch sees no accelerator: ranks compute on CPUs")
         return
-    count = torch.accelerator.device_count()
-    yield Finding("ok", "devices", f"{count} of {accelerator.type}")
-    if accelerator.type == "cuda" and not dist.is_nccl_available():
-        yield Finding("wrong", "devices", "this torch has no NCCL: ranks on GPUs cannot exchange; install a CUDA build")
-    if accelerator.type != "cuda":
-        yield Finding("note", "devices", f"shardwise has not been run on {accelerator.type}")
+    module = torch.get_device_module(accelerator)
+    name_of = getattr(module, "get_device_name", None)
+    for number in range(torch.accelerator.device_count()):
+        name = "" if name_of is None else f", {name_of(number)}"
+        yield Finding("ok", "devices", f"{accelerator.type}:{number}{name}")
+    try:
+        backend = backend_of(accelerator)
+    except PlanError as error:
+        yield Finding("wrong", "devices", str(error))
+    else:
+        yield Finding("ok", "devices", f"tensors travel between devices of type {accelerator.type} over {backend}")
+    yield Finding("note", "devices", f"shardwise has not been run on {accelerator.type}")
 
 
 def _cores(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -219,6 +231,37 @@ def _network() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", "network", f"{name} is {address}")
+
+
+def _rank_0(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether this host reaches the address that the environment gives for rank 0."""
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if not host or not port:
+        return
+    answers: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+            answers.put(None)
+        except (OSError, ValueError, OverflowError) as error:
+            answers.put(error)
+
+    # In a thread, because no timeout bounds the search for a host's name.
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        error = answers.get(timeout=_ANSWER_SECONDS)
+    except Empty:
+        error = TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s")
+    where = f"{host}:{port} (MASTER_ADDR, MASTER_PORT)"
+    if error is None:
+        yield Finding("ok", "rank 0", f"{where} accepts connections")
+    elif isinstance(error, ConnectionRefusedError):
+        yield Finding("note", "rank 0", f"{where}: the host answers, but no program listens; rank 0 has to start there")
+    else:
+        yield Finding(
+            "wrong", "rank 0", f"{where} cannot be reached: {error}; check the address, the route and the firewall"
+        )
 
 
 def _saves(folder: Path) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TypeAlias
 
+from shardwise.launchers import ONE_REQUEST_SECONDS
+
 PEER_FAILED = 3
 """Exit code of a rank that ended only because another one did; the launcher then looks for that other one."""
 
@@ -32,6 +35,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _KEPT_LINES = 200
 _SECONDS_TO_TERMINATE = 5.0
+_SECRET_BYTES = 32
 
 
 # Loaded here and not in the child: between fork and exec a lock that another thread holds is never released.
@@ -100,8 +104,8 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
     `grace_seconds` to report themselves; then they are terminated. Ctrl-C goes once to each rank; they have as long.
     SIGTERM and SIGUSR1 go to each rank too, which may take its time to save; a second one terminates them.
 
-    Returns the exit code: 0, or that of the first rank to fail (1 if a signal other than SIGTERM killed it), or 130
-    after Ctrl-C, or 128 + the number of a signal that stopped all.
+    Returns the exit code: 0, or that of the first rank to fail (1 if a signal other than SIGTERM killed it). It is 130
+    after Ctrl-C, and 128 + the number of a signal that stopped all.
     """
     events: Events = queue.SimpleQueue()
     with _reserved_port() as port, _stop_signals(events):
@@ -109,9 +113,10 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
         ranks: list[_RankProcess] = []
         codes: dict[int, int] = {}
         stop = 0
+        secret = secrets.token_hex(_SECRET_BYTES)
         try:
             for rank in range(num_processes):
-                ranks.append(_RankProcess(rank, command, _environment(rank, num_processes, port)))
+                ranks.append(_RankProcess(rank, command, _environment(rank, num_processes, port, secret)))
                 ranks[-1].report_end(events)
             stop = _collect(events, codes, num_processes, until_failure=True)
             # A run that is asked to stop may finish its update and save it: that takes as long as it takes.
@@ -155,9 +160,12 @@ def _collect(
     while len(codes) < num_processes and not (until_failure and any(codes.values())):
         left_seconds = deadline - time.monotonic()
         try:
-            event = events.get(timeout=None if left_seconds == math.inf else max(0.0, left_seconds))
+            # In short waits: a signal that the kernel gives to another thread does not wake this one, which handles it.
+            event = events.get(timeout=max(0.0, min(left_seconds, 1.0)))
         except queue.Empty:
-            return 0
+            if left_seconds <= 1.0:
+                return 0
+            continue
         if isinstance(event, int):
             return event
         rank, code = event
@@ -173,7 +181,7 @@ def _pass_on(
     *,
     patience_seconds: float,
 ) -> None:
-    """Send a signal to the ranks that are left and wait for their end; a second signal to us ends the wait."""
+    """Send a signal to the ranks that are left and wait for their end. A second signal to us ends the wait."""
     left = [rank for rank in ranks if rank.rank not in codes]
     for rank in left:
         rank.signal(number)
@@ -207,12 +215,15 @@ def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
     return 1 if code < 0 or code == PEER_FAILED else code
 
 
-def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+def _environment(rank: int, num_processes: int, port: int, secret: str) -> dict[str, str]:
     # By default each process would take all cores, and n of them would keep each other from working.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = str(max(1, cores // num_processes))
+    # Other users of this host can reach the store, but cannot read the environment of our processes.
+    has_secret = not os.environ.keys().isdisjoint(("SHARDWISE_SECRET", "SHARDWISE_SECRET_FILE"))
     return {
         "OMP_NUM_THREADS": threads,
+        **({} if has_secret else {"SHARDWISE_SECRET": secret}),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -225,7 +236,9 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port for rank 0 to listen on: bound here, so that nobody is given it, but not listening, so that rank 0 may."""
+    """A port for rank 0 to listen on: bound here, so that no other program gets it, but not listening, so that rank 0
+    may.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reservation.bind(("127.0.0.1", 0))
@@ -239,8 +252,13 @@ def _stop_signals(events: Events) -> Iterator[None]:
     A signal that is ignored (`nohup` ignores SIGHUP) stays ignored.
     """
 
+    came_s = -math.inf
+
     def stop(number: int, frame: FrameType | None) -> None:
-        events.put(number)
+        nonlocal came_s
+        if time.monotonic() - came_s > ONE_REQUEST_SECONDS:  # else ranks that save would be terminated
+            came_s = time.monotonic()
+            events.put(number)
 
     # Python sets handlers of signals in the main thread alone.
     if threading.current_thread() is not threading.main_thread():

@@ -1,13 +1,12 @@
 """One connection to one other rank: frames out of a queue that never blocks, frames in as they come.
 
-Sockets do not block and writers never wait: what the socket does not take stays in the queue of its link, and is
-written by the next call, or between calls by the `Flusher`. A queue holds frames, and payloads apart from them, which
-may be views of tensors::
+Sockets do not block and writers never wait. Bytes that the socket does not take stay in the queue of its link. The next
+call writes them, or between calls the `Flusher`::
 
-    put(header) put(payload, whole=False)   put(SEGMENT, descriptor=9)   put(CREDIT)
-    [ header ][ payload, 0.7 of 1 MiB out ] [ SEGMENT + descriptor 9 ] [ CREDIT ]
-                ^ put_last(FAILED) keeps up to here, or the reader could not find the next frame,
-                  drops the rest, and closes the queue: ... payload ][ FAILED ]
+    put(CHUNK)                           put(SEGMENT, descriptor=9)   put(CREDIT)
+    [ header, payload, 0.7 of it out ]   [ SEGMENT + descriptor 9 ]   [ CREDIT ]
+                                     ^ put_last(FAILED) keeps up to here, or the reader could not find the next frame,
+                                       drops the rest, and closes the queue: ... payload ][ FAILED ]
 """
 
 import array
@@ -20,7 +19,7 @@ import socket
 import termios
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 import torch
@@ -29,16 +28,16 @@ from shardwise.comm.frames import (
     FORMAT,
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
-    ChannelVerdict,
     FrameKind,
     Header,
-    Status,
     frame,
 )
 from shardwise.comm.shared_memory import SharedSegment, map_segment
 
 READ_BYTES = 64 << 10
 _MAX_DESCRIPTORS = 8
+_MAX_WAITING_DESCRIPTORS = 64
+"""Descriptors that have come before their frames, which at most one read of the socket separates."""
 _DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _MAX_BUFFERS = 32
 """Entries of a queue that are given to the kernel with one call; small frames often wait in numbers."""
@@ -51,26 +50,23 @@ Taker = Callable[["PeerLink", Header, Payload], None]
 
 
 class _Outgoing:
-    """Bytes that wait for room in the socket, perhaps with a descriptor, or a function to call when they have left."""
+    """A frame that waits for room in the socket, perhaps with a descriptor."""
 
-    __slots__ = ("begun", "content", "descriptor", "on_sent", "whole")
+    __slots__ = ("begun", "content", "descriptor")
 
-    def __init__(
-        self, content: Payload, *, descriptor: int | None, whole: bool, on_sent: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, content: Payload, *, descriptor: int | None) -> None:
         self.content = memoryview(content)
         self.descriptor = descriptor
-        self.on_sent = on_sent
-        self.whole = whole  # the start of a frame, not the payload of the one before
         self.begun = False
 
 
 class PeerLink:
-    """The connection to world rank `rank`; `local` when descriptors can pass and memory is shared."""
+    """The connection to world rank `rank`; `local` when descriptors can pass and memory is shared.
 
-    def __init__(self, connection: socket.socket, *, rank: int, local: bool) -> None:
-        # A rank that blocked in a write would not read meanwhile, and two such ranks would wait for each other.
-        connection.setblocking(False)
+    Frames may be queued before there is a connection, which comes later (`attach`).
+    """
+
+    def __init__(self, connection: socket.socket | None = None, *, rank: int, local: bool) -> None:
         self.rank = rank
         self.local = local
         self.ended = False
@@ -82,11 +78,9 @@ class PeerLink:
         """The other side has sent its verdict and sends nothing more."""
         self.texts: dict[int, str] = {}
         """Digest to text, for the signatures that the other side has used."""
-        self.status: Status | None = None
-        """Where the other side waits, if it has said so since its last message."""
-        self.last_digest: int | None = None
-        self.last_heard = time.monotonic()
-        self._connection = connection
+        self.queued: set[PeerLink] = set()
+        """Where this link is as long as it may have to write; one for all links of a board."""
+        self._socket: socket.socket | None = None
         self._said_last = False
         self._outgoing: collections.deque[_Outgoing] = collections.deque()
         # What the other side knows by now: signatures, segments of ours. What this side has mapped of its segments.
@@ -99,10 +93,39 @@ class PeerLink:
         self._rest = b""
         self._partial: tuple[Header, memoryview] | None = None
         self._num_filled = 0
+        if connection is not None:
+            self.attach(connection)
+
+    def attach(self, connection: socket.socket) -> None:
+        """Here is the connection: what is queued can leave."""
+        # A rank that blocked in a write would not read meanwhile, and two such ranks would wait for each other.
+        connection.setblocking(False)
+        self._socket = connection
+        if self._outgoing:
+            self.queued.add(self)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, or was one."""
+        return self._socket is not None
+
+    @property
+    def _connection(self) -> socket.socket:
+        assert self._socket is not None, "nothing is read or written without a connection"
+        return self._socket
 
     def fileno(self) -> int:
         """For poll."""
         return self._connection.fileno()
+
+    @property
+    def own_address(self) -> str:
+        """Of this host, on the way to the other side; empty where there is no connection. Needs no lock."""
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if self._socket is not None:
+                name = self._socket.getsockname()
+                return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
+        return ""
 
     @property
     def wants_to_write(self) -> bool:
@@ -113,14 +136,13 @@ class PeerLink:
         self,
         content: Payload,
         *,
-        whole: bool = True,
         descriptor: int | None = None,
-        on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a frame (`whole`) or the payload of the frame queued before; its memory is the queue's until sent."""
+        """Queue a frame; its memory is the queue's until sent."""
         # No error: that the other side has gone shows when this rank waits for it, where it can be said why.
         if not (self.ended or self._said_last):
-            self._outgoing.append(_Outgoing(content, whole=whole, descriptor=descriptor, on_sent=on_sent))
+            self._outgoing.append(_Outgoing(content, descriptor=descriptor))
+            self.queued.add(self)
 
     def put_last(self, content: Payload) -> None:
         """Queue a frame before all that has not begun to leave, which is dropped, as is all that is queued later."""
@@ -152,7 +174,7 @@ class PeerLink:
 
     def flush(self) -> None:
         """Write as much of the queue as the socket takes now."""
-        while self._outgoing and not self.ended:
+        while self._outgoing and self.is_connected and not self.ended:
             first = self._outgoing[0]
             try:
                 if first.descriptor is not None:
@@ -170,7 +192,9 @@ class PeerLink:
                 return
             except OSError:
                 # The reading side says what became of the peer; what it sent before its end has not been read yet.
-                self.drop_queue()
+                # No part of a frame is kept: a poll for room in this socket would return at once, without end.
+                self._said_last = True
+                self.drop_queue(keeps_begun=False)
                 return
             self._advance_queue(num_sent)
 
@@ -191,19 +215,16 @@ class PeerLink:
                 return
             num_sent -= len(first.content)
             self._outgoing.popleft()
-            if first.on_sent is not None:
-                first.on_sent()
             if not num_sent:
                 return
 
-    def drop_queue(self) -> None:
+    def drop_queue(self, *, keeps_begun: bool = True) -> None:
         """Forget the frames that have not begun to leave, so that the next one goes out soon."""
         # A frame that is cut would make the reader take what follows for its payload.
         kept: collections.deque[_Outgoing] = collections.deque()
-        if self._outgoing and not self.ended and (self._outgoing[0].begun or not self._outgoing[0].whole):
+        keeps_begun &= bool(self._outgoing) and not self.ended
+        if keeps_begun and self._outgoing[0].begun:
             kept.append(self._outgoing.popleft())
-            while self._outgoing and not self._outgoing[0].whole:
-                kept.append(self._outgoing.popleft())
         for outgoing in self._outgoing:
             if outgoing.descriptor is not None:
                 os.close(outgoing.descriptor)
@@ -211,6 +232,8 @@ class PeerLink:
 
     def receive(self, take: Taker) -> None:
         """Read what has come, up to about one chunk, and give each whole frame to `take`."""
+        if self.ended:
+            return
         # Not until the socket is empty: one rank that sends without end would keep this rank from all others.
         if self._partial is not None:
             self._fill(take)
@@ -228,6 +251,9 @@ class PeerLink:
                 received = array.array("i")
                 received.frombytes(packed[: len(packed) - len(packed) % received.itemsize])
                 self._descriptors.extend(received)
+        if len(self._descriptors) > _MAX_WAITING_DESCRIPTORS:
+            self.refuse(f"{len(self._descriptors)} descriptors without their frames")
+            return
         # No bytes mean that the other side has closed. It said BYE before, or died.
         if not content:
             self._end()
@@ -292,12 +318,15 @@ class PeerLink:
         self._mapped.pop(number, None)
 
     def shared(self, segment: int, start: int, num_bytes: int) -> torch.Tensor:
-        """Bytes in a segment of the other side."""
-        return self._mapped[segment][start : start + num_bytes]
+        """Bytes in a segment of the other side. Raises LookupError where it has none there."""
+        memory = self._mapped[segment]
+        if not 0 <= start <= start + num_bytes <= len(memory):
+            raise IndexError(f"bytes {start} to {start + num_bytes} of a segment of {len(memory)}")
+        return memory[start : start + num_bytes]
 
     def linger(self, deadline: float) -> None:
         """Let the other host take what was written; closing TCP over unread input would throw it away."""
-        if self.local or self.ended:
+        if self.local or self.ended or not self.is_connected:
             return
         # Three steps: say that nothing more comes, wait until the other host has acknowledged what was sent, and read
         # all that it sent meanwhile. A close over unread bytes is a reset, upon which the other host drops what it has
@@ -324,7 +353,8 @@ class PeerLink:
         """Close the connection and unmap the other side's memory."""
         self.ended = True
         self.drop_queue()
-        self._connection.close()
+        if self._socket is not None:
+            self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
         self._mapped.clear()
@@ -337,45 +367,13 @@ def flush_until(deadline: float, links: Collection[PeerLink]) -> None:
         is_empty = True
         for link in links:
             link.flush()
-            if link.wants_to_write:
+            if link.wants_to_write and link.is_connected:
                 poll.register(link.fileno(), select.POLLOUT)
                 is_empty = False
         left = deadline - time.monotonic()
         if is_empty or left <= 0:
             return
         poll.poll(left * 1000)
-
-
-def stuck(awaited: int, links: Mapping[int, PeerLink], *, own_rank: int, timeout_seconds: float) -> ChannelVerdict:
-    """The verdict on the rank at the end of the chain of waiting ranks that begins with `awaited`.
-
-    Each rank that waits for a while says so to all (STATUS). With these, rank 0 of 4 follows the chain::
-
-        0 --waits for--> 1 --waits for--> 2 --waits for--> 3, which has said nothing: rank 3 made no progress
-
-    That rank 1 did not answer is true, but rank 3 is where to look for the cause.
-    """
-    culprit = awaited
-    chain = []
-    passed = {own_rank}  # where ranks wait in a circle the walk ends before it comes round
-    while (status := links[culprit].status) is not None:
-        passed.add(culprit)
-        following = [rank for rank in status.awaited if rank not in passed]
-        if not following:
-            break
-        chain.append(f"rank {culprit} waits for rank {following[0]} in {status.operation} for {status.purpose!r}")
-        culprit = following[0]
-    seen = "; ".join([_last_seen(links[culprit]), *chain])
-    return ChannelVerdict(fact=f"rank {culprit} made no progress for {timeout_seconds:g} s ({seen})", culprit=culprit)
-
-
-def _last_seen(link: PeerLink) -> str:
-    if link.status is not None:
-        awaited = ", ".join(map(str, link.status.awaited))
-        return f"it waits for rank {awaited} in {link.status.operation} for {link.status.purpose!r}"
-    if link.last_digest is None:
-        return "it has made no call yet"
-    return f"last seen in {link.texts[link.last_digest]}, {time.monotonic() - link.last_heard:.0f} s ago"
 
 
 _LOOK_UP_SECONDS = 0.5
@@ -388,19 +386,31 @@ class Flusher:
     comes in is for the calls. It takes `lock`, which calls hold, whenever it touches a link.
     """
 
-    def __init__(self, lock: AbstractContextManager[bool], links: Collection[PeerLink]) -> None:
+    def __init__(
+        self, lock: AbstractContextManager[bool], links: Collection[PeerLink], welcome: Callable[[], None]
+    ) -> None:
+        """welcome: called with the lock; gives their connections to links that have waited for them."""
         self._lock = lock
         self._links = links
+        self._welcome = welcome
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def wake(self) -> None:
-        """There are queues to empty. The caller holds the lock."""
+    def start(self) -> None:
+        """The thread will be needed. The caller holds the lock."""
         if self._thread is None:
             # A daemon: a program that forgets `close` must end all the same.
             self._thread = threading.Thread(target=self._run, name="shardwise flusher", daemon=True)
             self._thread.start()
+
+    def wake(self) -> None:
+        """There are queues to empty. The caller holds the lock."""
+        self.start()
+        self._work.set()
+
+    def ring(self) -> None:
+        """A connection has come, for which queues may wait. From any thread, without the lock."""
         self._work.set()
 
     def stop(self) -> None:
@@ -416,9 +426,10 @@ class Flusher:
                     return
                 poll = select.poll()
                 self._work.clear()
+                self._welcome()
                 for link in self._links:
                     link.flush()
-                    if link.wants_to_write:
+                    if link.wants_to_write and link.is_connected:
                         poll.register(link.fileno(), select.POLLOUT)
                         self._work.set()
             # Outside the lock, which a call may want; a socket that has room by then is found writable at once.

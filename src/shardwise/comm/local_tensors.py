@@ -34,7 +34,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def span_elements(tensor: torch.Tensor) -> int:
-    """Elements of memory from the first element of a tensor to its last; gaps count, and a tensor without has none."""
+    """Elements of memory from the first element of a tensor to its last. Gaps count, and a tensor without has none."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -131,7 +131,7 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     """Return the pieces of a DTensor that this rank holds, each with the part of the local tensor that holds it.
 
     The parts are views in the shape of the piece's box, with any strides. Replicas have equal pieces. A rank outside
-    the mesh, or whose shard is empty, has none; one whose shard is strided (FSDP2 over tensor parallel) may have many.
+    the mesh, or whose shard is empty, has none. One whose shard is strided (FSDP2 over tensor parallel) may have many.
     A tensor without elements is one whole piece on every rank of the mesh.
     Raises `CheckpointError` for summands (`Partial`), and for local tensors that are not what the placements say.
     """
@@ -143,8 +143,8 @@ def local_pieces(name: str, tensor: "DTensor") -> list[tuple[Piece, torch.Tensor
     lengths = tuple(_length(stretches) for stretches in held)
     if tuple(local.shape) != lengths:
         raise CheckpointError(
-            f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}, which give this "
-            f"rank a local tensor of shape {lengths}, but it has {tuple(local.shape)}: make it with distribute_tensor"
+            f"{name} is a DTensor of shape {tuple(tensor.shape)} with placements {tensor.placements}. They give this "
+            f"rank a local tensor of shape {lengths}, but it has {tuple(local.shape)}; make it with distribute_tensor"
         )
     if 0 in tensor.shape:  # its name must not be lost
         return [(_piece(name, tensor, None, None), local.new_empty(tensor.shape))]
@@ -174,16 +174,16 @@ def _check_readable(name: str, tensor: "DTensor") -> None:
     unknown = [placement for placement in tensor.placements if not (placement.is_replicate() or _is_cut(placement))]
     if unknown:
         raise CheckpointError(
-            f"{name} is a DTensor with placement {unknown[0]}, which holds no elements of the tensor: call "
-            "redistribute() with Shard and Replicate placements first"
+            f"{name} is a DTensor with placement {unknown[0]}, which holds no elements; call redistribute() with "
+            "Shard and Replicate placements first"
         )
     # Reading the order of cuts is the one use of a private attribute: torch has no public word for it, and cuts in
     # another order than the placements' would put elements elsewhere without a trace.
     for _, mesh_dims in getattr(tensor._spec, "shard_order", None) or ():
         if list(mesh_dims) != sorted(mesh_dims):
             raise CheckpointError(
-                f"{name} is a DTensor whose mesh dims cut it in the order {mesh_dims}: call redistribute() with "
-                "placements that cut in the order of the mesh first"
+                f"{name} is a DTensor that its mesh dims cut in the order {mesh_dims}; first redistribute() it with "
+                "placements in the order of the mesh"
             )
 
 

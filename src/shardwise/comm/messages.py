@@ -4,23 +4,25 @@ A call becomes one `TransferInFlight`: some `Outbound` messages and one intake, 
 their bytes belong. The bytes of a message travel in one of four ways::
 
     message                     where the bytes are             the tensor is the caller's again
-    up to 16 KiB                in the frame                    at once
+    up to 16 KiB (see below)    in the frame                    at once
     same host, lent memory      where they are (IN_PLACE)       when each reader has given CREDIT for all chunks
     same host, other memory     in slots, for all readers       when the last chunk is in a slot
-    other host                  after the frame, over TCP       when the socket has taken the last byte
+    other host                  gloo sends them (BY_GLOO)       when the reader has given CREDIT for all chunks
 
-Lent memory is what `Channel.allocate` gives. A message of `send` never travels in place: its sender may write the
-tensor again as soon as `wait` has returned, which must not depend on the receiver.
+To another host up to 512 KiB travel in the frame. Lent memory is what `Channel.allocate` gives. A message of `send`
+never travels in place, and gloo sends a copy of it. Its sender may write the tensor again as soon as `wait` has
+returned, and that must not depend on the receiver.
 
-[Note: why no order of calls can deadlock]
-Every message holds back its sender at most for itself: it has a window of chunks of its own, and when it has no chunk
-on its way, the slot pool grows rather than refuse. So the first unconsumed chunk of every message always arrives,
-whatever other messages wait for, and a transfer depends on no transfer but itself. `send` goes further: it publishes
-the whole message at once, so that two ranks may both send first, and the receiver needs nothing more from the sender.
+[Note: why no order of calls can deadlock] Every message holds back its sender at most for itself: it has its own window
+of chunks, and when it has no chunk on its way, the slot pool grows instead of refusing one. So the first unconsumed
+chunk of every message always arrives, whatever other messages wait for, and a transfer depends on no transfer but
+itself. `send` goes further: it publishes the whole message at once. So two ranks may both send first, and the receiver
+needs nothing more from the sender.
 """
 
 import collections
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,15 +30,27 @@ from typing import Protocol
 import torch
 
 from shardwise.comm.channel import Signature
-from shardwise.comm.frames import ASKS, IN_PLACE, IN_SLOT, PLACE, FrameKind, frame
+from shardwise.comm.frames import ASKS, BY_GLOO, IN_PLACE, IN_SLOT, PLACE, FrameKind, Header, frame
+from shardwise.comm.gloo_pairs import GlooPair, GlooPairs
 from shardwise.comm.links import Payload, PeerLink
 from shardwise.comm.shared_memory import SLOT_BYTES, SlotPool
 
 INLINE_BYTES = 16 << 10
 """Messages up to this size travel in the frame: two copies by the kernel cost less than a slot and its return."""
 
+INLINE_BYTES_BETWEEN_HOSTS = 512 << 10
+"""The same between hosts. Up to this size gloo takes twice the processor time (measured), mostly to wake threads."""
+
+_MOST_AHEAD = 16
+"""Chunks of one message that gloo is asked for ahead, where they need memory until they are used."""
+
 _GROWTH_SLOTS = 4
 """Slots of the segment that a message without a free slot adds: it needs one, and will soon need the next."""
+
+
+def fits_in_frame(num_bytes: int, *, local: bool) -> bool:
+    """Whether a message travels in its frame, to a rank of this host (`local`) or of another one."""
+    return num_bytes <= (INLINE_BYTES if local else INLINE_BYTES_BETWEEN_HOSTS)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,13 +77,19 @@ class Stamp:
 class MessageChunk:
     """A part of a message that has arrived; `consumed` lets the sender use its place again."""
 
-    __slots__ = ("_acknowledgement", "_link", "content", "offset")
+    __slots__ = ("_acknowledgement", "content", "link", "offset")
+
+    is_here = True
+    """Whether its bytes are here, and not only its frame."""
 
     def __init__(self, link: PeerLink, offset: int, content: torch.Tensor | Payload, acknowledgement: bytes) -> None:
         self.offset = offset
         self.content = content
-        self._link = link
+        self.link = link
         self._acknowledgement = acknowledgement
+
+    def fetch(self, target: torch.Tensor | None) -> None:
+        """Have its bytes brought here, once; into their place in `target`, memory of the whole message, if given."""
 
     def tensor(self) -> torch.Tensor:
         """The content as flat bytes."""
@@ -83,7 +103,58 @@ class MessageChunk:
         """The content has been read and is not touched again."""
         # From here on the sender may overwrite the bytes: a reader copies what it needs before.
         if self._acknowledgement:
-            self._link.put(self._acknowledgement)
+            self.link.put(self._acknowledgement)
+
+
+class GlooChunk(MessageChunk):
+    """A part of a message whose bytes come through gloo, once they are asked for."""
+
+    __slots__ = ("_num_bytes", "_pair", "_tag", "is_here")
+
+    def __init__(
+        self, link: PeerLink, offset: int, acknowledgement: bytes, *, pair: GlooPair, tag: int, num_bytes: int
+    ) -> None:
+        super().__init__(link, offset, b"", acknowledgement)
+        self._pair = pair
+        self._tag = tag
+        self._num_bytes = num_bytes
+        self.is_here = False
+
+    def fetch(self, target: torch.Tensor | None) -> None:
+        """See `MessageChunk`."""
+        memory = torch.empty(self._num_bytes, dtype=torch.uint8)
+        if target is not None:
+            memory = target[self.offset : self.offset + self._num_bytes]
+        self.content = memory
+        self._pair.receive(self._tag, memory, self._arrive)
+
+    def _arrive(self) -> None:
+        self.is_here = True
+
+
+def chunk_of(link: PeerLink, header: Header, payload: Payload, num_bytes: int, pairs: GlooPairs | None) -> MessageChunk:
+    """The chunk that a frame brings. Raises LookupError, ValueError or struct.error where it can bring none."""
+    # The reply is made here, with the frame that it answers at hand, and sent when the chunk is consumed.
+    _, flags, segment, slot, lane, _, offset, _, number, _ = header
+    if flags & IN_SLOT:
+        content = link.shared(segment, slot * SLOT_BYTES, num_bytes)
+        return MessageChunk(link, offset, content, frame(FrameKind.CONSUMED, segment=segment, slot=slot))
+    credit = frame(FrameKind.CREDIT, lane=lane, number=number)
+    if flags & IN_PLACE:
+        (start,) = PLACE.unpack(payload)
+        return MessageChunk(link, offset, link.shared(segment, start, num_bytes), credit)
+    if flags & BY_GLOO:
+        (tag,) = PLACE.unpack(payload)
+        return GlooChunk(link, offset, credit, pair=_pair_of(link, pairs), tag=tag, num_bytes=num_bytes)
+    return MessageChunk(link, offset, payload, b"")
+
+
+def _pair_of(link: PeerLink, pairs: GlooPairs | None) -> GlooPair:
+    if pairs is None or link.local:
+        raise ValueError("gloo moves nothing between ranks that share memory")
+    pair = pairs.pair(link.rank, lambda: link.own_address)
+    pair.open()  # while the other side does, although the message may be expected much later
+    return pair
 
 
 class Inbound:
@@ -97,6 +168,8 @@ class Inbound:
         "has_arrived",
         "is_refused",
         "lane",
+        "num_arrived",
+        "num_fetched",
         "num_received",
         "number",
         "source",
@@ -111,15 +184,54 @@ class Inbound:
         self.expected: Stamp | None = None
         self.digest: int | None = None
         self.total = -1
+        self.num_arrived = 0
+        self.num_fetched = 0  # of the chunks that have come and are not taken
         self.num_received = 0
         self.asked = False
         self.has_arrived = False
         self.is_refused = False
         self.chunks: collections.deque[MessageChunk] = collections.deque()
 
+    def check_next(self, *, digest: int, offset: int, total: int, num_bytes: int) -> None:
+        """Raise ValueError for a chunk that is not the next one of this message, cut as every rank cuts it."""
+        if self.has_arrived or (self.digest is not None and (self.digest, self.total) != (digest, total)):
+            raise ValueError("a chunk of another message")
+        if offset != self.num_arrived or num_bytes != min(SLOT_BYTES, total - offset):
+            raise ValueError(f"{num_bytes} of {total} bytes at {offset}, after {self.num_arrived}")
+
+    def add(self, chunk: MessageChunk, num_bytes: int) -> None:
+        """Take in the next chunk."""
+        self.chunks.append(chunk)
+        self.num_arrived += num_bytes
+        self.has_arrived = self.num_arrived == self.total
+
+    def fits(self, num_bytes: int, itemsize: int = 1, *, target: torch.Tensor | None = None) -> bool:
+        """Whether there is a chunk to take, of a message of so many bytes; else its sender is refused.
+
+        target: where the bytes of the message belong; by default they get new memory.
+        """
+        if not self.chunks:
+            return False
+        first = self.chunks[0]
+        start = first.content.storage_offset() if isinstance(first.content, torch.Tensor) and target is None else 0
+        if self.total == num_bytes and start % itemsize == 0:
+            return self.is_next_here(target)
+        first.link.refuse(f"{self.total} bytes at {start} for {num_bytes} in items of {itemsize}")
+        self.refuse()
+        return False
+
+    def is_next_here(self, target: torch.Tensor | None = None) -> bool:
+        """Whether there is a chunk whose bytes are here; those that follow are asked for."""
+        limit = _MOST_AHEAD if target is None else len(self.chunks)
+        for chunk in itertools.islice(self.chunks, self.num_fetched, limit):
+            chunk.fetch(target)
+            self.num_fetched += 1
+        return bool(self.chunks) and self.chunks[0].is_here
+
     def take(self) -> MessageChunk:
         """The next chunk; the caller consumes it."""
         chunk = self.chunks.popleft()
+        self.num_fetched -= 1
         self.num_received += len(chunk.content)
         return chunk
 
@@ -148,7 +260,9 @@ class Outbound:
         pool: SlotPool,
         window: int,
         buffered: bool,
+        pairs: GlooPairs | None = None,
     ) -> None:
+        """pairs: for a message to one rank of another host that does not fit into a frame."""
         self.targets = targets
         self.lane = lane
         self.num_on_the_way = 0
@@ -162,7 +276,8 @@ class Outbound:
         self._window = window
         self._buffered = buffered
         self._num_published = 0
-        self._num_unsent = 0
+        self._pair = None if pairs is None else _pair_of(targets[0][0], pairs)
+        self._tags: collections.deque[int] = collections.deque()
         self._begun = False
         for link, _ in targets:
             # A collective finds out about a difference by itself: each rank waits for messages of all others. The
@@ -172,22 +287,22 @@ class Outbound:
                 self.answered = False
         self._flags = 0 if self.answered else ASKS
         is_local = targets[0][0].local
-        self._place = pool.locate(source) if is_local and not buffered and self.total > INLINE_BYTES else None
-        self.is_credited = self.total > INLINE_BYTES and (self._place is not None or not is_local)
+        self._is_inline = fits_in_frame(self.total, local=is_local)
+        self._place = pool.locate(source) if is_local and not buffered and not self._is_inline else None
+        self.is_credited = not self._is_inline and (self._place is not None or not is_local)
         """Whether readers acknowledge by the message, not by the slot."""
         # A credit names its message, which has one number per reader. A slot frees itself, for all readers together.
         self._num_unread = dict.fromkeys((link.rank for link, _ in targets), 0)
-        """Chunks in place that a reader has not consumed yet."""
-        self._copy: Callable[[], bool] = self._put_as_bytes
+        """Chunks in place or of gloo that a reader has not consumed yet."""
+        self._copy: Callable[[], bool] = self._put_by_gloo
         if is_local:
             self._copy = self._put_in_slot if self._place is None else self._put_in_place
 
     @property
     def is_published(self) -> bool:
         """Whether the source tensor is not needed any more; a buffered message has its own."""
-        # Bytes that wait for room in a socket are a view of the caller's tensor, unless the message has a copy.
-        is_out = self._begun and self._num_published == self.total and (self._buffered or not self._num_unsent)
-        return is_out and not (self._place is not None and any(self._num_unread.values()))
+        is_out = self._begun and self._num_published == self.total
+        return is_out and (self._buffered or not any(self._num_unread.values()))
 
     @property
     def awaited(self) -> list[int]:
@@ -198,11 +313,13 @@ class Outbound:
         return unread or [link.rank for link, _ in self.targets]
 
     def credit(self, rank: int) -> bool:
-        """A reader has consumed a chunk; whether this was its last."""
+        """A reader has consumed a chunk; whether this was its last. Raises ValueError where it has read them all."""
+        if not self._num_unread[rank]:
+            raise ValueError("no chunk is on its way")
         self.num_on_the_way -= 1
-        if self._place is None:
-            return self.is_published and not self.num_on_the_way
         self._num_unread[rank] -= 1
+        if self._pair is not None:
+            self._pair.release(self._tags.popleft())
         return self._num_published == self.total and not self._num_unread[rank]
 
     def advance(self) -> bool:
@@ -210,7 +327,7 @@ class Outbound:
         # `_begun` and not the number of bytes: a message may be empty, and is sent all the same.
         if self._begun and self._num_published == self.total:
             return False
-        if self.total <= INLINE_BYTES:
+        if self._is_inline:
             self._put_inline()
             return True
         moved = False
@@ -260,7 +377,7 @@ class Outbound:
         slot.memory[:num_bytes].copy_(self._source[self._num_published : self._num_published + num_bytes])
         # The order matters: the frame is queued after the copy, and a reader looks at a slot only after its frame. The
         # socket between them orders the two, so that the memory needs no lock and no atomic counter.
-        slot.readers = len(self.targets)
+        slot.readers = {link.rank for link, _ in self.targets}
         slot.outbound = self
         for link, number in self.targets:
             link.tell_segment(slot.segment)
@@ -282,16 +399,18 @@ class Outbound:
         self._advanced(num_bytes, num_chunks=len(self.targets))
         return True
 
-    def _put_as_bytes(self) -> bool:
+    def _put_by_gloo(self) -> bool:
+        assert self._pair is not None
+        # A message of `send` is given to gloo as a whole: it needs nothing more from this rank.
         if not self._buffered and self.num_on_the_way >= self._window:
             return False
         ((link, number),) = self.targets
         num_bytes = min(SLOT_BYTES, self.total - self._num_published)
-        # A view, not a copy: the queue of the link reads the tensor itself, and `_sent` says when it has.
-        content = self._source.numpy().data[self._num_published : self._num_published + num_bytes]
-        self._num_unsent += 1
-        link.put(self._header(number, length=num_bytes))
-        link.put(content, whole=False, on_sent=self._sent)
+        tag = self._pair.send(self._source[self._num_published : self._num_published + num_bytes])
+        self._tags.append(tag)
+        place = PLACE.pack(tag)
+        link.put(self._header(number, flags=BY_GLOO, length=len(place)) + place)
+        self._num_unread[link.rank] += 1
         self._advanced(num_bytes)
         return True
 
@@ -302,9 +421,6 @@ class Outbound:
         if self._num_published == self.total:
             # Transfers live in lists and dicts until their last acknowledgement, and would keep the memory alive.
             self._source = torch.empty(0, dtype=torch.uint8)
-
-    def _sent(self) -> None:
-        self._num_unsent -= 1
 
 
 class Intake(Protocol):
@@ -370,16 +486,18 @@ class MessageFilling:
         """See `Intake`."""
         moved = False
         # Chunks of one message come in order, but each knows its place, so that the messages may come in any order.
-        for place in tuple(self._open):
-            inbound, target = place
-            while inbound.chunks:
+        for opened in tuple(self._open):
+            inbound, target = opened
+            while inbound.fits(len(target), target=target):
                 chunk = inbound.take()
                 content = chunk.tensor()
-                target[chunk.offset : chunk.offset + len(content)].copy_(content)
+                place = target[chunk.offset : chunk.offset + len(content)]
+                if content.data_ptr() != place.data_ptr():  # gloo has received into the place itself
+                    place.copy_(content)
                 chunk.consumed()
                 moved = True
             if inbound.is_complete:
-                self._open.remove(place)
+                self._open.remove(opened)
         return moved
 
     @property
@@ -395,12 +513,14 @@ class Collecting:
         self._open = list(inbounds)
         self.values: dict[int, bytearray] = {inbound.source: bytearray() for inbound in inbounds}
         """World rank to what it sent; whole once nothing is awaited."""
+        self.last: int | None = None
+        """The one whose message was whole last."""
 
     def advance(self) -> bool:
         """See `Intake`."""
         moved = False
         for inbound in tuple(self._open):
-            while inbound.chunks:
+            while inbound.is_next_here():
                 chunk = inbound.take()
                 content = chunk.content
                 self.values[inbound.source] += content.numpy().data if isinstance(content, torch.Tensor) else content
@@ -408,6 +528,7 @@ class Collecting:
                 moved = True
             if inbound.is_complete:
                 self._open.remove(inbound)
+                self.last = inbound.source
         return moved
 
     @property
@@ -419,11 +540,11 @@ class Collecting:
 class Summing:
     """The sum in rank order, one cache-sized region after the other.
 
-    `terms[r]` is the message of rank r, or this rank's own part as a tensor; all are cut into chunks at the same
+    `terms[r]` is the message of rank r, or this rank's own part as a tensor. All are cut into chunks at the same
     elements. Region by region, ((r0 + r1) + r2) ... in the dtype of `output`. `output` may be the own part itself: then
     the partial sums stay in a scratch chunk, and the last addition writes the region after this rank has read it.
 
-    Rank 1 of 3 sums 2.5 MiB in six additions, whichever message comes first::
+    Rank 1 of 3 sums 2.5 MiB in six additions, in any order of messages::
 
         region              0 to 1 MiB         1 to 2 MiB         2 to 2.5 MiB
         term of rank 0      chunk 0  held      chunk 1  held      chunk 2  held
@@ -464,7 +585,7 @@ class Summing:
             term = self._terms[self._num_added]
             if isinstance(term, torch.Tensor):
                 self._add(term[self._start : self._stop], None)
-            elif term.chunks:
+            elif term.fits(len(self._output) * self._dtype.itemsize, self._dtype.itemsize):
                 chunk = term.take()
                 self._add(chunk.tensor().view(self._dtype), chunk)
             else:
@@ -510,5 +631,7 @@ class Summing:
             return []
         term = self._terms[self._num_added]
         # All ranks that have given nothing to add now, not only the next in order: a lost one is noticed at once.
-        missing = [t.source for t in self._terms if isinstance(t, Inbound) and not t.is_complete and not t.chunks]
+        missing = [
+            t.source for t in self._terms if isinstance(t, Inbound) and not t.is_complete and not t.is_next_here()
+        ]
         return missing or ([term.source] if isinstance(term, Inbound) else [])

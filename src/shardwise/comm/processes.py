@@ -1,7 +1,8 @@
-"""The channel over real processes: shared memory between CPU ranks of one host, TCP otherwise, NCCL between GPUs.
+"""The channel over real processes: shared memory between CPU ranks of one host, gloo between hosts, the devices'
+backend between devices (NCCL, for one).
 
 Here calls become messages; a `Switchboard` moves them. A collective of n ranks is n (n - 1) messages, each straight to
-its reader: an all-gather gives the same bytes to all, a reduce-scatter gives each rank its own part, and the reader
+its reader. An all-gather gives the same bytes to all. A reduce-scatter gives each rank its own part, and the reader
 adds. So a rank sends and receives as many bytes as in a ring, in one step instead of n - 1, and the sum has an order::
 
     reduce_scatter    input of rank 0:  [ part 0 | part 1 | part 2 ]
@@ -14,18 +15,22 @@ adds. So a rank sends and receives as many bytes as in a ring, in one step inste
 `default_channel` says which channel a program gets that names none.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.agreement import aborting
+from shardwise.comm.agreement import aborting, understood
+from shardwise.comm.call_log import CallLog, Calls, first_difference, packed_calls, parsed_calls
 from shardwise.comm.channel import (
     Channel,
     Signature,
@@ -36,47 +41,83 @@ from shardwise.comm.channel import (
     message_signature,
     reduce_scatter_signature,
 )
+from shardwise.comm.communicators import Communicators, maker
 from shardwise.comm.connections import connect
-from shardwise.comm.frames import ChannelVerdict
-from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outbound, Summing, as_bytes
-from shardwise.comm.nccl import NcclChannel
+from shardwise.comm.device_channel import DeviceChannel
+from shardwise.comm.devices import only_device
+from shardwise.comm.frames import ChannelVerdict, different
+from shardwise.comm.gloo_pairs import GlooPairs
+from shardwise.comm.hang_watch import QuietThread
+from shardwise.comm.messages import Collecting, Inbound, MessageFilling, Outbound, Summing, TransferInFlight, as_bytes
+from shardwise.comm.rank_values import RankValues
+from shardwise.comm.relay import Relay
 from shardwise.comm.rendezvous import meet
 from shardwise.comm.switchboard import Switchboard
-from shardwise.errors import in_words
+from shardwise.comm.tally import RankTally
+from shardwise.comm.value_exchange import ValueExchange
+from shardwise.errors import ShardwiseError, in_words
 from shardwise.launchers import place_of
+
+_ENDED = "has ended its program (its last line, or sys.exit) without closing its channel"
 
 
 def processes(
-    *, timeout_seconds: float = 60.0, shared_memory: bool = True, device: torch.device | None = None
+    *,
+    timeout_seconds: float = 60.0,
+    shared_memory: bool = True,
+    device: torch.device | None = None,
+    interface: str | None = None,
+    ports: str | None = None,
 ) -> Channel:
     """The channel of all processes that were started together.
 
     They meet through the default process group of torch.distributed, or, when there is none, through the environment
-    that `torchrun`, `shardwise train --nproc`, `srun` or `mpirun` set. On CPU only the group's store is used: the ranks
-    connect to each other directly, through shared memory where they are on one host and both allow it, through TCP
-    otherwise. With a CUDA device, tensors travel over NCCL.
+    that `torchrun`, `shardwise train --nproc`, `srun` or `mpirun` set. Only the group's store is used: a rank connects
+    to a few others at once, and to further ones for the first message. Tensors travel in shared memory between ranks of
+    one host that both allow it, else over gloo. Between devices they travel over NCCL, or the backend that torch names
+    for devices of their kind.
 
-    `device`: where the tensors live; default the CUDA device of this rank when the group has NCCL, else the CPU.
+    `device`: where the tensors live; default this rank's accelerator, unless the process group is one for the CPU.
+    `interface`: the name or an address of the network interface to listen on, such as "ib0"; default the one on the
+    way to the store. `ports`: a range to listen on, such as "20000-20100"; that of gloo's ports is the kernel's.
+    SHARDWISE_INTERFACE and SHARDWISE_PORTS of the environment come first.
     Raises `PeerError` when a rank does not appear, is lost, or makes no progress for `timeout_seconds`.
     """
-    meeting = meet(timeout_seconds=timeout_seconds, device=device)
+    meeting = meet(timeout_seconds=timeout_seconds, device=device, interface=interface, ports=ports)
     if meeting.size == 1:
         return alone(meeting.device)
-    board = Switchboard(meeting.rank, connect(meeting, shared_memory=shared_memory), timeout_seconds=timeout_seconds)
+    connected = connect(meeting, shared_memory=shared_memory)
+    one_host = len(set(connected.kernels)) == 1
+    pairs = None if one_host else GlooPairs(meeting.rank, meeting.store, timeout_seconds=timeout_seconds)
+    board = Switchboard(
+        meeting.rank,
+        {},
+        timeout_seconds=timeout_seconds,
+        kernels=connected.kernels,
+        hosts=connected.hosts,
+        relay=Relay(meeting.rank, connected, timeout_seconds=timeout_seconds),
+        pairs=pairs,
+    )
+    _watch_over(board, timeout_seconds)
     _drop_in_children(board)
     _speak_at_the_end(board)
+    _speak_of_errors(board)
     channel = ProcessChannel(board, tuple(range(meeting.size)), owns_board=True)
-    return channel if meeting.device.type == "cpu" else NcclChannel(channel, meeting.device)
+    if meeting.device.type == "cpu":
+        return channel
+    communicators = Communicators(maker(meeting.device, timeout_seconds=timeout_seconds), meeting.store)
+    return DeviceChannel(channel, meeting.device, communicators, timeout_seconds=timeout_seconds)
 
 
 def default_channel() -> Channel:
     """The initialised process group, else the processes that a launcher announces, else a world of one.
 
+    Each rank has the accelerator of its host, if there is one and the process group is not for the CPU alone.
     Launchers are torchrun, srun and mpirun. Raises PlanError where one announces several processes, but not enough for
     them to meet.
     """
     initialised = dist.is_available() and dist.is_initialized()
-    return processes() if initialised or place_of(os.environ) is not None else alone()
+    return processes() if initialised or place_of(os.environ) is not None else alone(only_device(None))
 
 
 @contextmanager
@@ -101,6 +142,23 @@ def channel_of(state: object) -> Channel | None:
     return channel if isinstance(channel, Channel) else None
 
 
+def _watch_over(board: Switchboard, timeout_seconds: float) -> None:
+    """Let a thread say where this rank is while it makes no call, and that its program ends though threads go on."""
+    # Weak: a board that the program has let go of ends its connections.
+    reference = weakref.ref(board)
+
+    def look(idle_seconds: float) -> None:
+        if (quiet := reference()) is not None:
+            quiet.look(idle_seconds)
+
+    def speak() -> None:
+        if (left := reference()) is not None:
+            left.leave(f"rank {left.rank} {_ENDED}")
+
+    board.quiet_thread = QuietThread(board.watch.activity, timeout_seconds=timeout_seconds, on_quiet=look, on_end=speak)
+    weakref.finalize(board, board.quiet_thread.stop).atexit = False
+
+
 def _drop_in_children(board: Switchboard) -> None:
     """Close in a forked child, such as a data loader's worker, what it has inherited.
 
@@ -111,7 +169,10 @@ def _drop_in_children(board: Switchboard) -> None:
 
     def drop() -> None:
         if (inherited := reference()) is not None:
-            inherited.drop()
+            inherited.lock = threading.RLock()  # the thread that holds the other one may not be in this process
+            fact = f"this process was forked from rank {inherited.rank}, which alone can use its channel"
+            inherited.verdict = inherited.verdict or ChannelVerdict(fact=fact, culprit=inherited.rank)
+            inherited.drop(in_child=True)
 
     os.register_at_fork(after_in_child=drop)
 
@@ -126,12 +187,34 @@ def _speak_at_the_end(board: Switchboard) -> None:
     def speak() -> None:
         if (left := reference()) is not None:
             error = sys.exception() or getattr(sys, "last_value", None)
-            what = "has ended its program (its last line, or sys.exit) without closing its channel"
-            left.leave(f"rank {left.rank} {f'stopped: {in_words(error)}' if error else what}")
+            left.leave(f"rank {left.rank} {f'stopped: {in_words(error)}' if error else _ENDED}")
 
     # Not `atexit`, which processes of multiprocessing leave out. Where the process is killed nothing runs, and the
     # peers see the connection end.
     Finalize(None, speak, exitpriority=0)
+
+
+def _speak_of_errors(board: Switchboard) -> None:
+    """An error that ends the program reaches the peers at once, although threads of it may still run for long.
+
+    Python waits for threads before it runs what `_speak_at_the_end` has left to the end.
+    """
+    reference, process, earlier = weakref.ref(board), os.getpid(), sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        left = reference()
+        # In a session an error ends a line, not the program. A forked child is another program.
+        if left is not None and not hasattr(sys, "ps1") and os.getpid() == process:
+            left.leave(f"rank {left.rank} stopped: {in_words(error)}")
+        earlier(kind, error, traceback)
+
+    sys.excepthook = hook
+
+    def unhook() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = earlier
+
+    weakref.finalize(board, unhook).atexit = False
 
 
 def _lane(members: tuple[int, ...], kind: str) -> int:
@@ -155,7 +238,19 @@ class ProcessChannel:
         self._peers = [member for member in members if member != board.rank]
         self._collectives = _lane(members, "collectives")
         self._messages = _lane(members, "messages")
+        self._log = board.log(self._collectives, members)
+        self._values = ValueExchange(board, members, self._collectives)
         self._channels: dict[tuple[int, ...], ProcessChannel] = {members: self}
+
+    @property
+    def tally(self) -> RankTally:
+        """See `Tallied`."""
+        return self._board.tally
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The name of each rank's host; empty where it is unknown."""
+        return tuple(self._board.hosts[member] for member in self.members) if self._board.hosts else ()
 
     def over(self, ranks: Sequence[int]) -> Channel:
         """See `Channel.over`."""
@@ -188,9 +283,10 @@ class ProcessChannel:
         own = self._board.lend(num_bytes)
         with self._board.lock:
             place = self._board.tell_place(own, self._peers)
-        # The frame with the descriptor goes before the message that names the place, on the same connection: the memory
-        # is mapped when the message has come.
-        places = self.exchange(place, purpose=f"places of {purpose}")
+        # Straight from each: the frame with the descriptor goes before the message that names the place, on the same
+        # connection. So the memory is mapped when the message has come.
+        with self._board.lock:
+            places = self._values.from_each(Signature(operation="exchange", purpose=f"places of {purpose}"), place)
         shared = [
             own if member == self._board.rank else self._board.memory_of(member, there, num_bytes)
             for member, there in zip(self.members, places, strict=True)
@@ -202,22 +298,44 @@ class ProcessChannel:
 
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
+        return list(self.exchange_parts([value], purpose=purpose)[0])
+
+    def exchange_parts(self, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
+        """See `ExchangesParts`."""
         signature = Signature(operation="exchange", purpose=purpose)
         with self._board.lock:
             self._board.check(signature)
-            given = (
-                torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-            )
-            intake = Collecting([self._expected(rank, signature) for rank in self._peers])
-            self._board.start(signature, self._to_peers(given, signature), intake).wait()
-        values: list[bytes] = [bytes(intake.values[rank]) if rank in intake.values else value for rank in self.members]
+            self._board.note(self._log, signature)
+            # The first channel has all ranks, so that all members of each channel take part.
+            logs = self._board.compared_logs() if self._owns_board else [self._log] * self._log.has_transfers
+            values, difference = self._values.values(signature, parts, sum(log.share for log in logs) % (1 << 64))
+            if difference:
+                self._compare_calls(logs, signature)
+        num_bytes = sum(map(len, parts))
+        received_bytes = sum(part.num_bytes for part in values) - num_bytes
+        self.tally.moved(sent_bytes=num_bytes * (self.size - 1), received_bytes=received_bytes)
         return values
+
+    def _compare_calls(self, logs: Sequence[CallLog], signature: Signature) -> None:
+        """The digests of calls differ: raise on all ranks with the first call that does."""
+
+        def exchange(calls: Calls) -> dict[int, Calls]:
+            (said,), _ = self._values.values(Signature(operation="exchange", purpose="calls"), [packed_calls(calls)])
+            return dict(zip(self.members, understood(said, parsed_calls, purpose="calls"), strict=True))
+
+        # In an exchange all have made the same number of calls on this channel.
+        texts = first_difference(logs, exchange, even=self._log.lane)
+        # Without any, some ranks have only come further on another channel of theirs than others.
+        if texts is not None:
+            self._board.fail(different(texts))
+            self._board.check(signature)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         """See `Channel.all_gather`."""
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
+        self.tally.count(signature, self.rank)
         with self._board.lock:
             self._board.check(signature)
             parts = torch.split(output.detach(), list(signature.counts))
@@ -237,6 +355,7 @@ class ProcessChannel:
     ) -> Work:
         """See `Channel.reduce_scatter`."""
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
+        self.tally.count(signature, self.rank)
         with self._board.lock:
             self._board.check(signature)
             parts = torch.split(input.detach(), list(signature.counts))
@@ -261,6 +380,7 @@ class ProcessChannel:
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`. The message is buffered: it needs nothing more from this rank."""
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
+        self.tally.count(signature, self.rank)
         with self._board.lock:
             self._board.check(signature)
             peer = self.members[destination]
@@ -270,6 +390,7 @@ class ProcessChannel:
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
+        self.tally.count(signature, self.rank)
         with self._board.lock:
             self._board.check(signature)
             inbound = self._board.expect(self.members[source], self._messages, signature)
@@ -278,6 +399,7 @@ class ProcessChannel:
     def abort(self, reason: str) -> None:
         """See `Channel.abort`."""
         rank = self._board.rank
+        self._board.was_heard = True  # the program knows what it says
         self._board.fail(ChannelVerdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
 
     def close(self) -> None:
@@ -285,15 +407,57 @@ class ProcessChannel:
         if self._owns_board:
             self._board.close()
 
-    def compare(self, signature: Signature) -> Work:
-        """Begin to compare the signature of a collective that travels on another way."""
-        # A message without bytes: its header has the digest, and that is all that is compared.
+    def check(self, signature: Signature) -> None:
+        """Raise if a rank is lost, or has given up."""
+        self._board.check(signature)
+
+    def has_failed(self) -> bool:
+        """Whether a rank is lost or has given up, as far as can be seen at once."""
+        return self._board.has_failed()
+
+    def has_closed(self, awaited: Sequence[int]) -> bool:
+        """Whether one of these world ranks has closed its channel, as far as was heard."""
+        return self._board.has_closed(awaited)
+
+    def judge(self, signature: Signature, awaited: Sequence[int]) -> None:
+        """Blame one of these world ranks: a call that travels on another way has waited too long for them."""
+        self._board.judge(awaited)
+        self.blocked(signature)
+
+    def blocked(self, signature: Signature) -> None:
+        """Errors name this call from now on: the one in which the rank was when the channel failed."""
+        was_heard = self._board.was_heard
+        with contextlib.suppress(ShardwiseError):
+            self._board.check(signature)
+        self._board.was_heard = was_heard
+
+    @property
+    def was_heard(self) -> bool:
+        """Whether the program has got the error with which the channel ended."""
+        return self._board.was_heard
+
+    def agree_on(self, signature: Signature) -> None:
+        """Compare the signature of a collective that travels on another way, and is called for the first time."""
+        with self._board.lock:
+            self.note(signature)
+            # A neighbour that calls what it knows answers nothing, and finds the difference in this.
+            self._board.tell_calls(self._log, self._values.neighbours)
+            _, difference = self._values.values(signature, [b""], self._log.share % (1 << 64))
+            if difference:
+                self._compare_calls([self._log], signature)
+
+    def note(self, signature: Signature) -> None:
+        """Put a collective that travels on another way into the digest of calls, which exchanges compare."""
         with self._board.lock:
             self._board.check(signature)
-            intake = Collecting([self._expected(rank, signature) for rank in self._peers])
-            return self._board.start(signature, self._to_peers(torch.empty(0), signature), intake)
+            self._log.has_transfers = True
+            self._board.note(self._log, signature)
 
-    def compare_message(self, signature: Signature, peer: int) -> Work:
+    def tell_waiting(self, signature: Signature, awaited: Sequence[int]) -> bool:
+        """What travels on another way has waited for a while for these world ranks: tell all. Whether that was done."""
+        return self._board.tell_waiting(signature, awaited)
+
+    def compare_message(self, signature: Signature, peer: int) -> TransferInFlight:
         """Begin to compare the signature of a `send` or `receive` that travels on another way."""
         with self._board.lock:
             self._board.check(signature)

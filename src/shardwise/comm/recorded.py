@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.channel import Channel, Work
+from shardwise.comm.device_sums import Sums, summing, sums_of
+from shardwise.comm.hosts import hosts_of
+from shardwise.comm.tally import RankTally, tally_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +24,7 @@ class RecordedCall:
     operation: str
     """`exchange`, `all_gather`, `reduce_scatter`, `send` or `receive`."""
     purpose: str
+    """What the caller named the call."""
     dtype: torch.dtype
     """Of what travels (of the `input` of `reduce_scatter`; `uint8` for `exchange`)."""
     num_elements: int
@@ -28,7 +32,9 @@ class RecordedCall:
     counts: tuple[int, ...]
     """Elements per rank of the channel (bytes for `exchange`); of the message alone for `send` and `receive`."""
     bytes_sent: int
+    """By this rank, to all peers together."""
     bytes_received: int
+    """By this rank, from all peers together."""
     peers: tuple[int, ...]
     """The other ranks of the call, in the channel's order, as ranks of the channel that was first wrapped."""
 
@@ -77,13 +83,26 @@ class Recorded:
 
     def over(self, ranks: Sequence[int]) -> "Recorded":
         """The recorded channel of these ranks; see `Channel.over`."""
-        inner = self._channel.over(ranks)
-        if id(inner) not in self._family:
-            part = Recorded(inner)
-            part.calls, part._family = self.calls, self._family
-            part._ranks = tuple(self._ranks[rank] for rank in ranks)
-            self._family[id(inner)] = part
-        return self._family[id(inner)]
+        return self._around(self._channel.over(ranks), ranks)
+
+    @property
+    def sums(self) -> Sums | None:
+        """As the wrapped channel says; see `device_sums`."""
+        return sums_of(self._channel)
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Of the wrapped channel."""
+        return hosts_of(self._channel)
+
+    @property
+    def tally(self) -> RankTally:
+        """Of the wrapped channel."""
+        return tally_of(self._channel)
+
+    def summing(self, sums: Sums) -> "Recorded":
+        """The recorded channel of the same ranks that adds so."""
+        return self._around(summing(self._channel, sums), range(self.size))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """See `Channel.allocate`."""
@@ -138,6 +157,17 @@ class Recorded:
     def close(self) -> None:
         """Close the wrapped channel; the list stays."""
         self._channel.close()
+
+    def _around(self, inner: Channel, ranks: Sequence[int]) -> "Recorded":
+        if id(inner) not in self._family:
+            part = self._wrapped(inner)
+            part.calls, part._family = self.calls, self._family
+            part._ranks = tuple(self._ranks[rank] for rank in ranks)
+            self._family[id(inner)] = part
+        return self._family[id(inner)]
+
+    def _wrapped(self, inner: Channel) -> "Recorded":
+        return Recorded(inner)
 
     def _record_collective(
         self, operation: str, purpose: str, dtype: torch.dtype, counts: Sequence[int], *, sends_own: bool

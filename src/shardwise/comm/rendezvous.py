@@ -1,12 +1,14 @@
 """How the processes find each other: the rank, the size and a store of keys and values, before any connection.
 
-All come through the store of torch.distributed, which rank 0 or torchrun serves. `connections` makes one link per pair
-out of it. Keys of two ranks that make their second channel::
+All come through the store of torch.distributed, which rank 0 or torchrun serves. `connections` makes links out of it.
+Keys of two ranks that make their second channel::
 
     shardwise/process/0           boot id, pid namespace, pid, start: who rank 0 is, for those who wait for it
     shardwise/1                   2: how many channels rank 1 has begun, which numbers this one
     shardwise/channel/2/token/0   what rank 0 publishes while channel 2 is made, under the key `token`
     shardwise/channel/2/host/1    what rank 1 publishes under the key `host`
+    shardwise/channel/2/host/all  what all ranks have published there, as rank 0 collected it (`gather`)
+    shardwise/channel/2/failed    the first rank that failed while channel 2 was made, and why
 
 Until there is a connection nothing tells of a peer's death. So a rank that waits for a key of another one looks each
 second whether the process that published `process/N` still runs.
@@ -19,19 +21,30 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from shardwise.comm.devices import group_device, own_device
+from shardwise.comm.handshake import secret_of_the_run
+from shardwise.comm.interfaces import listener_of_the_store
 from shardwise.errors import PeerError, PlanError
-from shardwise.launchers import Announced, announced
+from shardwise.launchers import Announced, announced, listening_ports
 
 _LIFE_SECONDS = 1.0
 """A rank that waits looks so often whether the other one is still there."""
 
+_FAREWELL_SECONDS = 3.0
+"""How long rank 0, which may serve the store, waits after a failure for others that ask for its reason."""
+
 START_SECONDS = 60.0
 """Least patience at the start, when processes still import and compile."""
+
+
+_CONNECTED, _FAILED = "connected", "failed"
+"""Keys of the store: what each rank says last, and the first failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +61,12 @@ class Rendezvous:
     patience_seconds: float
     processes: Store | None = None
     """Who each rank is, since its first channel."""
+    secret: bytes | None = None
+    """What the launcher has given to all ranks, to prove themselves by."""
+    interface: str | None = None
+    """The name or address of the only interface to listen on; None for the way to the store."""
+    ports: range | None = None
+    """The ports to listen on; None where the kernel chooses."""
 
     def publish(self, key: str, value: str) -> None:
         """Let the other ranks read a value of this rank."""
@@ -55,24 +74,62 @@ class Rendezvous:
 
     def read(self, key: str, rank: int) -> str:
         """The value of another rank; raises `PeerError` when it does not come."""
+        return self._read(f"{key}/{rank}", key, rank)
+
+    def _read(self, name: str, key: str, rank: int) -> str:
         # In short waits: the store has no way to wake this rank when the other one has ended.
-        name = f"{key}/{rank}"
         deadline = time.monotonic() + self.patience_seconds
         while True:
-            patience = min(_LIFE_SECONDS, max(0.001, deadline - time.monotonic()))
+            # The store counts in whole milliseconds: of much less than 20 they would be more than a tenth.
+            patience = min(_LIFE_SECONDS, max(0.02, deadline - time.monotonic()))
             asked = time.monotonic()
             try:
                 self.store.wait([name], timedelta(seconds=patience))
                 return self.store.get(name).decode()
             except (RuntimeError, ValueError) as error:
                 is_late = time.monotonic() - asked >= 0.9 * patience  # else the store itself has failed
+                if is_late:
+                    self.raise_if_failed(key)
                 gone = is_late and self._is_gone(rank)
                 if is_late and not gone and time.monotonic() < deadline:
                     continue
+                if is_late and not gone:
+                    # Rank 0, which collects for all, may itself wait for a rank that has not come.
+                    rank = self._first_missing(key, rank)
                 text = f"rank {rank} did not appear within {self.patience_seconds:g} s at the start ({key}): {error}"
+                if not is_late:
+                    text = f"the store of rank 0 or of the launcher has ended at the start ({key}): {error}"
                 if gone:
-                    text = f"rank {rank} has ended, and is waited for at the start of what ranks do together ({key})"
+                    text = f"rank {rank} has ended while other ranks wait for it at the start ({key})"
                 raise PeerError(text, rank=rank, operation="start", purpose=key) from error
+
+    def fail(self, text: str) -> None:
+        """Tell the other ranks why this one stops, unless another one has stopped before."""
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone
+            self.store.compare_set(_FAILED, "", json.dumps([self.rank, text]))
+
+    def raise_if_failed(self, key: str) -> None:
+        """Raise PeerError with the reason of the first rank that has failed, if one has."""
+        try:
+            rank, text = json.loads(self.store.get(_FAILED)) if self.store.check([_FAILED]) else (self.rank, "")
+            rank, text = int(rank), str(text)
+        except (RuntimeError, TypeError, ValueError):
+            return
+        if rank != self.rank:
+            raise PeerError(text, rank=rank, operation="start", purpose=key)
+
+    def leave(self, reason: str = "") -> None:
+        """The last request of this rank. Rank 0, which may serve the store, stays until all others have made theirs."""
+        if not reason:
+            self.publish(_CONNECTED, "")
+            if self.rank == 0 and any(self.read_all(_CONNECTED)):
+                self.raise_if_failed(_CONNECTED)
+            return
+        with contextlib.suppress(RuntimeError, ValueError):
+            self.publish(_CONNECTED, reason)
+            if self.rank == 0:
+                names = [f"{_CONNECTED}/{rank}" for rank in range(self.size)]
+                self.store.wait(names, timedelta(seconds=_FAREWELL_SECONDS))
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank that had a channel before is no more; asks the store and this host."""
@@ -84,48 +141,83 @@ class Rendezvous:
         except (RuntimeError, ValueError):
             return False
 
-    def has_published(self, key: str, rank: int) -> bool:
-        """Whether the value of another rank is there."""
-        return bool(self.store.check([f"{key}/{rank}"]))
-
     def read_all(self, key: str) -> list[str]:
-        """The values of all ranks."""
+        """The values of all ranks, for one rank that asks for all."""
         names = [f"{key}/{rank}" for rank in range(self.size)]
-        # Two requests instead of two per rank: a request is some 0.2 ms, and a call without a channel makes three of
-        # these. Stores without `multi_get` (files) and ranks that are late go the slow way, which says who is missing.
-        with contextlib.suppress(RuntimeError, ValueError):
-            self.store.wait(names, timedelta(seconds=_LIFE_SECONDS))
-            return [value.decode() for value in self.store.multi_get(names)]
-        return [self.read(key, rank) for rank in range(self.size)]
+        while True:
+            # Two requests instead of two per rank: a request is some 0.2 ms.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self.store.wait(names, timedelta(seconds=_LIFE_SECONDS))
+                return [value.decode() for value in self.store.multi_get(names)]
+            missing = self._first_missing(key, self.size)
+            if missing == self.size:  # a store without `multi_get`, such as a file
+                return [self.read(key, rank) for rank in range(self.size)]
+            self.read(key, missing)  # raises where the rank never comes
+
+    def gather(self, key: str, value: str) -> list[str]:
+        """The values of all ranks, for all ranks, with as few requests per rank as if they were two.
+
+        Rank 0 reads all and publishes one table; where it finds that a rank is missing, it publishes that instead.
+        """
+        self.publish(key, value)
+        if self.rank:
+            table = json.loads(self._read(f"{key}/all", key, 0))
+            if isinstance(table, dict):
+                raise PeerError(table["text"], rank=table["rank"], operation="start", purpose=key)
+            texts, numbers = table
+            return [texts[number] for number in numbers]
+        try:
+            values = self.read_all(key)
+        except PeerError as error:
+            self.store.set(f"{key}/all", json.dumps({"rank": error.rank, "text": str(error)}))
+            raise
+        # Each text once: every rank reads the table, and ranks of one host say the same.
+        numbered = {text: number for number, text in enumerate(dict.fromkeys(values))}
+        self.store.set(f"{key}/all", json.dumps([list(numbered), [numbered[text] for text in values]]))
+        return values
+
+    def _first_missing(self, key: str, otherwise: int) -> int:
+        """The lowest rank that has not published the key, or `otherwise`; found by halving."""
+        low, high = 0, self.size  # all below `low` have
+        try:
+            while low < high:
+                middle = (low + high) // 2
+                if self.store.check([f"{key}/{rank}" for rank in range(low, middle + 1)]):
+                    low = middle + 1
+                else:
+                    high = middle
+        except (RuntimeError, ValueError):  # the store is gone: nothing more is known
+            return otherwise
+        return low if low < self.size else otherwise
 
 
-def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
+def meet(
+    *, timeout_seconds: float, device: torch.device | None, interface: str | None = None, ports: str | None = None
+) -> Rendezvous:
     """Join the default process group, or the processes that the environment announces.
 
-    Raises `PlanError` when there is neither, or when the device asked for needs another backend.
+    interface, ports: where to listen, if the environment does not say.
+    Raises `PlanError` when there is neither, or when torch cannot move tensors between devices like the one asked for.
     """
+    secret = secret_of_the_run(os.environ)
+    interface = os.environ.get("SHARDWISE_INTERFACE") or interface
+    port_range = listening_ports(os.environ, otherwise=ports)
     # A short timeout is meant for a peer that hangs in a step, not for one that still compiles.
     patience = max(timeout_seconds, START_SECONDS)
-    wants_nccl = (torch.cuda.is_available() and dist.is_nccl_available()) if device is None else device.type == "cuda"
-    # An initialised group wins over the environment: the program has said who takes part.
+    # The store is enough: a process group is not made, and stays the program's to make. An initialised one wins over
+    # the environment, for the program has said who takes part.
     if not dist.is_initialized():
         world = announced(os.environ)
         if world is None:
             _check_environment()
-            if wants_nccl:
-                torch.cuda.set_device(device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
-                # Not bound to the device: groups of a bound one can be made by all ranks only.
-                dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_seconds))
-            else:
-                # On the CPU the store is enough; a process group is not made, and stays the program's to make.
-                store, rank, size = _meet_at("env://", patience)
+            local_rank = os.environ.get("LOCAL_RANK")
+            device = own_device(device, None if local_rank is None else int(local_rank))
+            store, rank, size = _meet_at("env://", patience)
         else:
-            store, rank, size = _meet_announced(world.checked(), patience)
-            if wants_nccl:
-                torch.cuda.set_device(device or _own_gpu(world))
-                dist.init_process_group(
-                    "nccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_seconds)
-                )
+            device = own_device(device, world.checked().local_rank)
+            store, rank, size = _meet_announced(world, patience)
+    else:
+        device = group_device(device)
     if dist.is_initialized():
         rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     # Every rank makes its channels in the same order, so the n-th ones belong together.
@@ -135,23 +227,46 @@ def meet(*, timeout_seconds: float, device: torch.device | None) -> Rendezvous:
     return Rendezvous(
         rank=rank,
         size=size,
-        device=_device(device),
+        device=device,
         store=PrefixStore(f"shardwise/channel/{number}", store),
         processes=processes,
         store_host=_store_host(store),
         patience_seconds=patience,
+        secret=secret,
+        interface=interface,
+        ports=port_range,
     )
 
 
 def _meet_at(address: str, patience_seconds: float, *, rank: int = -1, size: int = -1) -> tuple[Store, int, int]:
+    patience = timedelta(seconds=patience_seconds)
     try:
-        store, rank, size = next(iter(rendezvous(address, rank, size, timeout=timedelta(seconds=patience_seconds))))
+        return _served(address, patience, rank, size) or next(iter(rendezvous(address, rank, size, timeout=patience)))
     except dist.DistError as error:
         if address == "env://":
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         text = f"the processes did not meet at {address}: {error}"
         raise PeerError(text, operation="start", purpose="rendezvous") from error
-    return store, rank, size
+
+
+def _served(address: str, patience: timedelta, rank: int, size: int) -> tuple[Store, int, int] | None:
+    """The store of rank 0, which serves it where the others look for it; None where `rendezvous` has to."""
+    # `rendezvous` would listen on every interface of the host.
+    if address == "env://":
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
+            return None
+        size, host = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
+    else:
+        place = urlsplit(address)
+        host, port = place.hostname or "", place.port or 0
+    listener = listener_of_the_store(host, port) if rank in (-1, 0) else None
+    if listener is None:
+        return None
+    store = TCPStore(
+        host, port, size, is_master=True, timeout=patience, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+    return store, 0, size
 
 
 def _meet_announced(world: Announced, patience_seconds: float) -> tuple[Store, int, int]:
@@ -165,35 +280,14 @@ def _meet_announced(world: Announced, patience_seconds: float) -> tuple[Store, i
     return PrefixStore(f"shardwise/{world.job}", store), rank, size
 
 
-def _own_gpu(world: Announced) -> torch.device:
-    """The GPU of this rank: the one that its launcher lets it see, or the one of its number on this host."""
-    num_seen = torch.cuda.device_count()
-    if world.local_rank is None and num_seen > 1:
-        raise PlanError(
-            f"{world.launcher} does not say which of the {num_seen} GPUs here is that of rank {world.rank}; "
-            "export LOCAL_RANK (the rank among those of this host) to each process, or let each see one GPU"
-        )
-    return torch.device("cuda", 0 if num_seen == 1 else world.local_rank or 0)
-
-
 def _check_environment() -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise PlanError(
             "a channel over processes was asked for, but no process group is initialised and the environment lacks "
-            f"{', '.join(missing)}; start with torchrun, srun, mpirun or `shardwise train --nproc N`, or call "
+            f"{', '.join(missing)}. Start with torchrun, srun, mpirun or `shardwise train --nproc N`, or call "
             "torch.distributed.init_process_group first"
         )
-
-
-def _device(asked: torch.device | None) -> torch.device:
-    has_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend())
-    if asked is None:
-        return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
-    if asked.type not in ("cpu", "cuda") or (asked.type == "cuda" and not has_nccl):
-        holds = f"the process group has {dist.get_backend()}" if dist.is_initialized() else "there is no process group"
-        raise PlanError(f"a channel for {asked} was asked for, but {holds}; give cpu, or cuda with an NCCL group")
-    return asked
 
 
 def _store_host(store: Store) -> str | None:
@@ -201,6 +295,14 @@ def _store_host(store: Store) -> str | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.host if isinstance(store, TCPStore) else None
+
+
+def store_host_here() -> str | None:
+    """The host that serves the store of this program, as far as that is known."""
+    if dist.is_initialized():
+        return _store_host(dist.distributed_c10d._get_default_store())
+    world = announced(os.environ)
+    return os.environ.get("MASTER_ADDR") if world is None else world.host or None
 
 
 def own_record() -> str:

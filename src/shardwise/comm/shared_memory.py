@@ -7,8 +7,8 @@ it is, without a copy into a slot. The life of a slot, with two readers::
     free ----take----> copied into ----CHUNK to both----> readers 2 --CONSUMED--> readers 1 --CONSUMED--> free
           by the owner             over the sockets                 from either           from the other
 
-Memory has no lock: a reader looks only after the CHUNK frame, the owner writes only after all CONSUMED frames, and
-frames pass through the kernel, which orders what was written before them.
+Memory has no lock. A reader looks only after the CHUNK frame, and the owner writes only after all CONSUMED frames.
+Frames pass through the kernel, which orders the writes before them.
 """
 
 import mmap
@@ -23,8 +23,9 @@ SLOT_BYTES = 1 << 20
 """Bytes of one chunk: small enough for the cache, large enough that the copy takes longer than the notification."""
 
 BASE_SLOTS = 16
-"""Slots of the first segment, which is kept. On a busy machine ranks seldom run at the same time: what fits in here is
-published in one turn and read in another, instead of in lockstep (measured: 2 to 3 times faster than 4 MiB)."""
+"""Slots of the first segment, which is kept. On a busy machine ranks seldom run at the same time. A message of this
+size is published in one turn and read in another, not in lockstep (measured: 2 to 3 times faster than 4 MiB).
+"""
 
 RETAINED_SLOTS = 16
 """Idle slots of further segments kept for the next burst."""
@@ -40,7 +41,7 @@ def map_segment(descriptor: int, num_bytes: int) -> torch.Tensor:
 
 
 class ChunkSlot:
-    """A place for one chunk; `readers` counts those who have not consumed it yet."""
+    """A place for one chunk; `readers` are the ranks that have not consumed it yet."""
 
     __slots__ = ("index", "memory", "outbound", "readers", "segment")
 
@@ -48,7 +49,7 @@ class ChunkSlot:
         self.segment = segment
         self.index = index
         self.memory = memory
-        self.readers = 0
+        self.readers: set[int] = set()
         # The message in the slot, by which the switchboard finds whose window has room again. An `object`, because
         # messages are built upon this file.
         self.outbound: object = None

@@ -7,22 +7,28 @@
 (1) A rank whose transfer lacks calls hands the baton to the next rank, in rank order, that can go on.
 (2) A transfer is carried out, for all its ranks, at the first wait after its last call.
 
-With the baton go the random states of torch, `random` and numpy, so that each rank draws as in a process of its own.
-Only the holder of the baton touches the state of the world; therefore nothing here is locked, and when no rank can go
-on, that is known at once. `Group` and `MatchedCalls` bring the calls of the ranks together, compare them and move their
-data; the rest is whose turn it is, and what a rank that stops means for the others.
+On devices a transfer is queued at its last call, on streams for transfers alone. They wait for what each rank had
+queued when it called, and the stream of a rank that waits (1) waits for the end of the transfer there.
+
+The random states of torch, `random` and numpy go with the baton, so that each rank draws as in its own process. Only
+the holder of the baton touches the state of the world. Therefore nothing here is locked, and when no rank can go on,
+that is known at once. `Group` and `MatchedCalls` bring the calls of the ranks together, compare them and move their
+data. The rest is whose turn it is, and what a rank that stops means for the others.
 """
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 import torch
 
+from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.channel import (
     Channel,
     Signature,
@@ -34,6 +40,10 @@ from shardwise.comm.channel import (
     reduce_scatter_signature,
     scatter_sum,
 )
+from shardwise.comm.device_sums import ExactSum, PartsMemory, Sums, hand_over_parts
+from shardwise.comm.devices import make_current, simulated_devices
+from shardwise.comm.hang_report import Whereabouts, lines_of, report
+from shardwise.comm.tally import RankTally
 from shardwise.errors import CallMismatchError, PeerError, PlanError, ShardwiseError, in_words
 
 T = TypeVar("T")
@@ -43,29 +53,37 @@ _INTERRUPT_SECONDS = 0.1
 """How soon, at the latest, an interrupt of the caller is noticed."""
 
 
-def simulate(world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: float = 60.0) -> list[T]:
+def simulate(
+    world_size: int, fn: Callable[[Channel], T], *, timeout_seconds: float = 60.0, device: str = "cpu"
+) -> list[T]:
     """Run `fn(channel)` on `world_size` simulated ranks in this process and return their results in rank order.
 
-    Every rank starts from the caller's random state (torch's CPU generator, `random`, numpy's global one) and goes on
-    with its own; the caller's is put back at the end. Ranks share all else that is global to a process.
+    `device`: the kind of device that ranks compute on ("cuda"). Rank r has the device of number r, which is the current
+    device of its thread. There have to be as many devices as ranks.
 
-    Raises the error of the rank that failed first, with a note that names the rank, or without a note the one
-    `ShardwiseError` that all ranks raised alike. Ranks that wait for each other get a `PeerError` at once. Raises
-    `PeerError` also when a rank has made no call for `timeout_seconds` while others are unfinished; that rank is left
-    behind on its daemon thread.
+    Every rank starts from the caller's random state (torch's CPU generator, `random`, numpy's global one) and goes on
+    with its own. The caller's is put back at the end. Ranks share all else that is global to a process.
+
+    Raises the error of the rank that failed first, with a note that names the rank. A `ShardwiseError` that all ranks
+    raised alike has no note. Ranks that wait for each other get a `PeerError` at once. Raises `PeerError` also when a
+    rank has made no call for `timeout_seconds` while others are unfinished. That rank is left behind on its daemon
+    thread. Raises `PlanError` for less than one rank, for no time, and for devices that are not there.
     """
     if world_size < 1 or not timeout_seconds > 0:
         raise PlanError(
             f"simulate(world_size={world_size}, timeout_seconds={timeout_seconds}): give at least one rank and a time"
         )
+    devices = simulated_devices(device, world_size)
+    outlive_threads()
     callers_state = _RandomState()
-    world = _World(world_size, callers_state)
+    world = _World(devices, callers_state)
     results: dict[int, T] = {}
 
     num_threads = torch.get_num_threads()
 
     def body(channel: Channel) -> None:
         torch.set_num_threads(num_threads)  # a new thread would take all cores
+        make_current(channel.device)
         results[channel.rank] = fn(channel)
 
     # Daemons: a rank that hangs is left behind, and must not keep the process from its end.
@@ -113,7 +131,13 @@ class RankCall:
     signature: Signature
     output: torch.Tensor | None = None
     input: torch.Tensor | None = None
+    parts: ExactSum | None = None
+    """Between devices: the sum that each rank adds from parts."""
     value: bytes = b""
+    stream: torch.Stream | None = None
+    """Of a rank on a device: where the transfer runs."""
+    made: torch.Event | None = None
+    """What the rank had queued on its device when it called."""
 
 
 class MatchedCalls:
@@ -126,6 +150,8 @@ class MatchedCalls:
         """Every rank has called, so that no wait blocks any more."""
         self.values: list[bytes] = []
         """What an `exchange` gave."""
+        self.moved: dict[int, torch.Event] = {}
+        """When the data of a rank on a device have moved there."""
         self._difference = ""
 
     def missing(self) -> list[int]:
@@ -154,6 +180,11 @@ class MatchedCalls:
             )
             self.calls.clear()  # no data moves
 
+    @property
+    def differs(self) -> bool:
+        """Whether the calls do not fit each other, so that no data will move."""
+        return bool(self._difference)
+
     def carry_out(self) -> None:
         """Move the data unless it was done, and let go of the tensors; raises `MismatchError` when the calls differ."""
         # The first rank that waits moves the data of all: by then every rank has given its tensors away until it waits.
@@ -161,17 +192,29 @@ class MatchedCalls:
             raise CallMismatchError(self._difference)
         if not self.calls:
             return
-        calls = [self.calls[rank] for rank in self.ranks]
+        with ExitStack() as streams:
+            for call in self.calls.values():
+                if call.stream is not None and call.made is not None:
+                    call.stream.wait_event(call.made)
+                    streams.enter_context(call.stream)
+            self._move([self.calls[rank] for rank in self.ranks])
+        for rank, call in self.calls.items():
+            if call.stream is not None:
+                self.moved[rank] = call.stream.record_event()
+        self.calls.clear()
+
+    def _move(self, calls: Sequence[RankCall]) -> None:
         outputs = [call.output for call in calls if call.output is not None]
         inputs = [call.input for call in calls if call.input is not None]
         signature = calls[0].signature
         if signature.operation == "exchange":
             self.values = [call.value for call in calls]
+        elif parts := [call.parts for call in calls if call.parts is not None]:
+            hand_over_parts(parts)
         elif signature.operation == "reduce_scatter":
             scatter_sum(outputs, inputs, signature.counts)
         else:
             gather(outputs, inputs, signature.counts)
-        self.calls.clear()
 
 
 class Group:
@@ -199,18 +242,44 @@ class _SimulatedRank:
     """What the world knows of one rank."""
 
     number: int
+    device: torch.device
     random_state: _RandomState
+    tally: RankTally = field(default_factory=RankTally)
+    since_s: float = 0.0
+    """When it got the baton."""
+    ran_s: float = 0.0
+    """How long it has had the baton, up to when it gave it away."""
     gate: threading.Lock = field(default_factory=threading.Lock)
     """Released by the rank that hands this one the baton."""
+    thread: int | None = None
     last_call: Signature | None = None
+    called_s: float = field(default_factory=time.monotonic)
+    """When it made its last call."""
     waits_in: MatchedCalls | None = None
     has_returned: bool = False
     error: BaseException | None = None
-    channels: "dict[tuple[int, ...], _SimulatedChannel]" = field(default_factory=dict)
+    channels: "dict[tuple[tuple[int, ...], str], _SimulatedChannel]" = field(default_factory=dict)
+    """By members, and by the kind of device between which they move tensors."""
 
     @property
     def has_ended(self) -> bool:
         return self.has_returned or self.error is not None
+
+    def whereabouts(self) -> Whereabouts:
+        """For the report of a hang."""
+        last = self.last_call
+        call = f"{last.operation} for {last.purpose!r}" if last is not None else ""
+        note = "has finished" if self.has_returned else ""
+        if self.error is not None:
+            note = f"stopped with {in_words(self.error)}"
+        return Whereabouts(
+            rank=self.number,
+            call=call,
+            awaited=() if self.waits_in is None else tuple(self.waits_in.missing()),
+            seconds=time.monotonic() - self.called_s,
+            lines=() if self.has_ended else lines_of(self.thread),
+            note=note,
+        )
 
     def __str__(self) -> str:
         last = f"last call: {self.last_call}" if self.last_call else "no call yet"
@@ -219,7 +288,7 @@ class _SimulatedRank:
         if self.error is not None:
             return f"rank {self.number} stopped with {type(self.error).__name__}"
         if self.waits_in is None or self.waits_in.is_ready:
-            return f"rank {self.number} waits for nobody ({last})"
+            return f"rank {self.number} waits for no other rank ({last})"
         return f"rank {self.number} waits for {named(self.waits_in.missing())} in {self.last_call}"
 
 
@@ -234,12 +303,15 @@ class _Stop:
 class _World:
     """The ranks, and whose turn it is."""
 
-    def __init__(self, size: int, random_state: _RandomState) -> None:
-        self.ranks = [_SimulatedRank(number=number, random_state=random_state) for number in range(size)]
+    def __init__(self, devices: Sequence[torch.device], random_state: _RandomState) -> None:
+        self.ranks = [
+            _SimulatedRank(number=number, device=device, random_state=random_state)
+            for number, device in enumerate(devices)
+        ]
         self.is_abandoned = False
         """The caller has gone: its random states are no longer for the ranks to change."""
         self._holder = self.ranks[0]
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self._stop: _Stop | None = None
         self._failed: list[_SimulatedRank] = []
         self._returned_early: set[int] = set()
@@ -254,9 +326,10 @@ class _World:
 
     def live(self, rank: _SimulatedRank, body: Callable[[Channel], None]) -> None:
         """The life of one rank, from its first baton to handing on its last."""
+        rank.thread = threading.get_ident()
         self._take_baton(rank)
         try:
-            body(self.channel(rank, tuple(range(len(self.ranks)))))
+            body(self.channel(rank, tuple(range(len(self.ranks))), rank.device))
             rank.has_returned = True
             # A rank that returns after a stop may have caught its error; who waits for it hears the reason of the stop.
             if self._stop is None:
@@ -270,24 +343,27 @@ class _World:
         else:
             self._give_baton(self._next_after(rank))
 
-    def channel(self, rank: _SimulatedRank, members: tuple[int, ...]) -> "_SimulatedChannel":
-        """The channel of `rank` among the `members`; the same object for the same members."""
-        if members not in rank.channels:
-            group = self._groups.setdefault(members, Group(members))
-            rank.channels[members] = _SimulatedChannel(self, rank, group)
-        return rank.channels[members]
+    def channel(self, rank: _SimulatedRank, members: tuple[int, ...], device: torch.device) -> "_SimulatedChannel":
+        """The channel of `rank` among the `members`; the same object for the same members and kind of device."""
+        kept = members, device.type
+        if kept not in rank.channels:
+            group = self._groups.setdefault(kept, Group(members))
+            rank.channels[kept] = _SimulatedChannel(self, rank, group, device)
+        return rank.channels[kept]
 
     def call(self, rank: _SimulatedRank, signature: Signature) -> None:
         """Note what the rank does; raises `PeerError` when the world has stopped."""
-        self._last_movement = time.monotonic()
+        self._last_movement = rank.called_s = time.monotonic()
         rank.last_call = signature
         self._raise_if_stopped(signature)
 
     def wait(self, rank: _SimulatedRank, signature: Signature, transfer: MatchedCalls) -> None:
         """Let others run until the transfer is ready, then carry it out."""
         # A transfer that is ready completes even after a stop: what peers gave is not taken back.
-        self._last_movement = time.monotonic()
+        self._last_movement = rank.called_s = time.monotonic()
         rank.last_call = signature
+        # One rank runs at a time: a wait is for those that run meanwhile, and not for the last of them alone.
+        ran_s = [] if transfer.is_ready else [other.ran_s for other in self.ranks]
         while not transfer.is_ready:
             if returned := self._returned(transfer):
                 text = f"{signature} cannot complete: {named(returned)} finished without a matching call"
@@ -301,6 +377,9 @@ class _World:
                 self._give_baton(successor)
                 self._take_baton(rank)
             rank.waits_in = None
+        for other, before_s in zip(self.ranks, ran_s, strict=False):
+            if other is not rank and other.ran_s > before_s:
+                rank.tally.waited(other.number, other.ran_s - before_s)
         transfer.carry_out()
 
     def stop(self, rank: int | None, text: str) -> None:
@@ -308,6 +387,9 @@ class _World:
         self._stop = self._stop or _Stop(rank=rank, text=text)
 
     def _give_baton(self, rank: _SimulatedRank) -> None:
+        now_s = rank.tally.now_s()
+        self._holder.ran_s += now_s - self._holder.since_s
+        rank.since_s = now_s
         self._holder = rank
         self._last_movement = time.monotonic()
         rank.gate.release()
@@ -319,7 +401,7 @@ class _World:
             rank.random_state.restore()
 
     def _next_after(self, rank: _SimulatedRank) -> _SimulatedRank:
-        """The next rank that can go on; when there is none, the next one, with the world stopped for that reason."""
+        """The next rank that can go on. When there is none, the next one, with the world stopped for that reason."""
         following = [*self.ranks[rank.number + 1 :], *self.ranks[: rank.number + 1]]
         alive = [other for other in following if not other.has_ended]
         for other in alive:
@@ -380,6 +462,7 @@ class _World:
         holder = self._holder
         if all(rank.has_ended for rank in self.ranks if rank is not holder):
             return
+        print(report([rank.whereabouts() for rank in self.ranks], waited_seconds=timeout_seconds), file=sys.stderr)
         text = f"rank {holder.number} made no call for {timeout_seconds} s while others wait:\n{self._whereabouts()}"
         raise _peer_error(text, holder.number, holder.last_call)
 
@@ -391,30 +474,58 @@ def _peer_error(text: str, rank: int | None, signature: Signature | None) -> Pee
 
 
 class _SimulatedWork:
-    def __init__(self, world: _World, rank: _SimulatedRank, signature: Signature, transfer: MatchedCalls) -> None:
+    def __init__(self, world: _World, rank: _SimulatedRank, call: RankCall, transfer: MatchedCalls) -> None:
         self._world = world
         self._rank = rank
-        self._signature = signature
+        self._signature = call.signature
         self._transfer = transfer
+        # The transfer lets go of them when the host has queued it, which is earlier than its end on a device.
+        self._kept = (call.output, call.input, call.parts) if call.stream is not None else ()
+        self._total = call.parts
+
+    @property
+    def is_done(self) -> bool:
+        return self._transfer.is_ready
 
     def wait(self) -> None:
         self._world.wait(self._rank, self._signature, self._transfer)
+        if (moved := self._transfer.moved.get(self._rank.number)) is not None:
+            device, tally = self._rank.device, self._rank.tally
+            reached = tally.event(device)
+            torch.accelerator.current_stream(device).wait_event(moved)
+            others = [rank for rank in self._transfer.ranks if rank != self._rank.number]
+            tally.waited_on_device(reached, tally.event(device), others[0] if len(others) == 1 else None)
+        if self._total is not None:
+            self._total.finish()
+        self._kept, self._total = (), None
 
 
 class _SimulatedChannel:
-    device = torch.device("cpu")
-    progresses_alone = False
-
-    def __init__(self, world: _World, rank: _SimulatedRank, group: Group) -> None:
+    def __init__(self, world: _World, rank: _SimulatedRank, group: Group, device: torch.device) -> None:
+        self.device = device
+        # Transfers of devices run apart from their kernels, on a stream per channel, from the last call on.
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self.progresses_alone = self._stream is not None
         self.rank = group.ranks.index(rank.number)
         self.size = len(group.ranks)
+        self.sums: Sums | None = None if device.type == "cpu" else "exact"
+        self._parts = PartsMemory()
         self._world = world
         self._world_rank = rank
         self._group = group
 
+    @property
+    def tally(self) -> RankTally:
+        """See `Tallied`."""
+        return self._world_rank.tally
+
     def over(self, ranks: Sequence[int]) -> Channel:
         members = tuple(self._group.ranks[rank] for rank in member_ranks(self, ranks))
-        return self._world.channel(self._world_rank, members)
+        return self._world.channel(self._world_rank, members, self.device)
+
+    def summing(self, sums: Sums) -> Channel:
+        """This channel: there is no library that could add."""
+        return self
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """See `Channel.allocate`."""
@@ -427,7 +538,14 @@ class _SimulatedChannel:
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         signature = Signature(operation="exchange", purpose=purpose)
         transfer = self._join(RankCall(signature=signature, value=value))
+        tally, device = self.tally, self.device
+        reached = tally.event(device) if device.type != "cpu" and tally.is_open else None
+        tally.last = None
         self._world.wait(self._world_rank, signature, transfer)
+        if reached is not None:
+            tally.waited_on_device(reached, tally.event(device), tally.last)
+        others = sum(map(len, transfer.values)) - len(value)
+        tally.moved(sent_bytes=len(value) * (self.size - 1), received_bytes=others)
         return list(transfer.values)
 
     def all_gather(
@@ -440,15 +558,23 @@ class _SimulatedChannel:
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
-        return self._issue(RankCall(signature=signature, output=output, input=input))
+        if self.sums is None:
+            return self._issue(RankCall(signature=signature, output=output, input=input))
+        # As between real devices, which cannot read each other's memory.
+        total = ExactSum(output, input, signature, self.rank, self._parts)
+        return self._issue(RankCall(signature=signature, parts=total))
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        if self._is_on_host(tensor):
+            return self._on_host().send(tensor, destination, purpose=purpose)
         # A lane of its own per pair and direction, so that messages do not count among the collectives.
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         lane = (self._world_rank.number, self._group.ranks[destination])
         return self._issue(RankCall(signature=signature, input=tensor.view(-1)), lane)
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        if self._is_on_host(tensor):
+            return self._on_host().receive(tensor, source, purpose=purpose)
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
         lane = (self._group.ranks[source], self._world_rank.number)
         return self._issue(RankCall(signature=signature, output=tensor.view(-1)), lane)
@@ -460,9 +586,23 @@ class _SimulatedChannel:
     def close(self) -> None:
         """Nothing is held beyond the transfers in flight."""
 
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" != self.device.type
+
+    def _on_host(self) -> "_SimulatedChannel":
+        """The channel of the same ranks for messages on the CPU, which are matched apart."""
+        return self._world.channel(self._world_rank, self._group.ranks, torch.device("cpu"))
+
     def _join(self, call: RankCall, lane: tuple[int, ...] = ()) -> MatchedCalls:
         self._world.call(self._world_rank, call.signature)
         return self._group.join(lane, self._world_rank.number, call)
 
     def _issue(self, call: RankCall, lane: tuple[int, ...] = ()) -> Work:
-        return _SimulatedWork(self._world, self._world_rank, call.signature, self._join(call, lane))
+        self.tally.count(call.signature, self.rank)
+        if self._stream is not None:
+            call.stream = self._stream
+            call.made = torch.accelerator.current_stream(self.device).record_event()
+        transfer = self._join(call, lane)
+        if self._stream is not None and transfer.is_ready and not transfer.differs:
+            transfer.carry_out()
+        return _SimulatedWork(self._world, self._world_rank, call, transfer)

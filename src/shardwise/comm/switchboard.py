@@ -1,8 +1,9 @@
-"""All connections of this process, and the loop that moves every message while a call waits for one.
+"""All messages of this process, and the loop that moves every one of them while a call waits for one.
 
-Progress is made inside calls, which costs the training step nothing while it computes; only what did not fit into a
-socket is written by a thread between the calls. A message is known by (rank, lane, number), on both sides without
-asking: a lane is a digest of the members and the kind of call, and the numbers count the messages of a lane::
+Progress is made inside calls, which costs the training step nothing while it computes. Only what did not fit into a
+socket is written by a thread between the calls. The links are made at first use (`peer_links`). Both sides know a
+message by (rank, lane, number), without asking. A lane is a digest of the members and the kind of call, and the numbers
+count the messages of a lane::
 
     rank 0 calls                                     lane, number      rank 1 calls
     all_gather "weights" on ranks 0 1          ----  c01, 0     ----   all_gather "weights" on ranks 0 1
@@ -13,33 +14,44 @@ asking: a lane is a digest of the members and the kind of call, and the numbers 
 
 import collections
 import json
-import select
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 
+from shardwise.comm.call_log import CallLog, packed_calls
 from shardwise.comm.channel import Signature
 from shardwise.comm.frames import (
     ASKS,
+    BY_GLOO,
     IN_PLACE,
     IN_SLOT,
-    PLACE,
     ChannelVerdict,
     FrameKind,
     Header,
     Status,
+    closed_by,
     different,
     frame,
     garbled,
     gone,
+    unreachable,
 )
-from shardwise.comm.links import Flusher, Payload, PeerLink, flush_until, stuck
-from shardwise.comm.messages import INLINE_BYTES, Inbound, Intake, MessageChunk, Outbound, Stamp, TransferInFlight
+from shardwise.comm.gloo_pairs import GlooPairs
+from shardwise.comm.hang_report import Whereabouts
+from shardwise.comm.hang_watch import HangWatch, QuietThread
+from shardwise.comm.hosts import with_hosts
+from shardwise.comm.known_ranks import KnownRanks
+from shardwise.comm.links import Payload, PeerLink, flush_until
+from shardwise.comm.messages import Inbound, Intake, Outbound, Stamp, TransferInFlight, chunk_of, fits_in_frame
+from shardwise.comm.peer_links import PeerLinks
+from shardwise.comm.relay import Relay, parsed_news
 from shardwise.comm.shared_memory import BASE_SLOTS, SLOT_BYTES, SlotPool
+from shardwise.comm.tally import RankTally
 from shardwise.errors import CallMismatchError, PeerError, in_words
 
 _NUMBERS = 1 << 32
@@ -56,27 +68,43 @@ _LAST_WORDS_SECONDS = 1.0
 
 
 class Switchboard:
-    """Messages between this process, world rank `rank`, and every other one, over `links` by world rank.
+    """Messages between this process, world rank `rank`, and every other one.
 
     [Note: how a failure spreads]
     The first failure that a rank sees or hears of is its verdict for good, so that all ranks name the same culprit. A
     transfer that needs none of the ranks that are lost may still complete. The first call that cannot complete, and
-    every call begun after that, raises the verdict and passes it on.
+    every call begun after that, raises the verdict and says it to all. News of the relay can overtake messages, so that
+    what ends a transfer is what came on the link of a rank, if there is one.
     """
 
-    def __init__(self, rank: int, links: dict[int, PeerLink], *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: dict[int, PeerLink],
+        *,
+        timeout_seconds: float,
+        kernels: Sequence[int] = (),
+        hosts: Sequence[str] = (),
+        relay: Relay | None = None,
+        pairs: GlooPairs | None = None,
+    ) -> None:
+        """links: those that are there, by world rank. relay: makes the others; without one, these are all.
+
+        kernels: per world rank a number, equal for ranks that share memory; else each is taken to be alone.
+        hosts: per world rank the name of its host; empty where it is unknown. pairs: the ways of gloo to other hosts.
+        """
         self.rank = rank
+        self.hosts = hosts
         self.timeout_seconds = timeout_seconds
         self.verdict: ChannelVerdict | None = None
-        self._links = links
+        self.tally = RankTally()
+        self.polled_s = 0.0
+        """In which this rank slept, for any call."""
+        self.counts_waits = True
+        """False while a call waits for ranks that wait for others, and counts itself."""
         self._pool = SlotPool()
-        self._poll = select.poll()
-        self._by_descriptor = {link.fileno(): link for link in links.values()}
-        for descriptor in self._by_descriptor:
-            self._poll.register(descriptor, select.POLLIN)
-        # Sockets are polled for room only while something waits for it: most have room all the time, and a poll for it
-        # would return at once.
-        self._writers: set[int] = set()
+        self.kernels = kernels or range(len(links) + 1)
+        self._logs: dict[int, CallLog] = {}
         self._stamps: dict[Signature, Stamp] = {}
         self._sent_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         self._expected_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -87,15 +115,28 @@ class Switchboard:
         """Messages sent as bytes or read in place whose chunks have not all been consumed."""
         self._asking: list[Inbound] = []
         self._active: list[TransferInFlight] = []
+        self._was_read = False
+        """A peer has consumed a chunk since the last turn. A buffered message moves so, although its call has ended."""
         self._has_ended = False
         """The verdict was raised here, or this rank decided it: nothing more is sent or taken in."""
         self._raised: tuple[str, str, str] | None = None
+        self.was_heard = False
+        """The program has got an error of this board."""
         # Reentrant: the channel holds it over several calls of the board, such as expect and start, whose order on the
         # lanes must not be broken by another thread.
         self.lock = threading.RLock()
         """Held during every call, so that threads take turns."""
-        # The flusher takes the same lock, so that it never writes into the middle of a frame of a call.
-        self._flusher = Flusher(self.lock, links.values())
+        self._known = KnownRanks(rank, timeout_seconds=timeout_seconds)
+        self._links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self._known, lock=self.lock)
+        self._pairs = pairs
+        # A board that the program has let go of ends its connections, although their threads hold them.
+        weakref.finalize(self, self._links.close).atexit = False
+        if pairs is not None:
+            self._links.listen_to(pairs, pairs.take_in)
+            weakref.finalize(self, pairs.close).atexit = False
+        self.watch = HangWatch(rank, len(self.kernels), timeout_seconds=timeout_seconds)
+        self.quiet_thread: QuietThread | None = None
+        """Calls `look` while this rank makes no call."""
 
     # Building transfers. Messages of one lane between two ranks are matched in order; lanes do not affect each other.
 
@@ -112,23 +153,23 @@ class Switchboard:
         """Messages with the same bytes to some world ranks; `window_share` such messages share the slots."""
         stamp = self._stamp(signature)
         targets = [(self._links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
-        small = len(source) <= INLINE_BYTES
-        # Readers on this host share one copy in a slot. A large message between hosts has a queue of its own per link.
-        together = [target for target in targets if small or target[0].local]
-        groups = ([together] if together else []) + [[target] for target in targets if target not in together]
+        near, far = ([target for target in targets if target[0].local == local] for local in (True, False))
+        is_far_small = fits_in_frame(len(source), local=False)
         outbounds = []
-        for group in groups:
-            remote = not group[0][0].local
-            # `send` gives the tensor back at once, but the queue of a link reads it until the socket has taken all of
-            # it. On this host the slots are that copy.
+        # Readers on this host share one copy in a slot. Gloo sends a large message to each rank of other hosts apart.
+        for group in filter(None, [near, far] if is_far_small else [near, *([target] for target in far)]):
+            by_gloo = not (group[0][0].local or is_far_small)
+            # `send` gives the tensor back at once, but gloo reads it until the other side has received all of it. On
+            # this host the slots are that copy.
             outbound = Outbound(
-                source.clone() if remote and buffered and not small else source,
+                source.clone() if by_gloo and buffered else source,
                 group,
                 lane=lane,
                 stamp=stamp,
                 pool=self._pool,
                 window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
                 buffered=buffered,
+                pairs=self._pairs if by_gloo else None,
             )
             key = (group[0][0].rank, lane, group[0][1])
             if not outbound.answered:
@@ -140,6 +181,8 @@ class Switchboard:
 
     def expect(self, source: int, lane: int, signature: Signature) -> Inbound:
         """The next message of a lane from a world rank, compared with the signature as soon as it is there."""
+        if source < self.rank:
+            self._links[source]  # of two that make the same call, the higher one calls the other
         number = self._count(self._expected_numbers, lane, source)
         inbound = self._inbound(source, lane, number)
         inbound.expected = self._stamp(signature)
@@ -154,17 +197,17 @@ class Switchboard:
         transfer.advance()
         if not transfer.is_done:
             self._active.append(transfer)
-        self._flush()
-        self._leave()
+        self._links.flush()
+        self._links.leave()
         return transfer
 
     def shares_memory_with(self, ranks: Sequence[int]) -> bool:
         """Whether one of these world ranks can read the memory of this one."""
-        return any(self._links[rank].local for rank in ranks)
+        return any(map(self._links.is_local, ranks))
 
     def shares_memory_with_all(self, ranks: Sequence[int]) -> bool:
         """Whether all of these world ranks can read the memory of this one."""
-        return all(self._links[rank].local for rank in ranks)
+        return all(map(self._links.is_local, ranks))
 
     def tell_place(self, memory: torch.Tensor, ranks: Sequence[int]) -> bytes:
         """Let these ranks map the segment that holds lent memory; return its place in words for `memory_of`."""
@@ -176,9 +219,13 @@ class Switchboard:
         return json.dumps([segment.number, start]).encode()
 
     def memory_of(self, rank: int, place: bytes, num_bytes: int) -> torch.Tensor:
-        """The memory of a peer at the place that its `tell_place` gave."""
-        number, start = json.loads(place)
-        return self._links[rank].shared(number, start, num_bytes)
+        """The memory of a peer at the place that its `tell_place` gave. Raises PeerError where it gave none."""
+        try:
+            number, start = json.loads(place)
+            return self._links[rank].shared(number, start, num_bytes)
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            self.fail(garbled(rank, f"a place in its memory that means nothing ({in_words(error)})"))
+            self._raise(Signature(operation="exchange", purpose="shared memory"))
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Zeroed bytes that peers on this host read in place."""
@@ -189,11 +236,90 @@ class Switchboard:
         # A failure is raised by the next call, even one that could complete: the sooner all ranks stop, the less they
         # compute for nothing. It also empties the sockets now and then, on which senders may wait.
         with self.lock:
+            self.watch.activity.begin(signature)
             if self.verdict is None:
                 self._turn(0)
                 self._note_ended()
             if self.verdict is not None:
                 self._raise(signature)
+
+    def has_failed(self) -> bool:
+        """Whether a rank is lost or has given up; False while a call is in progress, which sees it itself."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if self.verdict is None:
+                self._turn(0)
+                self._note_ended()
+            return self.verdict is not None
+        finally:
+            self.lock.release()
+
+    def has_closed(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these world ranks has said goodbye, as far as this rank has heard."""
+        return any(map(self._links.said_bye, ranks))
+
+    def look(self, idle_seconds: float) -> None:
+        """Say where this rank is, which has made no call for so long; print the report, if this rank is to do it."""
+        if not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not (self.has_failed() or self._has_ended):
+                self._say_where(idle_seconds)
+                self._links.leave()
+            elif self.verdict is not None and self.verdict.hangs:
+                self.watch.print_once()
+        finally:
+            self.lock.release()
+
+    def judge(self, awaited: Sequence[int]) -> None:
+        """End the board: what does not travel here has waited too long for these ranks, the likeliest first."""
+        with self.lock:
+            closed = [rank for rank in awaited if self._links.said_bye(rank)]
+            if self.verdict is None and closed:
+                self.verdict = closed_by(closed[0])
+            self.fail(self.verdict or self._known.stuck(self._known.likeliest(awaited)))
+
+    def tell_waiting(self, signature: Signature, awaited: Sequence[int]) -> bool:
+        """What does not travel here has waited for a while for these ranks: say so to all, as a call here would.
+
+        False while a call is in progress, which says itself that it waits.
+        """
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if not self._has_ended:
+                self._say_status(signature, awaited)
+                self._links.leave()
+            return True
+        finally:
+            self.lock.release()
+
+    def log(self, lane: int, members: tuple[int, ...]) -> CallLog:
+        """The calls on the channel of these members."""
+        if lane not in self._logs:
+            self._logs[lane] = CallLog(lane, members, self.rank)
+        return self._logs[lane]
+
+    def note(self, log: CallLog, signature: Signature) -> None:
+        """Put a call into its log; the board fails where another rank says that it made another one in its place."""
+        if (texts := log.add(self._stamp(signature))) is not None:
+            self.fail(different(texts))
+            self._raise(signature)
+
+    def tell_calls(self, log: CallLog, ranks: Sequence[int]) -> None:
+        """Tell these ranks the last calls of a log."""
+        content = frame(FrameKind.CALLS, payload=packed_calls({log.lane: log.last()}))
+        for rank in ranks:
+            self._links[rank].put(content)
+
+    def compared_logs(self) -> list[CallLog]:
+        """Those with transfers that are compared by digests."""
+        return [log for log in self._logs.values() if log.has_transfers]
+
+    def has_met(self, lane: int, members: Sequence[int], signature: Signature) -> None:
+        """An exchange is over: all of its members have made it, also those from which nothing came straight here."""
+        self._known.met(lane, members, self._stamp(signature))
 
     def _stamp(self, signature: Signature) -> Stamp:
         stamp = self._stamps.get(signature)
@@ -213,8 +339,12 @@ class Switchboard:
         """Move all messages until this transfer is done; raise `PeerError` or `MismatchError` when it cannot be."""
         with self.lock:
             if not transfer.is_done:
-                self._wait(transfer)
-                self._leave()
+                self.watch.activity.waits_in = transfer
+                try:
+                    self._wait(transfer)
+                finally:
+                    self.watch.activity.waits_in = None
+                self._links.leave()
 
     def _wait(self, transfer: TransferInFlight) -> None:
         # The deadline counts from the last chunk that moved, in any transfer: a large message may take as long as it
@@ -226,6 +356,7 @@ class Switchboard:
         last_movement = time.monotonic()
         notice_after = min(1.0, self.timeout_seconds / 4)
         has_asked = False
+        polled_s, awaited = self.polled_s, transfer.awaited
         while True:
             if self._has_ended or (self.verdict is not None and self._is_hopeless(transfer)):
                 self._raise(transfer.signature)
@@ -234,8 +365,11 @@ class Switchboard:
             idle = time.monotonic() - last_movement
             limit = self.timeout_seconds if has_asked else notice_after
             moved = self._turn(min(max(0.0, limit - idle), _INTERRUPT_SECONDS))
-            if transfer.is_done:
+            if not (left := transfer.awaited):
+                if self.counts_waits:
+                    self.tally.waited(awaited[0], self.polled_s - polled_s)
                 return
+            awaited = left
             # Not at once: a rank that has ended may have sent all that this transfer needs. Only one that waits for
             # such a rank gives up, at the top of the loop.
             self._note_ended()
@@ -243,26 +377,25 @@ class Switchboard:
                 continue
             if moved:
                 last_movement = time.monotonic()
+                self.watch.activity.num_acts += 1
             elif time.monotonic() - last_movement >= self.timeout_seconds:
                 self._judge_stuck(transfer)
             elif not has_asked and time.monotonic() - last_movement >= notice_after:
-                self._send_status(transfer)
+                self._say_status(transfer.signature, transfer.awaited)
                 has_asked = True
+            if not moved:
+                self._say_where(time.monotonic() - last_movement)
 
     def _turn(self, patience_seconds: float) -> bool:
         """Wait for the sockets, read them, let every transfer go on, write; whether any transfer moved."""
-        events = self._poll.poll(patience_seconds * 1000)
+        began_s = self.tally.now_s()
+        events = self._links.wait(patience_seconds)
+        self.polled_s += self.tally.now_s() - began_s
         if not events and patience_seconds == 0 and not self._active:
             return False
-        for descriptor, _ in events:
-            link = self._by_descriptor[descriptor]
-            link.receive(self._take)
-            if link.ended:
-                # A closed socket is always readable: the poll would never wait again.
-                self._poll.unregister(descriptor)
-                self._writers.discard(descriptor)
+        self._links.read(events, self._take, self._hear)
+        moved, self._was_read = self._was_read, False
         # All transfers, not only the one that is waited for: another rank may need a later one first.
-        moved = False
         still_active = []
         for transfer in self._active:
             moved |= transfer.advance()
@@ -270,21 +403,8 @@ class Switchboard:
                 still_active.append(transfer)
         self._active = still_active
         self._release_idle()
-        self._flush()
+        self._links.flush()
         return moved
-
-    def _flush(self) -> None:
-        for descriptor, link in self._by_descriptor.items():
-            if link.wants_to_write:
-                link.flush()
-            if link.wants_to_write != (descriptor in self._writers) and not link.ended:
-                self._writers ^= {descriptor}
-                self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if link.wants_to_write else 0))
-
-    def _leave(self) -> None:
-        """The call ends; what did not fit into the sockets is the flusher's."""
-        if self._writers:
-            self._flusher.wake()
 
     def _release_idle(self) -> None:
         for number in self._pool.release_idle():
@@ -299,14 +419,14 @@ class Switchboard:
         for inbound in self._asking:
             self._links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
         self._asking.clear()
-        self._flush()
+        self._links.flush()
 
     # What frames do.
 
     def _take(self, link: PeerLink, header: Header, payload: Payload) -> None:
         try:
             self._act(link, header, payload)
-        except (LookupError, TypeError, ValueError, OSError, struct.error) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, OSError, struct.error) as error:
             # It names what was never announced, or its text is none: not what this version would send.
             link.refuse(f"a frame of kind {header[0]} that means nothing here ({in_words(error)})")
 
@@ -318,7 +438,7 @@ class Switchboard:
         if kind == FrameKind.CHUNK:
             self._take_chunk(link, header, payload)
         elif kind == FrameKind.CONSUMED:
-            self._take_consumed(segment, slot)
+            self._take_consumed(link.rank, segment, slot)
         elif kind == FrameKind.CREDIT:
             self._take_credit(link.rank, lane, number)
         elif kind == FrameKind.SIGNATURE:
@@ -329,20 +449,45 @@ class Switchboard:
             link.map_announced(segment, total)
         elif kind == FrameKind.RELEASE:
             link.unmap(segment)
-        elif kind == FrameKind.STATUS:
-            link.status = Status.parsed(bytes(payload))
-        elif kind == FrameKind.FAILED:
-            # Noted, not raised: this rank may be in a transfer that it can complete (see the note on failures).
-            verdict = ChannelVerdict.parsed(bytes(payload))
-            link.has_failed = True
-            self.verdict = self.verdict or verdict
         else:
-            link.said_bye = True
+            content = parsed_news(kind, payload, len(self.kernels))
+            link.has_failed |= kind == FrameKind.FAILED
+            link.said_bye |= kind == FrameKind.BYE
+            self._hear(link.rank, kind, content)
+
+    def _hear(self, rank: int, kind: int, content: object) -> None:
+        """What a rank says about its calls and its end, on its link or through others."""
+        if self._has_ended:
+            return
+        known = self._known[rank]
+        if isinstance(content, Status):
+            known.status = content
+            known.last_heard = time.monotonic()
+        elif isinstance(content, dict):
+            for lane, calls in content.items():
+                # A lane that this rank has not used yet has nothing to compare with.
+                log = self._logs.get(lane)
+                texts = log.hear(rank, calls) if log is not None and rank in log.members else None
+                if texts is not None:
+                    self.fail(different(texts))
+        elif isinstance(content, ChannelVerdict):
+            # Noted, not raised: this rank may be in a transfer that it can complete (see the note on failures).
+            self.verdict = self.verdict or content
+            ended = rank if kind == FrameKind.FAILED else content.culprit
+            if ended is not None:
+                self._known[ended].has_ended = True
+        elif isinstance(content, Whereabouts):
+            self.watch.heard(rank, content)
+        else:
+            known.said_bye = True
 
     def _take_chunk(self, link: PeerLink, header: Header, payload: Payload) -> None:
-        _, flags, segment, slot, lane, digest, offset, total, number, length = header
+        _, flags, _, _, lane, digest, offset, total, number, length = header
+        num_bytes = min(SLOT_BYTES, total - offset) if flags & (IN_SLOT | IN_PLACE | BY_GLOO) else length
         inbound = self._inbound(link.rank, lane, number)
+        inbound.check_next(digest=digest, offset=offset, total=total, num_bytes=num_bytes)
         if inbound.digest is None:
+            link.texts[digest]  # announced before, or it could not be told how calls differ
             inbound.digest = digest
             inbound.total = total
             inbound.asked = bool(flags & ASKS)
@@ -351,36 +496,23 @@ class Switchboard:
             self._match(inbound)
         if inbound.is_refused:
             return
-        # The reply is made here, with the frame that it answers at hand, and sent when the chunk is consumed.
-        num_bytes = min(SLOT_BYTES, total - offset) if flags & (IN_SLOT | IN_PLACE) else length
-        content: torch.Tensor | Payload
-        if flags & IN_SLOT:
-            content = link.shared(segment, slot * SLOT_BYTES, num_bytes)
-            reply = frame(FrameKind.CONSUMED, segment=segment, slot=slot)
-        elif flags & IN_PLACE:
-            (start,) = PLACE.unpack(payload)
-            content = link.shared(segment, start, num_bytes)
-            reply = frame(FrameKind.CREDIT, lane=lane, number=number)
-        else:
-            content = payload
-            reply = frame(FrameKind.CREDIT, lane=lane, number=number) if total > INLINE_BYTES else b""
-        inbound.chunks.append(MessageChunk(link, offset, content, reply))
-        inbound.has_arrived = offset + num_bytes >= total
+        inbound.add(chunk_of(link, header, payload, num_bytes, self._pairs), num_bytes)
         self._forget_if_met(inbound)
         # A rank that sends has left the call in which it said that it waits.
-        link.status = None
-        link.last_digest = digest
-        link.last_heard = time.monotonic()
+        self.watch.moved(link.rank)
+        self._known[link.rank].moved(link.texts[digest])
 
-    def _take_consumed(self, segment: int, index: int) -> None:
+    def _take_consumed(self, rank: int, segment: int, index: int) -> None:
+        self._was_read = True
         slot = self._pool.find(segment, index)
-        slot.readers -= 1
+        slot.readers.remove(rank)  # not a number: a rank that answers twice would free what another one still reads
         if not slot.readers:
             assert isinstance(slot.outbound, Outbound)
             slot.outbound.num_on_the_way -= 1
             self._pool.give_back(slot)
 
     def _take_credit(self, rank: int, lane: int, number: int) -> None:
+        self._was_read = True
         if self._credited[rank, lane, number].credit(rank):
             del self._credited[rank, lane, number]
 
@@ -414,48 +546,56 @@ class Switchboard:
         self.verdict = self.verdict or verdict
         if not self._has_ended:
             self._has_ended = True
-            for link in self._links.values():
-                link.put_last(frame(FrameKind.FAILED, payload=self.verdict.packed()))
+            if self.verdict.hangs:
+                self.watch.print_once()
+            self._links.fail(self.verdict.packed())
             flush_until(time.monotonic() + _LAST_WORDS_SECONDS, self._links.values())
 
     def _raise(self, signature: Signature) -> NoReturn:
         assert self.verdict is not None
         self.fail(self.verdict)
+        self.was_heard = True
         if self.verdict.culprit is None:
-            raise CallMismatchError(self.verdict.fact)
+            raise CallMismatchError(with_hosts(self.verdict.fact, self.hosts))
         # Later calls raise the same text: what the rank was doing when it learnt of the failure, not when it asked
         # again.
         if self._raised is None:
             where = f"while rank {self.rank} was in {signature.operation} for {signature.purpose!r}"
-            text = f"{self.verdict.fact}, {where}"
+            text = with_hosts(f"{self.verdict.fact}, {where}", self.hosts)
             self._raised = (text, signature.operation, signature.purpose)
         text, operation, purpose = self._raised
         raise PeerError(text, rank=self.verdict.culprit, operation=operation, purpose=purpose)
 
     def _note_ended(self) -> None:
-        for link in self._links.values():
-            if link.ended and not (link.said_bye or link.has_failed) and self.verdict is None:
+        for link in self._links.ended:
+            known = self._known[link.rank]
+            has_said = link.said_bye or link.has_failed or known.said_bye or known.has_ended
+            if not has_said and self.verdict is None:
                 self.verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
+        if self.verdict is None and self._pairs is not None and (lost := self._pairs.lost()):
+            self.verdict = unreachable(*lost)
 
     def _is_hopeless(self, transfer: TransferInFlight) -> bool:
         """Whether the transfer waits for a rank that will not go on."""
         for rank in transfer.awaited:
-            link = self._links[rank]
-            if link.said_bye and self.verdict is None:
-                self.verdict = ChannelVerdict(fact=f"rank {rank} has closed its channel", culprit=rank)
-            if link.ended or link.said_bye or link.has_failed:
+            if self.verdict is None and self._links.said_bye(rank):
+                self.verdict = closed_by(rank)
+            if self._links.sends_no_more(rank) or (self._pairs is not None and self._pairs.is_lost(rank)):
                 return True
         return False
 
     def _judge_stuck(self, transfer: TransferInFlight) -> None:
-        self.fail(stuck(transfer.awaited[0], self._links, own_rank=self.rank, timeout_seconds=self.timeout_seconds))
+        self.fail(self._known.stuck(transfer.awaited[0], self._links.problems()))
 
-    def _send_status(self, transfer: TransferInFlight) -> None:
-        signature = transfer.signature
-        status = Status(operation=signature.operation, purpose=signature.purpose, awaited=tuple(transfer.awaited))
-        for link in self._links.values():
-            link.put(frame(FrameKind.STATUS, payload=status.packed()))
-        self._flush()
+    def _say_where(self, idle_seconds: float) -> None:
+        if words := self.watch.words(idle_seconds):
+            self._links.tell_all(FrameKind.WHERE, words)
+
+    def _say_status(self, signature: Signature, awaited: Sequence[int]) -> None:
+        status = Status(operation=signature.operation, purpose=signature.purpose, awaited=tuple(awaited))
+        self._links.tell_all(FrameKind.STATUS, status.packed())
+        if compared := self.compared_logs():
+            self._links.tell_all(FrameKind.CALLS, packed_calls({log.lane: log.last() for log in compared}))
 
     # The end.
 
@@ -467,18 +607,17 @@ class Switchboard:
             deadline = time.monotonic() + self.timeout_seconds
             while not self._has_ended and self._is_leaving() and time.monotonic() < deadline:
                 self._turn(min(1.0, self.timeout_seconds))
-            for link in self._links.values():
-                link.put(frame(FrameKind.BYE))
-            deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            flush_until(deadline, self._links.values())
-            for link in self._links.values():
-                link.linger(deadline)
+            if not self._has_ended:
+                self._links.end(frame(FrameKind.BYE))
+                self._links.tell_all(FrameKind.BYE)
+            self._links.linger(time.monotonic() + _LAST_WORDS_SECONDS)
             self.verdict = self.verdict or ChannelVerdict(
                 fact=f"rank {self.rank} has closed this channel", culprit=self.rank
             )
             self._has_ended = True
-            self._flusher.stop()
             self.drop()
+            if self.quiet_thread is not None:
+                self.quiet_thread.stop()
 
     def leave(self, fact: str) -> None:
         """The program of this rank ends without `close`: let out what was sent, and say why nothing more comes."""
@@ -486,20 +625,21 @@ class Switchboard:
             return
         try:
             deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            flush_until(deadline, self._links.values())
+            while self._links.is_leaving() and (left := deadline - time.monotonic()) > 0:
+                self._turn(left)
             self.fail(ChannelVerdict(fact=fact, culprit=self.rank))
-            for link in self._links.values():
-                link.linger(deadline)
+            self._links.linger(deadline)
         finally:
             self.lock.release()
 
-    def drop(self) -> None:
+    def drop(self, *, in_child: bool = False) -> None:
         """Close the connections without a word; for a forked child, which must not hold them open."""
-        for link in self._links.values():
-            link.close()
+        if self._pairs is not None:
+            (self._pairs.leave_to_parent if in_child else self._pairs.close)()
+        self._links.close()
         self._pool.close()
 
     def _is_leaving(self) -> bool:
         """Whether another rank still needs this one to read what it was sent."""
-        credited = any(not self._links[rank].ended for rank, _, _ in self._credited)
-        return credited or any(link.wants_to_write for link in self._links.values())
+        credited = any(not self._links.has_gone(rank) for rank, _, _ in self._credited)
+        return credited or self._links.is_leaving()

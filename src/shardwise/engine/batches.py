@@ -4,10 +4,11 @@
 "scale", 0-d or no tensor   given to each microbatch as it is
 """
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,9 +16,17 @@ from torch import nn
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import split_rows
 
-Batch = Mapping[str, Any]
-LossFunction = Callable[[Any, Batch], torch.Tensor]
-LossWeight = Callable[[Batch], float | torch.Tensor]
+Batch: TypeAlias = Mapping[str, object]
+"""Tensors by name, with equally many rows in dim 0; other values, and tensors without dims, are for all rows."""
+
+Microbatch: TypeAlias = dict[str, Any]
+"""Some rows of a batch. `Any`, so that functions may say dict[str, torch.Tensor] where that is what they get."""
+
+LossFunction: TypeAlias = Callable[[Any, Microbatch], torch.Tensor]
+"""f(output, microbatch) -> a tensor with one element. The output is what the model's forward returns."""
+
+LossWeight: TypeAlias = Callable[[Microbatch], float | torch.Tensor]
+"""f(microbatch) -> one finite number of at least 0: by what the loss of the microbatch counts in the mean."""
 
 
 def count_rows(batch: Batch) -> int:
@@ -32,9 +41,9 @@ def count_rows(batch: Batch) -> int:
         name for name, value in batch.items() if not isinstance(value, torch.Tensor) and _holds_tensor(value)
     ]:
         raise BatchError(
-            f"the batch's entry {nested[0]!r} is a {type(batch[nested[0]]).__name__} that holds tensors, and cannot be "
-            "split into microbatches; a batch is a dict of tensors with rows in dim 0: stack it into a tensor, or name "
-            "its tensors as entries of their own"
+            f"the batch's entry {nested[0]!r} is a {type(batch[nested[0]]).__name__} of tensors, and cannot be split "
+            "into microbatches. A batch is a dict of tensors with rows in dim 0. Stack the entry into one tensor, or "
+            "name each tensor in the batch"
         )
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
     if not rows:
@@ -45,13 +54,18 @@ def count_rows(batch: Batch) -> int:
     return next(iter(rows.values()))
 
 
+def is_on_host(batch: Batch) -> bool:
+    """Whether no tensor of it is on a device."""
+    return all(value.device.type == "cpu" for value in batch.values() if isinstance(value, torch.Tensor))
+
+
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return _holds_tensor(list(value.values()))
     return isinstance(value, torch.Tensor) or (isinstance(value, list | tuple) and any(map(_holds_tensor, value)))
 
 
-def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> list[dict[str, Any]]:
+def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> list[Microbatch]:
     """Cut a batch into microbatches on `device`; entries that are no tensors, and 0-d tensors, go to each of them.
 
     Rows are not copied: what a forward writes to them is written to the batch, as in a loop over `chunk`.
@@ -64,10 +78,12 @@ def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> li
         raise BatchError("the batch has no rows (dim 0 is 0); give each data rank rows, or leave the last batch out")
     if num_rows < num_microbatches:
         raise BatchError(
-            f"a batch of {num_rows} rows cannot be split into {num_microbatches} microbatches; give at least "
-            f"{num_microbatches} rows, or set merge.microbatches to at most {num_rows}"
+            f"a batch of {num_rows} rows cannot be split into {num_microbatches} microbatches; give "
+            f"{num_microbatches} rows or more, or set merge.microbatches to at most {num_rows}"
         )
-    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    moved: Microbatch = {
+        name: _moved(value, device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+    }
     parts = [
         {
             name: value[rows.start : rows.stop] if isinstance(value, torch.Tensor) and value.ndim else value
@@ -84,7 +100,16 @@ def split_batch(batch: Batch, num_microbatches: int, device: torch.device) -> li
     return parts
 
 
-def _sharing(batch: Batch) -> list[list[str]]:
+def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The values on the device; the host does not wait until they are there."""
+    if value.device.type != "cpu" or device.type == "cpu" or value.layout is not torch.strided:
+        return value.to(device)
+    # From pinned memory of our own. From other memory torch waits for all that the device has to do; and pinned memory
+    # of the user may get the rows of the next step while the device still reads it.
+    return torch.empty_like(value, pin_memory=True).copy_(value).to(device, non_blocking=True)
+
+
+def _sharing(batch: Microbatch) -> list[list[str]]:
     """The entries whose rows a forward may write to, those of one memory and dtype together."""
     found: dict[int, list[str]] = {}
     for name, value in batch.items():
@@ -101,7 +126,7 @@ def _sharing(batch: Batch) -> list[list[str]]:
 
 
 def _are_apart(parts: list[list[torch.Tensor]]) -> bool:
-    """Whether the tensors of each microbatch lie before those of the next, so that no write reaches another."""
+    """Whether the tensors of each microbatch end before those of the next begin, so that no write reaches another."""
     spans = []
     for tensors in parts:
         starts = [each.storage_offset() for each in tensors]
@@ -112,10 +137,10 @@ def _are_apart(parts: list[list[torch.Tensor]]) -> bool:
 
 
 def _counted_apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory with a count of writes of its own.
+    """The same memory with its own count of writes.
 
-    Views of one batch share their count, so that autograd takes a write to one microbatch for a write to what another
-    one saved for its backward. Where forwards and backwards alternate, as in one process, it never sees that.
+    Views of one batch share their count. So autograd takes a write to one microbatch for a write to a tensor that
+    another one saved for its backward. Where forwards and backwards alternate, as in one process, it never sees that.
     """
     first, *others = tensors
     # `.data` starts a new count; views made from it share that one.
@@ -127,7 +152,7 @@ class LossOfModel:
     """Calls the model on a microbatch and finds the loss.
 
     Without a loss function the model gets the whole microbatch as keyword arguments and must give a loss
-    (`output.loss`, `output["loss"]`, or a scalar). With one, the model gets the entries that its forward names; where
+    (`output.loss`, `output["loss"]`, or a scalar). With one, the model gets the entries that its forward names. Where
     it names none of them and takes one argument, it gets the first entry.
     """
 
@@ -137,6 +162,7 @@ class LossOfModel:
         inner = model
         while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
             inner = wrapped
+        self._inner = inner
         parameters = inspect.signature(inner.forward).parameters.values()
         self._takes_any_keyword = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self._named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -145,25 +171,57 @@ class LossOfModel:
             for each in parameters
             if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)
         ]
+        self._required_names = [
+            each.name for each in parameters if each.default is each.empty and each.name in self._named
+        ]
 
-    def __call__(self, microbatch: Batch) -> torch.Tensor:
+    def __call__(self, microbatch: Microbatch) -> torch.Tensor:
         """The loss of one microbatch, a scalar tensor. Raises ModelError when there is none."""
         if self._loss is None:
-            return _scalar(_loss_in(self._model(**microbatch)), "the model's output")
+            return _scalar(_loss_in(self._called(microbatch, microbatch)), "the model's output")
         output = self._output(microbatch)
         return _scalar(self._loss(output, microbatch), "the loss function's result")
 
-    def _output(self, microbatch: Batch) -> Any:
+    def _output(self, microbatch: Microbatch) -> Any:
         # By name, as far as names fit. A position is taken only where it cannot be the wrong one.
         if self._takes_any_keyword:
-            return self._model(**microbatch)
+            return self._called(microbatch, microbatch)
         if named := {name: microbatch[name] for name in self._named if name in microbatch}:
-            return self._model(**named)
-        if len(self._required) == 1:
-            return self._model(next(iter(microbatch.values())))
-        raise ModelError(
+            return self._called(named, microbatch)
+        if len(self._required) != 1:
+            raise self._refusal(microbatch, "name the batch's entries as forward does")
+        first, wanted = next(iter(microbatch)), self._required[0]
+        # A loss function takes other entries under any names. One that is spelled like the argument is not for it.
+        meant = difflib.get_close_matches(wanted, microbatch, n=1, cutoff=0.8)
+        if meant not in ([], [first]):
+            raise self._refusal(microbatch, f"rename {meant[0]} to {wanted}, else the model would get {first}")
+        return self._model(microbatch[first])
+
+    def _called(self, named: Microbatch, microbatch: Microbatch) -> Any:
+        """The output for arguments of these names. Raises ModelError for names that forward cannot be called with."""
+        if not self._has_hooks():
+            if lacking := [name for name in self._required_names if name not in named]:
+                raise self._refusal(
+                    microbatch, f"{', '.join(lacking)} is missing: name the batch's entries as forward does"
+                )
+            if not self._takes_any_keyword and (surplus := [name for name in named if name not in self._named]):
+                raise self._refusal(
+                    microbatch,
+                    f"leave out {', '.join(surplus)}, or pass loss=f(output, batch) (model.loss in a configuration): "
+                    "then the model gets the entries that its forward names",
+                )
+        return self._model(**named)
+
+    def _has_hooks(self) -> bool:
+        """Whether hooks of the user may put arguments in before the forward, or take some out."""
+        found = [torch.nn.modules.module._global_forward_pre_hooks, self._model._forward_pre_hooks]
+        hooks = [hook for each in (*found, self._inner._forward_pre_hooks) for hook in each.values()]
+        return not all(str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
+
+    def _refusal(self, microbatch: Microbatch, way_out: str) -> ModelError:
+        return ModelError(
             f"the model's forward takes {', '.join(self._named) or 'no named arguments'}, and the batch has "
-            f"{', '.join(microbatch)}; name the batch's entries as forward does"
+            f"{', '.join(microbatch)}; {way_out}"
         )
 
 
@@ -180,6 +238,6 @@ def _scalar(value: Any, source: str) -> torch.Tensor:
         return value.reshape(())
     given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
     raise ModelError(
-        f"{source} holds no scalar loss (found {given}); give labels to a model that computes its loss, or pass "
+        f"{source} holds no scalar loss (found {given}). Give labels to a model that computes its loss, or pass "
         "loss=f(output, batch) (model.loss in a configuration)"
     )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from shardwise.comm import Channel
+from shardwise.comm.device_sums import summing
+from shardwise.comm.hosts import naming_hosts
 from shardwise.errors import CallMismatchError, PeerError
 from shardwise.plan import Plan
 
@@ -41,6 +43,7 @@ class EngineChannels:
     @classmethod
     def of(cls, plan: Plan, world: Channel) -> Self:
         """The channels of a plan; all ranks of `world` call this together."""
+        world = summing(world, plan.precision.sums)
 
         # Every rank asks for every channel, in this order: a group is made by all its members together.
         def along(axes: Sequence[str]) -> Channel:
@@ -64,6 +67,10 @@ class RankGroups:
     """The coordinate of each rank along the pipeline."""
     data_ranks: tuple[int, ...]
     """For each rank its place among those that see other samples."""
+    first_of: tuple[int, ...]
+    """For each rank the first one that sees the same samples."""
+    speakers: tuple[int, ...]
+    """For each data rank the first rank that sees its samples."""
     alike: tuple[tuple[int, ...], ...]
     """Ranks along tp, which see the same samples."""
     replicas: tuple[tuple[int, ...], ...]
@@ -72,20 +79,38 @@ class RankGroups:
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """Those of a plan's mesh."""
-        ranks, peers = range(plan.mesh.size), plan.mesh.peers
+        ranks = range(plan.mesh.size)
+        data_ranks = tuple(plan.mesh.data_rank(rank) for rank in ranks)
+        # Backwards, so that the first rank is written last.
+        firsts = {data_ranks[rank]: rank for rank in reversed(ranks)}
         return cls(
             stages=tuple(plan.mesh.coordinates(rank)["pp"] for rank in ranks),
-            data_ranks=tuple(plan.mesh.data_rank(rank) for rank in ranks),
-            alike=tuple(dict.fromkeys(tuple(peers(rank, ("tp",))) for rank in ranks)),
-            replicas=tuple(dict.fromkeys(tuple(peers(rank, DATA_AXES)) for rank in ranks)),
+            data_ranks=data_ranks,
+            first_of=tuple(firsts[data_rank] for data_rank in data_ranks),
+            speakers=tuple(firsts[data_rank] for data_rank in sorted(firsts)),
+            alike=_groups(plan, ("tp",)),
+            replicas=_groups(plan, DATA_AXES),
         )
+
+
+def _groups(plan: Plan, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """All ranks of a mesh in their groups along some axes, by their first ranks."""
+    # Each group once, not once per member: 4,096 data ranks are one of 4,096.
+    groups: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for rank in range(plan.mesh.size):
+        if rank not in seen:
+            groups.append(plan.mesh.peers(rank, axes))
+            seen.update(groups[-1])
+    return tuple(groups)
 
 
 @contextmanager
 def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[None]:
     """Tell the other ranks when this one stops. advice: what to do where ranks make calls that do not fit."""
     try:
-        yield
+        with naming_hosts(world):
+            yield
     # Another rank failed first, and has informed all: its error is the one to show.
     except PeerError:
         raise

@@ -16,11 +16,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardwise.engine.batches import Batch, LossOfModel
+from shardwise.engine.autocast_regions import AutocastRegions
+from shardwise.engine.batches import LossOfModel, Microbatch
+from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
-from shardwise.engine.step_exchange import Weighting
+from shardwise.engine.span_recorder import SpanRecorder
+from shardwise.engine.step_exchange import Weight, Weighting, scaled_loss
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import module_noted
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
@@ -31,8 +34,8 @@ from shardwise.plan import Precision
 class Computation:
     """What a rank computes of each batch.
 
-    Microbatches have streams of random numbers of their own, numbered over all data ranks: what a microbatch draws
-    does not depend on the rank that has it.
+    Each microbatch has its own stream of random numbers, numbered over all data ranks: its draws do not depend on its
+    rank.
     """
 
     def __init__(
@@ -57,12 +60,20 @@ class Computation:
         self.step = 0
         """The steps begun so far."""
         self.runner = runner
+        self.recorder = SpanRecorder(rank, device) if runner is None else runner.recorder
+        """Records forwards, backwards and updates of this rank, while somebody wants to know."""
         self._model = model
         self.loss = loss
+        self.autocast = AutocastRegions(device)
+        """The caller's region of torch.autocast. Forwards and losses run in one like it."""
+        self._loss_inside = self.autocast.inside(loss)
         self._device = device
         self._rank = rank
         self._data_rank = data_rank
         self._precision = precision
+        scale = precision.loss_scale
+        self.loss_scale = None if scale is None else LossScale(scale, device)
+        """What losses are multiplied by before their backward."""
         self._passes = passes
         self.advice = passes.advice
         """See `Passes`."""
@@ -75,16 +86,16 @@ class Computation:
             return
         if self.runner.stages.num_chunks > 1 or self._passes.gathers:
             raise BatchError(
-                "data ranks compute different microbatches, because some have weight 0 on some ranks only (the weights "
-                f"are {[list(each) for each in weighting.by_rank]}); under pp with stage 3, or with several stages per "
-                "rank, they gather and reduce in step with the schedule: give every rank as many microbatches with "
-                "weight, or use sharding stage 1"
+                "data ranks compute different microbatches, because some have weight 0 on some ranks only (the "
+                f"weights are {[list(each) for each in weighting.by_rank]}). Under pp with stage 3, or with several "
+                "stages per rank, they gather and reduce in step with the schedule. Give every rank the same number "
+                "of microbatches with weight, or use sharding stage 1"
             )
 
     def train(
         self,
-        parts: Sequence[Batch],
-        factors: Sequence[float],
+        parts: Sequence[Microbatch],
+        factors: Sequence[Weight],
         *,
         joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
@@ -100,52 +111,57 @@ class Computation:
         streams = self._streams(self.step, len(parts), len(parts))
         # Counts skipped updates too: the batch after one that overflowed draws masks of its own.
         self.step += 1
-        counted = [at for at, factor in enumerate(factors) if factor]
-        losses = [torch.zeros((), device=self._device) for _ in parts]
+        # A factor that is on the device is not read, and its microbatch is computed.
+        counted = [at for at, factor in enumerate(factors) if isinstance(factor, torch.Tensor) or factor]
         with (
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
         ):
-            self._train_counted(parts, factors, streams, counted, losses, rounds, before_last_backward)
-        return losses
+            computed = self._train_counted(parts, factors, streams, counted, rounds, before_last_backward)
+        if len(counted) == len(parts):
+            return computed
+        found = dict(zip(counted, computed, strict=True))
+        zero = torch.zeros((), device=self._device)
+        return [found.get(at, zero) for at in range(len(parts))]
 
     def _train_counted(
         self,
-        parts: Sequence[Batch],
-        factors: Sequence[float],
+        parts: Sequence[Microbatch],
+        factors: Sequence[Weight],
         streams: Sequence[Stream],
         counted: Sequence[int],
-        losses: list[torch.Tensor],
         rounds: UnevenMicrobatches,
         before_last_backward: Callable[[], None],
-    ) -> None:
+    ) -> list[torch.Tensor]:
         if self.runner is not None:
-            computed = self.runner.train(
+            return self.runner.train(
                 [parts[at] for at in counted],
                 [factors[at] for at in counted],
-                self.loss,
+                self._loss_inside,
                 streams=[streams[at] for at in counted],
                 before_last_backward=before_last_backward,
+                gradient_of=self._gradient_of,
                 rounds=rounds,
             )
-            for at, loss in zip(counted, computed, strict=True):
-                losses[at] = loss
-            return
+        losses = []
         for number, at in enumerate(counted):
             rounds.begin(number)
             try:
                 with streams[at]:  # around backward too, which may compute activations again
-                    losses[at] = self._train(
-                        parts[at], factors[at], before_last_backward if at == counted[-1] else None
+                    losses.append(
+                        self._train(at, parts[at], factors[at], before_last_backward if at == counted[-1] else None)
                     )
             except Exception as error:
                 # A note, not another error: ranks and tests go by its class.
                 error.add_note(f"shardwise: on rank {self._rank}, in microbatch {at} of {len(parts)}")
                 raise
             rounds.done()
+        return losses
 
-    def evaluate(self, parts: Sequence[Batch], weights: Sequence[float], joint: Sequence[Joint]) -> list[torch.Tensor]:
+    def evaluate(
+        self, parts: Sequence[Microbatch], weights: Sequence[float], joint: Sequence[Joint]
+    ) -> list[torch.Tensor]:
         """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`."""
         # Ranks may have different numbers of microbatches here: numbers start at a multiple of the largest of them.
         streams = self._streams(EVALUATION, len(parts), len(joint))
@@ -160,7 +176,10 @@ class Computation:
         ):
             if self.runner is not None:
                 computed = self.runner.evaluate(
-                    [parts[at] for at in counted], self.loss, streams=[streams[at] for at in counted], rounds=rounds
+                    [parts[at] for at in counted],
+                    self._loss_inside,
+                    streams=[streams[at] for at in counted],
+                    rounds=rounds,
                 )
                 for at, loss in zip(counted, computed, strict=True):
                     losses[at] = loss
@@ -168,13 +187,14 @@ class Computation:
             for number, at in enumerate(counted):
                 rounds.begin(number)
                 with streams[at]:
-                    losses[at] = self.loss(parts[at])
+                    losses[at] = self._loss_inside(parts[at])
                 rounds.done()
         return losses
 
-    def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], torch.Tensor]) -> torch.Tensor:
         """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
         (stream,) = self._streams(EVALUATION, 1, 0)
+        output_of = self.autocast.inside(output_of)
         with (
             torch.no_grad(),
             _evaluating(self._model),
@@ -187,8 +207,11 @@ class Computation:
             with stream:
                 return output_of(inputs)
 
-    def _train(self, part: Batch, factor: float, before_last_backward: Callable[[], None] | None) -> torch.Tensor:
-        loss = self.loss(part)
+    def _train(
+        self, number: int, part: Microbatch, factor: Weight, before_last_backward: Callable[[], None] | None
+    ) -> torch.Tensor:
+        with self.recorder.noting("F", number, 0):
+            loss = self._loss_inside(part)
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
         # They read the autograd graph of this loss, which backward frees.
@@ -196,14 +219,18 @@ class Computation:
             watch(loss)
         if before_last_backward is not None:
             before_last_backward()
-        # A multiplication by 1.0 would be exact, but adds a node to the graph of every microbatch.
-        root = loss if factor == 1.0 else loss * factor
+        root = scaled_loss(loss, factor)
         # Activation checkpoints run forwards again in backward, on an accelerator in a thread of autograd's own. They
         # must draw from this microbatch's stream.
-        with self.random.in_backward_of([root]):
-            root.backward()
+        with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]):
+            root.backward(self._gradient_of(root))
         # With its graph, each loss would keep the activations of its microbatch to the end of the step.
         return loss.detach()
+
+    def _gradient_of(self, loss: torch.Tensor) -> torch.Tensor | None:
+        """What the backward of a loss begins with; None: with 1."""
+        # Not a product in the graph: the graph stays that of the plain program.
+        return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

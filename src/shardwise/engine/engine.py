@@ -17,134 +17,80 @@ One update on two data ranks (numbers as in docs/internals.md):
 An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
-import math
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from itertools import compress
+from typing import Any, Generic
 
 import torch
 from torch import nn
+from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.engine.batches import Batch, LossWeight, count_rows, split_batch
+from shardwise.comm.hosts import hosts_of, with_hosts
+from shardwise.engine.batch_digests import BatchDigests, describe_batch
+from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
+from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.inventory import Inventory, places_in, refuse_added, refuse_moved, refuse_replaced
-from shardwise.engine.norm import (
-    clip,
-    divide_and_square,
-    norm_dtype,
-    norm_in_one_process,
-    norm_of,
-    norm_of_norms,
-    norms_of,
-)
-from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
+from shardwise.engine.loss_scaling import to_settings
+from shardwise.engine.norm import norm_dtype
+from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.plan_sizes import PlanSizes
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
-from shardwise.engine.reports import Counters, EvaluationReport, StepReport
-from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, placed, state_of
+from shardwise.engine.reports import Counters, EvaluationReport, StepReport, report_on_look
+from shardwise.engine.span_recorder import SpanRecorder
+from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, names_of_state, placed, state_of
 from shardwise.engine.step_exchange import (
+    NUM_PARTS_OF_OPENING,
     StepExchange,
+    Weight,
     Weighting,
+    batch_compared,
     check_writes,
-    describe_batch,
     exchange_loss,
     exchange_step,
+    factors_on_device,
     merge_weights,
-    pack_weights,
+    parts_of_opening,
+    ranks_with_same_rows,
     weigh,
 )
+from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
+from shardwise.engine.step_meter import step_meter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import TensorDecision
-from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.trained_batches import TrainedBatches
+from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.engine.zero.install import OwnedLayout
-from shardwise.engine.zero.uneven_microbatches import Passes
-from shardwise.errors import ModelError, OptimizerError
-from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
-from shardwise.plan.memory import sharded_footprint, sharded_traffic
+from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
+from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
+Value = TypeVar("Value")
 
-class PlanSizes:
-    """The formulas of `plan.memory` for what this rank has."""
+_COMPARED_STEPS = 3
+"""First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        layout: OwnedLayout,
-        *,
-        owner: int,
-        ties: StageTies,
-        passes: Passes,
-        runner: PipelineRunner | None,
-    ) -> None:
-        self._plan = plan
-        self._layout = layout
-        self._owner = owner
-        self._ties = ties
-        self._passes = passes
-        self._runner = runner
-
-    def footprint(self, num_microbatches: int) -> Footprint:
-        """Bytes that the buffers take."""
-        layout, precision, k = self._layout, self._plan.precision, num_microbatches
-        if layout.stage < 2:
-            owned = footprint(layout.ownership, self._owner, precision, num_microbatches=k)
-        else:
-            units = [unit.name for unit in layout.units.units]
-            owned = sharded_footprint(
-                layout.ownership,
-                self._owner,
-                precision,
-                num_microbatches=k,
-                units=units,
-                keeps=self._plan.sharding.keep_gathered,
-                late=layout.late,
-            )
-        return replace(
-            owned,
-            working_bytes=owned.working_bytes + self._ties.replica_bytes(),
-            gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
-        )
-
-    def traffic(self, num_microbatches: int) -> Traffic:
-        """Bytes of gradients and parameters that are sent per update.
-
-        How often units are gathered follows from the order in which the last step used them; before there was one,
-        from their order in the model.
-        """
-        layout, precision, k = self._layout, self._plan.precision, num_microbatches
-        if layout.stage < 2:
-            owned = traffic(layout.ownership, self._owner, precision, num_microbatches=k)
-        else:
-            schedule = None if self._runner is None else self._runner.schedule
-            actions = None
-            if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
-                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
-            gathers = self._passes.gathers_in(k, actions)
-            owned = sharded_traffic(
-                layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
-            )
-        return Traffic(
-            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
-            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
-        )
+Model_co = TypeVar("Model_co", bound=nn.Module, covariant=True, default=nn.Module)
 
 
-class Engine:
+class Engine(Generic[Model_co]):
     """A model that trains under a plan. Built by `shardwise.parallelize`."""
 
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: Model_co,
         plan: Plan,
         inventory: Inventory,
         names: ModelNames,
@@ -164,10 +110,13 @@ class Engine:
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
+        """The object that was given to `parallelize`. Its parameters are this rank's working copies."""
         self.plan = plan
-        self.optimizers = tuple(known.optimizer for known in optimizers)
+        """The plan under which it trains."""
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(known.optimizer for known in optimizers)
         """The optimizers over this rank's masters; attach torch's learning-rate schedulers to them."""
         self.counters = counters
+        """Updates, collectives and casts since `parallelize` returned."""
         self._known_optimizers = optimizers
         self._inventory = inventory
         self._names = names
@@ -175,6 +124,9 @@ class Engine:
         self._loss_weight = loss_weight
         self.channel = channels.world
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
+        self.asked_to_stop = False
+        """Whether some rank asked to stop in the last step; the same on all ranks."""
+        self._asks_to_stop: Callable[[], bool] | None = None
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
@@ -188,15 +140,37 @@ class Engine:
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
-        self._places = places_in(model)
+        self._contents = ModelContents(model, [inventory, ties.held])
         self._has_gradients = False
         # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
         # repeats it.
         self._origin: dict[str, Any] = {}
-        self._is_used_up = False
+        self.successor: Engine[nn.Module] | None = None
+        """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
-        self._norm_dtype = norm_dtype(names.trainable.values())
+        self._runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
         self._ranks = RankGroups.of(plan)
+        dtypes = list(names.trainable.values())
+        self._figures = figures_making(
+            Surroundings(
+                world=channels.world,
+                data_rank=channels.everyone.rank,
+                ranks=self._ranks,
+                are_whole=self._has_whole_gradients,
+                dtypes=dtypes,
+                norm_dtype=norm_dtype(dtypes),
+            )
+        )
+        self._meter = step_meter(channels.world)
+        self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
+        self._digests = BatchDigests()
+        self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
+        """Steps to come in which data ranks compare their rows."""
+        self._unjudged: deque[Figures] = deque()
+        """Of steps that the device has not finished yet."""
+        self._bucket_updates = BucketUpdates(self.optimizers, buffers)
+        self._updated: set[str] = set()
+        """Parameters that optimizers have updated: from then on they have state for them."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -205,33 +179,87 @@ class Engine:
             raise OptimizerError(f"the model has {len(self.optimizers)} optimizers; use engine.optimizers")
         return self.optimizers[0]
 
+    @cached_property
+    def _owned(self) -> list[Owned]:
+        """What this rank owns of each parameter."""
+        # Buckets run from the last parameter to the first. Norms are added in the order of the model, as one process
+        # adds them.
+        owned_of = {each.segment.name: each for each in self._buffers.owned}
+        return [owned_of[name] for name in self._names.trainable if name in owned_of]
+
+    @cached_property
+    def _masters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizers have, with names, bucket by bucket."""
+        return [(each.segment.name, each.parameter) for each in self._buffers.owned]
+
+    @cached_property
+    def _has_whole_gradients(self) -> bool:
+        """Whether each gradient is whole on one rank."""
+        return self._channels.everyone.size * self._channels.tensor.size == 1
+
+    @cached_property
+    def _underflows(self) -> bool:
+        """Whether small gradients may be rounded to zero."""
+        return self._computation.loss_scale is None and computes_in_float16(self._names.specs)
+
+    @cached_property
+    def trained_batches(self) -> TrainedBatches:
+        """Tells `sw.Data` of each step."""
+        return TrainedBatches()
+
+    @property
+    def steps(self) -> int:
+        """Steps begun so far, those of a run that was loaded included; skipped ones count. Of the successor too."""
+        return self._computation.step if self.successor is None else self.successor.steps
+
     @property
     def pipeline(self) -> PipelineRunner | None:
         """What runs the stages of this rank; None where the model is not cut into stages."""
         return self._computation.runner
 
+    @property
+    def recorder(self) -> SpanRecorder:
+        """Records forwards, backwards and waits of this rank while its `spans` is a list; on request its updates."""
+        return self._computation.recorder
+
+    def ask_in_steps(self, stop: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        """Ask `stop` in every step from now on, next to the `stop` that `step` is given; returns what was asked."""
+        asked, self._asks_to_stop = self._asks_to_stop, stop
+        return asked
+
     def step(
         self, batch: Batch, *, microbatches: int | None = None, stop: Callable[[], bool] | None = None
     ) -> StepReport:
-        """Train on this data rank's share of a batch: one update of all parameters.
+        """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
-        `batch` is a dict of tensors with rows in dim 0; it is cut into `microbatches` (default: the plan's) of as equal
-        size as can be. All data ranks call it together. Raises BatchError, the same on all ranks, before anything is
-        computed; PeerError when another rank stops. stop: asked once per step; where it is true on any rank, `stop` of
-        the report is true on all, so that a signal to one ends all loops after the same step. It costs no message.
+        batch: a dict of tensors with rows in dim 0, the same for all ranks along pp and tp.
+        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's.
+        stop: asked once per step. Where it is true on any rank, `stop` of the report is true on all, so that a signal
+            to one ends all loops after the same step. It costs no message.
+
+        Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
+        is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
         num_microbatches = self._count(microbatches)
-        parts, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
-        # Every rank has the same weights, so all raise this or none does: it needs no exchange, and stands before the
-        # block that stops peers.
+        self._meter.begin()
+        parts, weights, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
+        # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
-        with self._stopping_peers("a step"):
+        scaling = self._computation.loss_scale
+        scale = None if scaling is None else scaling.value
+        region = self._computation.autocast.left(steps=True, warns=self.channel.rank == 0)
+        with self._stopping_peers("a step"), region:
             self._has_gradients = False
             # May lay out the arena anew, under the views that `gradients()` gave: so it gives none from here on.
             self._gradients.begin(num_microbatches)
             self._ties.begin(num_microbatches)
             self._writes.begin()
-            factors = weighting.factors(self._channels.everyone.rank)
+            factors: Sequence[Weight] = weighting.factors(self._channels.everyone.rank)
+            own_weights = None
+            if not weighting.is_known:
+                own_weights, factors = factors_on_device(self._channels.everyone, weights, weighting)
+            # Launched before the forwards, which may write to the batch.
+            digests = self._digests.of(batch) if self._shares_batch else {}
             losses = self._computation.train(
                 # The last backward differs from those before: what it finishes gets no further terms, so a bucket
                 # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
@@ -243,15 +271,12 @@ class Engine:
             )
             gradients = self._reduce()
             self._has_gradients = True
-            closing, grad_norm = self._close(losses, weighting, gradients, stop=stop is not None and stop())
-            # The norm is the same float on all ranks, so all skip or none does.
-            skipped = not math.isfinite(grad_norm)
-            if not grad_norm and self.channel.rank == 0 and computes_in_float16(self._names.specs):
-                warn_of_underflow("all gradients of a step are zero")
-            if skipped:
-                self.counters.skipped += 1
-            else:
-                self._update(closing, grad_norm, gradients)
+            gives = self._gives(losses, weighting, own_weights, digests, gradients)
+            closing, figures = self._close(gives, stop=any(asked() for asked in (stop, self._asks_to_stop) if asked))
+            self.asked_to_stop = closing.stop
+            self._update(closing, figures, gradients)
+            if scaling is not None:
+                scaling.learn(figures)
             changed = {
                 # A module that two stages use (a tied block) may have changed on both. The first stage decides, so
                 # that all ranks choose alike.
@@ -259,42 +284,62 @@ class Engine:
                 for at, ranks in closing.changed_buffers.items()
             }
             self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
-        return StepReport(
-            loss=closing.loss,
-            grad_norm=grad_norm,
-            skipped=skipped,
-            weight=weighting.total,
+        self.trained_batches.tell(batch)
+        self._unjudged.append(figures)
+        try:
+            # Outside of the block: all ranks have the same figures, so all raise, and none has to stop the others.
+            self._judge(lets_one_go=True)
+        except ShardwiseError:
+            # Where a peer is lost, transfers end with numbers that mean nothing. Then this raises what has happened.
+            self._channels.world.exchange(b"", purpose="verdict on an earlier step")
+            raise
+        self._meter.end()
+        return report_on_look(
+            lambda: {
+                "loss": figures.loss,
+                "grad_norm": figures.grad_norm,
+                "skipped": not figures.is_finite,
+                "weight": figures.weight,
+                **({} if scale is None else {"loss_scale": float(scale)}),
+            },
             num_microbatches=num_microbatches,
             stop=closing.stop,
+            is_scaled=scale is not None,
+            times=closing.times,
         )
 
     def evaluate(self, batch: Batch) -> EvaluationReport:
         """The loss on this data rank's share of a batch, without gradients, in evaluation mode.
 
-        Ranks may have different numbers of rows, and some of them none.
+        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
-        # None: ranks need not have equally many microbatches. The last batch of an evaluation has rows on some ranks
-        # only.
-        parts, weighting = self._open(batch, None, purpose="weights of an evaluation")
+        # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
+        parts, _, weighting = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.by_rank[self._channels.everyone.rank]
-        with self._stopping_peers("an evaluation"), self._writes.refused():
+        with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
-            share = weighting.share_of_mean(losses, self._channels.everyone.rank)
+            # One copy to the host for all losses.
+            values = torch.stack([each.double() for each in losses]).tolist() if losses else []
+            share = weighting.share_of_mean(values, self._channels.everyone.rank)
             loss = exchange_loss(self._channels.world, share, self._ranks.alike)
         return EvaluationReport(loss=loss, weight=weighting.total)
 
-    def predict(self, inputs: Batch, output_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+    def predict(
+        self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], torch.Tensor]
+    ) -> torch.Tensor:
         """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
-        the same tensor. Whatever else `output_of` does runs on each of them as well. Under stage 3 all data ranks
-        call it together too, for each gathers from the others: with inputs of their own, and the same modules in the
-        same order.
+        the same tensor. Whatever else `output_of` does runs on each of them as well. Under stage 3 all data ranks call
+        it together, because each gathers from the others. They give different inputs, and run the same modules in the
+        same order. Raises ModelError for a forward that asks for what only another rank has, and PeerError.
         """
         device = self._channels.everyone.device
-        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-        with self._stopping_peers("a prediction"), self._writes.refused():
+        moved: Microbatch = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
+        with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.predict(moved, output_of)
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -303,6 +348,7 @@ class Engine:
         Raises OptimizerError for optimizer state that is neither a tensor nor a number.
         """
         self._check_turn()
+        self._judge()
         self._buffers.adopt_writes()
         # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
         # without it.
@@ -311,20 +357,21 @@ class Engine:
     def gradients(self) -> dict[Piece, torch.Tensor]:
         """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
 
-        Views, in the dtype of the masters, that hold until the next step begins. Of parameters that no microbatch
-        used, those are zero.
+        Views, in the dtype of the masters, of the piece's shape, or flat for a piece with a run. They hold until the
+        next step begins; before the first there are none. Of parameters that no microbatch used, they are zero.
         """
         spec_of = {spec.name: spec for spec in self._inventory.specs}
         pieces: dict[Piece, torch.Tensor] = {}
         # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
-        for owned in self._buffers.owned if self._has_gradients else ():
+        gradients = self._gradients.views_of(self._owned) if self._has_gradients else {}
+        for owned in self._owned if self._has_gradients else ():
             name = owned.segment.name
-            pieces |= placed(name, self._gradient_of(owned), spec_of[name], owned.segment)
+            pieces |= placed(name, gradients[name], spec_of[name], owned.segment)
         return pieces
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, as JSON values: the plan, ties, random numbers, the optimizers, the
-        configuration of a model that has one (`config.json`), the rewrite through which it was loaded.
+        """JSON values that a checkpoint keeps in addition to the state: the plan, ties, random numbers, optimizers, the
+        model's configuration if it has one (`config.json`), the rewrite of its load.
 
         Ranks differ in `plain` and `none` only, which name what is no tensor in the optimizer state that a rank has.
         """
@@ -334,6 +381,7 @@ class Engine:
             "plan": self.plan.text(),
             "ties": self._names.ties,
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
+            **to_settings(self._computation.loss_scale),
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
             **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
@@ -362,15 +410,11 @@ class Engine:
         """Refuse from here on what would go past the engine: see `PlainCalls`."""
         self._plain_calls.refuse()
 
-    def use_up(self) -> None:
-        """Leave the model to the engine of another plan: from here on this one refuses."""
-        self._is_used_up = True
-
     def names(self) -> list[str]:
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
-        return list(self.model.state_dict(keep_vars=True))
+        return names_of_state(self.model)
 
-    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> EngineRestoration:
+    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, object]) -> EngineRestoration:
         """Prepare to take over a checkpoint, without changing anything; `sw.load` calls it and does the rest.
 
         stored: every tensor of the checkpoint as one piece. settings: as `settings` gave them, from any layout; {}
@@ -395,11 +439,11 @@ class Engine:
         )
 
     def footprint(self, *, microbatches: int | None = None) -> Footprint:
-        """Bytes that the plan gives this rank's buffers."""
+        """Bytes that the plan gives this rank's buffers; microbatches: per update, None: the plan's."""
         return self._sizes.footprint(self._count(microbatches))
 
     def traffic(self, *, microbatches: int | None = None) -> Traffic:
-        """Bytes of gradients and parameters that this rank sends per update."""
+        """Bytes of gradients and parameters that this rank sends per update; microbatches: None: the plan's."""
         return self._sizes.traffic(self._count(microbatches))
 
     def _count(self, microbatches: int | None) -> int:
@@ -407,143 +451,203 @@ class Engine:
 
     # [1] ------------------------------------------------------------------------------------------------------------
 
-    def _open(self, batch: Batch, num_microbatches: int | None, *, purpose: str) -> tuple[Sequence[Batch], Weighting]:
+    def _open(
+        self, batch: Batch, num_microbatches: int | None, *, purpose: str
+    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting]:
         """Split and weigh the batch; every rank raises the same error when one cannot."""
-        parts: Sequence[Batch] = []
+        parts: Sequence[Microbatch] = []
+        # An evaluation leaves out what has no weight: its loss may be nan.
+        is_step, device = num_microbatches is not None, self._channels.everyone.device
         self.counters.exchanges += 1
-        with agreed(self._channels.world, purpose=purpose, doing="splitting a batch") as agreement:
+        lines: Sequence[str] = ()
+        with agreed(
+            self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
+        ) as agreement:
             self._check_model()
             wanted = num_microbatches
             if wanted is None:
                 wanted = min(self.plan.merge.microbatches, count_rows(batch))
             # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
             if wanted or num_microbatches is not None:
-                parts = split_batch(batch, wanted, self._channels.everyone.device)
-            weights = weigh(parts, self._loss_weight)
+                parts = split_batch(batch, wanted, device)
+            weighed = parts
+            if self._loss_weight is not None and parts and device.type != "cpu" and is_on_host(batch):
+                # Where the rows are: the host then knows the weights, and waits for nothing.
+                weighed = split_batch(batch, wanted, torch.device("cpu"))
+            weights = weigh(weighed, self._loss_weight, reads_device=not is_step)
             # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
             # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
             # sent anyway.
-            lines = describe_batch(batch) if self.plan.mesh.pp * self.plan.mesh.tp > 1 else []
-            agreement.value = pack_weights(weights, batch_lines=lines, written=self._buffers.written)
+            compares = is_step and self._compared_steps > 0
+            if self._shares_batch or compares:
+                lines = describe_batch(batch, digest=not is_step)
+            agreement.parts = parts_of_opening(
+                weights,
+                written=self._buffers.written,
+                autocast=self._computation.autocast.described(),
+                batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
+            )
+        if compares:
+            self._warn_of_same_rows(agreement.of_parts[-1])
         weighting, written = merge_weights(
-            agreement.values, same_count=num_microbatches is not None, data_ranks=self._ranks.data_ranks
+            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._ranks
         )
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
-        # other values would go its own way with every loss still looking right. All ranks
-        # know that they take part, because `written` is the union over all of them.
+        # other values would go its own way with every loss still looking right. All ranks know that they take part,
+        # because `written` is the union over all of them.
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
-        return parts, weighting
+        return parts, weights, weighting
+
+    def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
+        """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
+        self._compared_steps -= 1
+        if ranks := ranks_with_same_rows(batches, self._ranks.speakers):
+            self._compared_steps = 0
+            if self.channel.rank == 0:
+                named = " and ".join(f"rank {rank}" for rank in ranks[:2])
+                more = f" (and {len(ranks) - 2} more)" if len(ranks) > 2 else ""
+                text = (
+                    f"{named}{more} are different data ranks, and got the same rows: they train on one share of the "
+                    "data twice. Choose the rows by the data rank, plan.mesh.data_rank(channel.rank), as sw.Data does: "
+                    "for batch in data.on(engine)"
+                )
+                warnings.warn(with_hosts(text, hosts_of(self.channel)), SameRowsWarning, stacklevel=4)
 
     def _check_turn(self) -> None:
-        if self._is_used_up:
+        if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
 
     def _check_model(self) -> None:
         self._check_turn()
-        refuse_replaced([*self._inventory.replaced(), *self._ties.replaced()])
-        refuse_added(self.model, self._places)
+        self._contents.check()
         self._plain_calls.check_groups()
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 
     # [3] ------------------------------------------------------------------------------------------------------------
 
-    def _reduce(self) -> dict[str, torch.Tensor]:
+    def _reduce(self) -> Mapping[str, torch.Tensor]:
         """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
         # Before the reduction: a tied parameter has one owner, who adds the sums of the other stages to its own. The
         # reduction over data ranks must find the whole sum in the bucket.
         self._ties.collect(self._gradients)
         self._gradients.reduce()
+        owned = self._gradients.views_of(self._owned)
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
         # over tp of the parts is enough and sends 1/d of the elements.
-        summed = [self._gradient_of(each) for each in self._buffers.owned if each.segment.name in self._summed.names]
-        sum_over_ranks(summed, self._channels.tensor)
-        owned = {each.segment.name: self._gradient_of(each) for each in self._buffers.owned}
-        # Buckets run from the last parameter to the first. Norms are added in the order of the model, as one process
-        # adds them.
-        return {name: owned[name] for name in self._names.trainable if name in owned}
+        sum_over_ranks([owned[name] for name, _ in self._masters if name in self._summed.names], self._channels.tensor)
+        return owned
 
     # [4] ------------------------------------------------------------------------------------------------------------
 
+    def _gives(
+        self,
+        losses: Sequence[torch.Tensor],
+        weighting: Weighting,
+        weights: torch.Tensor | None,
+        digests: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+    ) -> RankFigures:
+        """What this rank gives to the loss and the norm of a step."""
+        mine = self._gradients.touched & gradients.keys() if self._has_whole_gradients else frozenset()
+        return RankFigures(
+            losses=losses,
+            weighting=weighting,
+            weights=weights,
+            digests=digests,
+            # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
+            runs=[(gradients[name].as_strided((size,), (1,)), counts) for name, size, counts in self._runs],
+            parts=self._gradients.parts,
+            # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
+            # their rows.
+            divisor=weighting.num_microbatches if self.plan.merge.average else self._channels.everyone.size,
+            scale=None if self._computation.loss_scale is None else self._computation.loss_scale.value,
+            # One process has no gradient for a parameter that no microbatch used, and its norm then has one term
+            # fewer. The zeros that stand here in its place would not change the sum, but may change the order in which
+            # torch groups it.
+            used={at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine} if mine else {},
+        )
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
+        return self._channels.replicas.rank == 0 and (self._channels.tensor.rank == 0 or name in self._cut)
+
     @torch.no_grad()
-    def _close(
-        self, losses: Sequence[torch.Tensor], weighting: Weighting, gradients: Mapping[str, torch.Tensor], *, stop: bool
-    ) -> tuple[StepExchange, float]:
+    def _close(self, own: RankFigures, *, stop: bool) -> tuple[StepExchange, Figures]:
         """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
 
-        Returns that, and the norm of the whole gradient.
+        Returns that, and the loss and the norm of the whole gradient.
         """
-        everyone, world = self._channels.everyone, self._channels.world
         touched = self._gradients.touched
-        # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
-        # their rows.
-        divisor = weighting.num_microbatches if self.plan.merge.average else everyone.size
-        # What several ranks hold counts once: masters on replicas, parameters that are not cut on all ranks along tp.
-        counts = self._channels.replicas.rank == 0
-        first = self._channels.tensor.rank == 0
-        weighed = [(gradient, counts and (first or name in self._cut)) for name, gradient in gradients.items()]
-        # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
-        squares = divide_and_square(weighed, divisor, everyone.device)
-        mine = touched & gradients.keys()
-        # One process has no gradient for a parameter that no microbatch used, and its norm then has one term fewer.
-        # The zeros that stand here in its place would not change the sum, but may change the order in which torch
-        # groups it.
-        used = {at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine}
-        # Where gradients are whole, the norm can be that of one process to the last bit.
-        are_whole = everyone.size * self._channels.tensor.size == 1
-        norms = norms_of(list(used.values())) if are_whole and world.size > 1 else []
         self.counters.exchanges += 1
         closing = exchange_step(
-            world,
-            loss=weighting.share_of_mean(losses, everyone.rank),
-            alike=self._ranks.alike,
-            squares=squares,
-            norms=dict(zip(used, norms, strict=False)),
-            touched=[name in touched for name in self._names.trainable],
-            changed_buffers=self._model_buffers.changed(),
+            self._channels.world,
+            figures=self._figures.given(own),
+            times=self._meter.packed(),
+            touched=list(map(touched.__contains__, self._names.trainable)),
+            # The first step reads, to see what else is written without a count.
+            changed_buffers=self._model_buffers.changed(reads_device=not self._updated),
             written=self._writes.found(),
             stop=stop,
         )
+        figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
         self._writes.check(closing.written)
-        if not are_whole:
-            return closing, norm_of(closing.squares, self._norm_dtype)
-        if world.size == 1:
-            return closing, norm_in_one_process(list(used.values()))
-        return closing, norm_of_norms(closing.norms, list(self._names.trainable.values()), world.device)
+        return closing, figures
 
-    def _gradient_of(self, owned: Owned) -> torch.Tensor:
-        start = owned.segment.start
-        flat = self._gradients.reduced_of(owned.segment.name)[start : start + owned.segment.run.num_elements]
-        return flat.view(owned.parameter.shape)
+    def _judge(self, *, lets_one_go: bool = False) -> None:
+        """Raise for what the figures of earlier steps show, and warn.
+
+        lets_one_go: do not wait for the last one, nor for any that cannot be refused.
+        """
+        while self._unjudged:
+            figures = self._unjudged[0]
+            # Which of them is judged here must not depend on which has come: that differs from rank to rank, and all
+            # ranks raise in the same step. A wait for the step before leaves the device the whole of this one to do.
+            is_due = len(self._unjudged) > 1 if figures.may_be_refused else figures.is_known
+            if lets_one_go and not is_due:
+                return
+            self._unjudged.popleft()
+            figures.check()
+            if self.channel.rank == 0 and self._underflows and not figures.grad_norm:
+                warn_of_underflow("all gradients of a step are zero")
 
     # [5], [6] -------------------------------------------------------------------------------------------------------
 
-    def _update(self, closing: StepExchange, grad_norm: float, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Clip, step the optimizers on the owned masters, cast once, gather the working copies."""
-        touched = {name for name, flag in zip(self._names.trainable, closing.touched, strict=True) if flag}
-        for owned in self._buffers.owned:
+    def _update(self, closing: StepExchange, figures: Figures, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Clip, step the optimizers on the owned masters, cast once, gather the working copies; or skip all of it."""
+        touched = set(compress(self._names.trainable, closing.touched))
+        # An optimizer makes the state of a parameter in its first step, which must not be one that the device leaves
+        # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
+        # also looks for optimizers that cannot leave out a step by themselves.
+        found_inf = figures.found_inf
+        if not (can_skip_on_device(self.optimizers) and touched <= self._updated):
+            found_inf = None
+        if found_inf is None:
+            figures.check()
+            # The norm is the same float on all ranks, so all skip or none does.
+            if not figures.is_finite:
+                self.counters.count(figures)
+                return
+        self.counters.count(figures)
+        for name, master in self._masters:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
-            name = owned.segment.name
-            owned.parameter.grad = gradients[name] if name in touched else None
+            master.grad = gradients[name] if name in touched else None
         # Every rank clips its own part by the one norm of the whole gradient.
         if self.plan.clip_grad_norm is not None:
-            masters = [owned.parameter for owned in self._buffers.owned if owned.parameter.grad is not None]
-            clip(masters, norm=grad_norm, max_norm=self.plan.clip_grad_norm, dtype=self._norm_dtype)
+            figures.clip(self._gradients.parts, self.plan.clip_grad_norm)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
-        with self._plain_calls.engine_step():
-            for optimizer in self.optimizers:
-                optimizer.step()
-        for owned in self._buffers.owned:
-            owned.parameter.grad = None  # a view of the arena, which the next update may lay out anew
-        self.counters.updates += 1
+        with self._plain_calls.engine_step(), skipping(self.optimizers, found_inf), self.recorder.updating():
+            self._bucket_updates.run(self.counters)
+        for _, master in self._masters:
+            master.grad = None  # a view of the arena, which the next update may lay out anew
+        self._updated |= touched
         # `touched` is the union over all ranks, so that stages 2 and 3 learn on all ranks alike which gradients to
         # wait for.
         self._gradients.expect(touched)
-        self._buffers.publish(self.counters)
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
         self._ties.publish()
 

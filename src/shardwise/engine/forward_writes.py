@@ -8,7 +8,8 @@
     a buffer                                       data rank 0's values hold for all, as in DistributedDataParallel;
                                                    in a pipeline those of the first stage that changed it
 
-Both are found by the count of writes that torch keeps for each tensor (`_version`), which costs no read.
+Both are found by the count of writes that torch keeps for each tensor (`_version`), which costs no read. Batch norms
+write without it: on the CPU values are compared, on a device their statistics count as changed while they train.
 """
 
 import json
@@ -18,9 +19,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.agreement import a_table, digest_of_values, understood
 from shardwise.engine.reports import Counters
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter
@@ -42,7 +44,9 @@ class ForwardWrites:
         here = dict(model.named_parameters())
         # By the parameter's number in the whole model: flags of all ranks are united by it.
         self._here = {at: here[spec.name] for at, spec in enumerate(specs) if spec.name in here}
-        self._versions: dict[int, int] = {}
+        self._numbers = list(self._here)
+        self._tensors = list(self._here.values())
+        self._versions = self._now()
 
     def begin(self) -> None:
         """Forwards follow."""
@@ -50,8 +54,12 @@ class ForwardWrites:
 
     def found(self) -> list[bool]:
         """For each parameter whether this rank wrote to it since `begin`."""
+        found = [False] * len(self._specs)
         now = self._now()
-        return [at in now and now[at] != self._versions.get(at) for at in range(len(self._specs))]
+        if now != self._versions:
+            for at, one, other in zip(self._numbers, now, self._versions, strict=True):
+                found[at] = one != other
+        return found
 
     def check(self, written: Collection[int]) -> None:
         """Raise ModelError, the same on all ranks, for what some rank wrote to in an update; all ranks call it."""
@@ -64,7 +72,7 @@ class ForwardWrites:
                 raise ModelError(
                     _refusal(
                         spec.name,
-                        "it is a cast of a master from which the update goes on, so that what was written is lost",
+                        "it is a cast of a master, the update reads the master, and the written values are lost",
                     )
                 )
         # An exchange of its own, only in steps where something was written: digests of all parameters in each step
@@ -72,16 +80,23 @@ class ForwardWrites:
         digests = {at: self._digest(at) for at in written if at in self._here and not self._here[at].is_meta}
         answers = self._world.exchange(json.dumps(digests).encode(), purpose="parameters that forwards wrote to")
         seen: dict[tuple[str, int], str] = {}
-        for rank, answer in enumerate(answers):
-            for at, digest in json.loads(answer).items():
-                name = self._specs[int(at)].name
+        tables = understood(answers, self._digests_of, purpose="parameters that forwards wrote to")
+        for rank, table in enumerate(tables):
+            for number, digest in table.items():
+                name = self._specs[int(number)].name
                 if not digest:
                     raise ModelError(
                         _refusal(name, "it is gathered for that forward only (stage 3), so that the values are lost")
                     )
                 # Compared among ranks of one place along tp: the others hold other parts of a cut parameter.
-                if seen.setdefault((at, self._tensor_ranks[rank]), digest) != digest:
+                if seen.setdefault((number, self._tensor_ranks[rank]), digest) != digest:
                     raise ModelError(_refusal(name, "it has other values on other ranks now"))
+
+    def _digests_of(self, answer: bytes) -> dict[str, str]:
+        table = a_table(answer)
+        if not all(0 <= int(at) < len(self._specs) and isinstance(digest, str) for at, digest in table.items()):
+            raise ValueError("no digests")
+        return table
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -94,9 +109,9 @@ class ForwardWrites:
         if written and self._has_copies:
             raise ModelError(_refusal(written[0], "every rank has a copy, and they are to stay alike"))
 
-    def _now(self) -> dict[int, int]:
+    def _now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-            return {at: each._version for at, each in self._here.items()}
+            return [each._version for each in self._tensors]
 
     def _digest(self, at: int) -> str:
         """Empty for what is at rest."""
@@ -106,8 +121,8 @@ class ForwardWrites:
 
 def _refusal(name: str, reason: str) -> str:
     return (
-        f"parameter {name!r} was written to in a forward: {reason}; keep what forwards write in buffers, and leave out "
-        "options that write to parameters (max_norm)"
+        f"a forward wrote to parameter {name!r}: {reason}. Let forwards write to buffers, and leave out options that "
+        "write to parameters (max_norm)"
     )
 
 
@@ -127,25 +142,60 @@ class ModelBuffers:
         self._known: list[_Known] = []
         self._is_held: list[bool] = []
         self._is_shared: list[bool] = []
+        self._unseen: set[int] = set()
+        """Vectors that torch wrote to without counting it, as values have shown."""
 
     def settle(self, pipeline: Channel) -> None:
         """Take the present values for those of all ranks, and find out which buffers several stages have."""
-        self._known = [_Known.of(self._buffer(at)) for at in range(len(self._places))]
+        self._known = [self._know(at) for at in range(len(self._places))]
         self._is_held = [known.buffer is not None and not known.buffer.is_meta for known in self._known]
         answers = [bytes(self._is_held)]
         if pipeline.size > 1:
             answers = pipeline.exchange(answers[0], purpose="buffers of stages")
         self._is_shared = [sum(held) > 1 for held in zip(*answers, strict=True)]
 
-    def changed(self) -> list[bool]:
-        """For each buffer: whether it was written to, or replaced, since the ranks last agreed."""
-        return [not known.holds_for(self._buffer(at)) for at, known in enumerate(self._known)]
+    def changed(self, *, reads_device: bool = True) -> list[bool]:
+        """For each buffer: whether it was written to, or replaced, since the ranks last agreed.
+
+        reads_device: compare the values of vectors also where they are on a device, which waits for them. Else those
+        that may have changed count as changed: running statistics in training, and what such a comparison has found.
+        """
+        found = []
+        for at, known in enumerate(self._known):
+            buffer = self._buffer(at)
+            is_changed = not known.holds_for(buffer)
+            if not is_changed and buffer is not None and known.values is not None:
+                if reads_device or buffer.device.type == "cpu":
+                    is_changed = not torch.equal(buffer, known.values)
+                    if is_changed:
+                        self._unseen.add(at)
+                else:
+                    is_changed = at in self._unseen
+            found.append(is_changed or (known.is_statistic and self._trains(at)))
+        return found
+
+    def _trains(self, at: int) -> bool:
+        return any(module.training for module, _ in self._places[at])
+
+    def _know(self, at: int) -> "_Known":
+        buffer = self._buffer(at)
+        if buffer is None:
+            return _Known(buffer=None, version=0, values=None)
+        is_vector = buffer.ndim == 1 and buffer.is_floating_point() and not buffer.is_meta
+        # On a device the module says that it writes: a copy would be a kernel for each in each step.
+        is_statistic = (
+            is_vector
+            and buffer.device.type != "cpu"
+            and any(isinstance(module, _NormBase) for module, _ in self._places[at])
+        )
+        values = buffer.detach().clone() if is_vector and not is_statistic else None
+        return _Known(buffer=buffer, version=buffer._version, values=values, is_statistic=is_statistic)
 
     def agreed_unless(self, pending: Sequence[bool]) -> None:
         """Take the present values for those of all ranks, but for buffers that were `pending` (changed) before."""
         for at, was_pending in enumerate(pending):
             if not was_pending:
-                self._known[at] = _Known.of(self._buffer(at))
+                self._known[at] = self._know(at)
 
     def synchronise(self, everyone: Channel, pipeline: Channel, changed: Mapping[int, int], counters: Counters) -> None:
         """Give every rank the values that hold for all.
@@ -180,7 +230,7 @@ class ModelBuffers:
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
         # Also on the rank that sent them: what it wrote is agreed on now, and is not sent again.
         for at in sources:
-            self._known[at] = _Known.of(self._buffer(at))
+            self._known[at] = self._know(at)
 
     def _buffer(self, at: int) -> torch.Tensor | None:
         """None where forward has taken a buffer away (caches come and go)."""
@@ -200,14 +250,11 @@ class _Known:
     """A copy, where the version does not tell: torch's batch norm writes its running statistics, which are vectors,
     without counting it as a write."""
 
-    @classmethod
-    def of(cls, buffer: torch.Tensor | None) -> "_Known":
-        if buffer is None:
-            return cls(buffer=None, version=0, values=None)
-        is_vector = buffer.ndim == 1 and buffer.is_floating_point() and not buffer.is_meta
-        return cls(buffer=buffer, version=buffer._version, values=buffer.detach().clone() if is_vector else None)
+    is_statistic: bool = False
+    """Written by a layer of torch's own in training, and on a device."""
 
     def holds_for(self, buffer: torch.Tensor | None) -> bool:
+        """Whether it is the same, as far as torch counts writes."""
         if buffer is not self.buffer or buffer is None:
             return buffer is self.buffer
-        return buffer._version == self.version and (self.values is None or torch.equal(buffer, self.values))
+        return buffer._version == self.version

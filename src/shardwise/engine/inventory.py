@@ -6,9 +6,10 @@
     cache = weight.view(-1), a buffer  --> a view of a parameter: refused, its values move to a flat buffer
 
 DTensors (of `parallelize_module`) stay what they are, because their modules expect them. Flat buffers and owners have
-the local tensors: a DTensor is a shell around a view of a buffer, and its gradient is taken out of such a shell.
+the local tensors. A DTensor is a shell around a view of a buffer, and its gradient is taken out of such a shell.
 """
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
@@ -56,6 +57,7 @@ class Inventory:
 
     def restricted(self, names: Collection[str]) -> "Inventory":
         """The inventory of these parameters alone: it keeps no other tensor alive."""
+        names = frozenset(names)
         return Inventory(
             parameters={name: each for name, each in self.parameters.items() if name in names},
             specs=tuple(spec for spec in self.specs if spec.name in names),
@@ -65,7 +67,7 @@ class Inventory:
         )
 
     def cut(self, portions: Mapping[str, Portion]) -> "Inventory":
-        """The same parameters, of which this rank has the given portions: name -> portion."""
+        """The same parameters, cut to the given portions of this rank: name -> portion."""
         specs = [
             replace(spec, portion=portion, shape=portion.shape) if (portion := portions.get(spec.name)) else spec
             for spec in self.specs
@@ -94,14 +96,14 @@ class Inventory:
 def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     """List the parameters and buffers of `model`.
 
-    Parameter objects that share the whole of one storage are one parameter with several names (a tie); parameters that
+    Parameter objects that share the whole of one storage are one parameter with several names (a tie). Parameters that
     share a part of one raise ModelError, because no plan could update them.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
-                f"{name or 'the model'!r} is a script (torch.jit), whose parameters cannot be moved to flat buffers; "
-                "give the module that it was made from"
+                f"{name or 'the model'!r} is a script (torch.jit), and its parameters cannot move to flat buffers; "
+                "give the original module"
             )
     names: dict[nn.Parameter, list[str]] = {}
     first_of: dict[nn.Parameter, nn.Parameter] = {}
@@ -113,8 +115,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         # own.
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ModelError(
-                f"parameter {name!r} holds several of its elements in one place (it was expanded); make it a parameter "
-                f"of the shape that it has memory for, and expand it in forward"
+                f"parameter {name!r} has several elements in one place of memory (it was expanded). Make a parameter "
+                "of the unexpanded shape, and expand it in forward"
             )
         first = places.setdefault(place_of(parameter), parameter)
         # One parameter is trained or frozen. Through two objects one process would train half of its uses.
@@ -196,8 +198,8 @@ def refuse_replaced(names: Sequence[str]) -> None:
     """Raise ModelError where parameters are others than those that parallelize found, or became frozen or trainable."""
     if names:
         raise ModelError(
-            f"{len(names)} parameters were replaced, frozen or unfrozen after parallelize, among them {names[0]!r}; do "
-            "that before parallelize, which decides who owns what"
+            f"{len(names)} parameters were replaced, frozen or unfrozen after parallelize, among them {names[0]!r}; "
+            "do that before parallelize, which assigns owners"
         )
 
 
@@ -205,7 +207,7 @@ def refuse_moved(names: Sequence[str]) -> None:
     """Raise ModelError where parameters no longer view the buffers of the engine."""
     if names:
         raise ModelError(
-            f"{len(names)} parameters were given other storage after parallelize, among them {names[0]!r}; write "
+            f"{len(names)} parameters were given other storage after parallelize, among them {names[0]!r}. Write "
             "values in place (load_state_dict, copy_), and move or convert the model before parallelize"
         )
 
@@ -214,13 +216,60 @@ def refuse_added(model: nn.Module, places: Collection[tuple[nn.Module, str]]) ->
     """Raise ModelError for parameters that are in other places than those: modules that were put into the model."""
     if added := [name for place, name in places_in(model).items() if place not in places]:
         raise ModelError(
-            f"{len(added)} parameters came into the model after parallelize, among them {added[0]!r}, and no optimizer "
-            "has them; replace modules and add parameters before parallelize"
+            f"{len(added)} parameters came into the model after parallelize, among them {added[0]!r}, and no "
+            "optimizer has them. Replace modules and add parameters before parallelize"
         )
 
 
+class ModelContents:
+    """The modules and parameters that a model had when this was made, and what may still be there.
+
+    Asked before every step: one pass without names finds that nothing has changed, and names are for errors.
+    """
+
+    def __init__(self, model: nn.Module, inventories: Sequence[Inventory]) -> None:
+        """`inventories`: of the parameters that this rank computes with."""
+        self._model = model
+        self._inventories = inventories
+        self._places = places_in(model)
+        self._parameters = [each for inventory in inventories for each in inventory.parameters.values()]
+        self._trainable = [spec.trainable for inventory in inventories for spec in inventory.specs]
+        self._known: list[object] = []
+
+    def check(self) -> None:
+        """Raise ModelError for parameters that came since, are others, or became frozen or trainable."""
+        now = self._now()
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            are_trainable = [each.requires_grad for each in self._parameters]
+        # By identity: tensors compare element by element. The list keeps its objects alive, so that no other one has
+        # the address of one that is gone.
+        is_known = len(now) == len(self._known) and all(map(operator.is_, now, self._known))
+        if is_known and are_trainable == self._trainable:
+            return
+        refuse_replaced([name for inventory in self._inventories for name in inventory.replaced()])
+        refuse_added(self._model, self._places)
+        self._known = now  # a module without parameters came or went
+
+    def _now(self) -> list[object]:
+        """Every module, with the names and objects of its parameters."""
+        found: list[object] = []
+        seen = set()
+        modules: list[nn.Module | None] = [self._model]
+        while modules:
+            module = modules.pop()
+            if module is None or module in seen:
+                continue
+            seen.add(module)
+            found.append(module)
+            if held := module._parameters:
+                found.extend(held)
+                found.extend(held.values())
+            modules.extend(module._modules.values())
+        return found
+
+
 def _has_statistics(module: nn.Module) -> bool:
-    """Whether torch computes this module with float32 statistics, beside which it accepts no narrower parameters."""
+    """Whether torch computes this module with float32 statistics, and accepts no narrower parameters with them."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
@@ -231,7 +280,7 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
         )
     if hasattr(type(tensor), "_is_sharded_param"):
         raise ModelError(
-            f"{what} is cut over ranks by the plan that the model is under (stage 3); put it under another one with "
+            f"{what} is cut over ranks by the model's present plan (stage 3). Change the plan with "
             "sw.relayout(engine, plan), or build the model anew"
         )
     if tensor.layout != torch.strided:
@@ -260,8 +309,8 @@ def _refuse_partial_sharing(names: dict[nn.Parameter, list[str]]) -> None:
         for _, other in reaching:
             if share_elements(listed[other], listed[index]):
                 raise ModelError(
-                    f"{names[listed[other]][0]!r} and {names[listed[index]][0]!r} share a part of one storage; "
-                    "shardwise runs parameters that are the same tensor or apart: make one of them a copy, or compute "
+                    f"{names[listed[other]][0]!r} and {names[listed[index]][0]!r} share a part of one storage. "
+                    "shardwise runs parameters that share all elements or none: make one of them a copy, or compute "
                     "it from the other in forward"
                 )
         reaching.append((stop, index))
@@ -278,7 +327,7 @@ def _refuse_buffers_in_parameters(parameters: Mapping[str, nn.Parameter], buffer
             if share_elements(parameters[other], buffer):
                 raise ModelError(
                     f"buffer {name!r} and parameter {other!r} share a part of one storage, and the parameter's values "
-                    f"move; compute the buffer from the parameter in forward, or make it a copy"
+                    "move. Compute the buffer from the parameter in forward, or make it a copy"
                 )
 
 
@@ -314,10 +363,32 @@ def put_on(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient of what this rank has of a parameter, dense; the parameter does not keep it."""
-    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+    if type(parameter) is nn.Parameter:
         gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        return None
+    else:
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            gradient, parameter.grad = parameter.grad, None
+    # Most are plain and dense, and every parameter comes here in every backward.
+    if gradient is None or (type(gradient) is torch.Tensor and gradient.layout is torch.strided):
+        return gradient
+    return _dense(parameter, gradient)
+
+
+def take_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of several parameters by name, as `take_gradient` has them; of those that have one."""
+    found = {}
+    with torch._C.DisableTorchFunctionSubclass():  # once for all, at rest or not
+        for name, parameter in parameters.items():
+            if (gradient := parameter.grad) is not None:
+                parameter.grad = None
+                found[name] = gradient
+    for name, gradient in found.items():
+        if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+            found[name] = _dense(parameters[name], gradient)
+    return found
+
+
+def _dense(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if is_dtensor(gradient):
         # Backward may leave terms of a sum where the parameter is whole; here they are added.
         if is_dtensor(parameter) and gradient.placements != parameter.placements:  # summands, say
@@ -337,7 +408,7 @@ def portions_of_dtensors(inventory: Inventory, plan: Plan, rank: int) -> Mapping
         return {}
     problems = []
     if plan.sharding.stage == 3:
-        problems.append("stage 3 frees parameters between uses, which their modules do not bear; use stage 2")
+        problems.append("stage 3 frees parameters between uses, and their modules need them; use stage 2")
     if plan.mesh.pp > 1:
         problems.append(f"pp={plan.mesh.pp} infers the outputs of foreign modules, which is not known of DTensors")
     peers = list(plan.mesh.peers(rank, ("tp",)))
@@ -345,7 +416,7 @@ def portions_of_dtensors(inventory: Inventory, plan: Plan, rank: int) -> Mapping
     for name, tensor in given.items():
         ranks = tensor.device_mesh.mesh.flatten().tolist()
         if ranks != peers:
-            problems.append(f"{name!r} lies on the ranks {ranks}, but those of this rank along tp are {peers}")
+            problems.append(f"{name!r} is on the ranks {ranks}, but those of this rank along tp are {peers}")
             continue
         try:
             held = local_stretches(name, tensor)
@@ -366,6 +437,6 @@ def _refusal(names: Sequence[str], problems: Sequence[str]) -> str:
     return (
         f"{len(names)} parameters are DTensors, among them {names[0]!r}, and the plan cannot take them: "
         + "; ".join(problems)
-        + ". Give a mesh whose tp ranks are theirs, or the model as it was built, with "
-        "sw.Tensor(rules=...) (tensor.rules)"
+        + ". Give a mesh with the same tp ranks, or the model as it was built, with sw.Tensor(rules=...) "
+        "(tensor.rules)"
     )

@@ -9,15 +9,15 @@ A model's modules initialise themselves. Building `Model(Block(Linear))`, whose 
     5 model._init_weights(block)
     6 model._init_weights(model)
 
-A module inside that has such an initialiser too comes in the place of 3 to 6, and keeps what it has initialised.
-The calls are made on a twin of the model: copies of its modules, with tensors of their own.
+A module inside that has such an initialiser too comes in the place of 3 to 6, and keeps what it has initialised. The
+calls are made on a twin of the model: copies of its modules, with other tensors.
 
     [1] trace    every call is made once while the twin is on the meta device: which tensors does it write, and read?
     [2] values   the tensors of one module get memory, and those from which their values come; the calls that write to
                  these are made again; the values are handed out, and the memory is given back
 
 Every operation that draws starts from a seed made of the seed, the module's name, the method, and the number of the
-draw in the call. So a tensor gets the same values, whichever other tensors have memory and whichever calls are made:
+draw in the call. So a tensor's values do not depend on the other tensors with memory, or on the calls that are made:
 
     linear.weight wanted    calls 1 and 4 of a linear whose 4 is weight.normal_(); bias.zero_()
     weight has memory       "7 linear _init_weights of its model 0"  seeds normal_; bias stays without memory, and
@@ -77,8 +77,8 @@ _Region = tuple[torch.Size, tuple[int, ...], int]
 class _TwinTensor:
     """A parameter or buffer of the model, and what the twin has in its place.
 
-    Each place of a tie has a tensor of its own in the twin: what is written through the second name is lost, as where
-    modules are initialised first and tied afterwards.
+    Each place of a tie has its own tensor in the twin. Writes through the second name are lost, as if modules were
+    initialised first and tied afterwards.
     """
 
     name: str
@@ -203,7 +203,7 @@ class _CallTrace(TorchDispatchMode):
         if any(isinstance(each, torch.Generator) for each in arguments):
             # A generator of its own stays where it is on a tensor without memory: the next tensor would depend on it.
             if not self._initialiser.needs_all:
-                raise RuntimeError("it draws from a generator of its own")
+                raise RuntimeError("it draws from its own generator")
             return
         self._seed_for(self._num_draws)
         self._num_draws += 1
@@ -298,10 +298,10 @@ class Initialisation:
     `_init_weights(module)` of the nearest module around it that has one, as transformers' models do. Values depend on
     `seed`, on the name of the module in the model and on nothing else. They are what these methods give: what
     `__init__` of a module around it does to its children in passing is not known. Of tied parameters the first place
-    decides. Methods run on the CPU, in the dtype of the tensor; what they draw from numpy or `random` is not keyed.
+    decides. Methods run on the CPU, in the dtype of the tensor. What they draw from numpy or `random` is not keyed.
 
     The model itself is not changed, except by `put`. Raises ModelError, with the name of every parameter and buffer
-    that nobody initialises.
+    that no method initialises.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -336,7 +336,7 @@ class Initialisation:
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and values of `wanted`, on the CPU, module by module.
 
-        Beside what the caller keeps, memory is taken by the tensors wanted of one module and those that their values
+        In addition to the caller's tensors, memory holds the wanted tensors of one module and those that their values
         are computed from. A tie comes once, under its first name. Raises ModelError for a name that is not in `names`,
         and when an initialiser does other things on real tensors than on tensors without values.
         """
@@ -373,8 +373,8 @@ class Initialisation:
     def forget(self) -> None:
         """Take the values away (to the meta device) that the initialisers would overwrite as a whole.
 
-        For a model that was built on the meta device as a whole: `torch.FloatTensor(2, 3)` and its like give a tensor
-        on the CPU all the same.
+        For a model that was built on the meta device as a whole: `torch.FloatTensor(2, 3)` and the like still give a
+        tensor on the CPU.
         """
         for first in self._of_first:
             if not first.lacks_values and _is_plain(first.original) and self._is_overwritten(first):
@@ -468,8 +468,8 @@ class Initialisation:
                     # leave memory as it was found.
                     if not (each.needs_all or target in found.writes):
                         raise ModelError(
-                            f"{each.words} gives {target.name!r} no values when it is called a second time; let it do "
-                            "the same whenever it is called, or build the module outside torch.device('meta')"
+                            f"{each.words} gives {target.name!r} no values at its second call. Let it do the same at "
+                            "each call, or build the module outside torch.device('meta')"
                         )
                     if not target.lacks_values:  # it keeps those it has, also for the calls that follow
                         target.install("cpu")
@@ -493,11 +493,11 @@ class Initialisation:
         if len(problems) > len(shown):
             shown.append(f"and {len(problems) - len(shown)} more")
         raise ModelError(
-            "the model was built without values (on the meta device), and neither reset_parameters() of their modules "
-            "nor _init_weights(module) of a module around them gives some to:\n"
+            "the model was built without values (on the meta device). Neither reset_parameters() of their modules "
+            "nor _init_weights(module) of a module around them initialises:\n"
             + "\n".join(f"  - {each}" for each in shown)
-            + "\nGive the module such a method, build it outside torch.device('meta'), or load values for all of the "
-            "model (load_state_dict(..., assign=True))"
+            + "\nGive the module such a method, build it outside torch.device('meta'), or load all values "
+            "(load_state_dict(..., assign=True))"
         )
 
     def _is_overwritten(self, target: _TwinTensor) -> bool:
@@ -556,8 +556,8 @@ def _twin_of(model: nn.Module, held: dict[int, _TwinTensor]) -> tuple[dict[nn.Mo
                     continue
                 targets.append(_TwinTensor(prefix + attribute, module, twin, kind, attribute, also, tensor, held))
         problems += [
-            f"{prefix + name!r} is a tensor without values (on the meta device) in a plain attribute, which nobody "
-            "initialises; make it a buffer, or build its module outside torch.device('meta')"
+            f"{prefix + name!r} is a tensor without values (on the meta device) in a plain attribute, and no method "
+            "initialises it. Make it a buffer, or build its module outside torch.device('meta')"
             for name, each in plain.items()
             if each.is_meta
         ]
@@ -572,14 +572,14 @@ def _why_not(tensor: torch.Tensor) -> str | None:
         return "has no shape before the first forward; build its module with all its sizes given"
     if tensor.is_meta and not _is_plain(tensor):
         return (
-            f"is a {type(tensor).__name__} of layout {tensor.layout} without values (on the meta device); only plain "
-            "dense tensors are initialised: build its module outside torch.device('meta')"
+            f"is a {type(tensor).__name__} of layout {tensor.layout} without values (on the meta device), and only "
+            "plain dense tensors are initialised; build its module outside torch.device('meta')"
         )
     return None
 
 
 def _ties(targets: Iterable[_TwinTensor]) -> dict[_TwinTensor, list[_TwinTensor]]:
-    """All places of each tensor by the first one, be they objects of their own that share its storage."""
+    """All places of each tensor by the first one, also separate objects that share its storage."""
     found: dict[tuple[object, ...], list[_TwinTensor]] = {}
     key_of: dict[int, tuple[object, ...]] = {}
     for target in targets:
@@ -591,9 +591,8 @@ def _ties(targets: Iterable[_TwinTensor]) -> dict[_TwinTensor, list[_TwinTensor]
             key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if (other := key_of.setdefault(storage, key)) != key:
                 raise ModelError(
-                    f"{found[other][0].name!r} and {target.name!r}, which have no values yet, share a part of one "
-                    "storage; make one of them a tensor of its own, or build their modules outside "
-                    "torch.device('meta')"
+                    f"{found[other][0].name!r} and {target.name!r} have no values yet, and share a part of one "
+                    "storage. Make one of them a separate tensor, or build their modules outside torch.device('meta')"
                 )
         found.setdefault(key, []).append(target)
     return {ties[0]: ties for ties in found.values()}

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, and the clip by it: every element counts once, whoever holds it.
+"""The norm of the whole gradient, and the clip by it: every element counts once, on any rank.
 
 Squares that the ranks of a mesh of 2 owners, 2 replicas and tp = 2 count; `w` is cut along tp, `b` is whole on both:
 
@@ -19,34 +19,39 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 
 import torch
-from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from shardwise.engine.exact_sums import exact_sum
+from shardwise.engine.kept_numbers import KeptNumbers
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stay in cache."""
 
 
-def divide_and_square(gradients: Iterable[tuple[torch.Tensor, bool]], divisor: int, device: torch.device) -> float:
-    """Divide the gradients in place, and sum |g|^2 over all elements of those that count: (gradient, whether it does).
+def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float, device: torch.device) -> float:
+    """Divide gradients in place, and sum |g|^2 over all elements of those that count.
 
-    The sum is taken in float64, so that it does not depend on how elements are cut over ranks; both are done block by
-    block, while a block is in the cache.
+    runs: flat gradients, and whether they count. The sum is taken in float64, so that it does not depend on how
+    elements are cut over ranks. Both are done block by block, while a block is in the cache.
     """
-    block = torch.empty(_BLOCK_ELEMENTS, dtype=torch.float64, device=device)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    weighed = list(runs)
+    num_doubles = _BLOCK_ELEMENTS if any(counts for _, counts in weighed) else 0
+    block = torch.empty(num_doubles, dtype=torch.float64, device=device)
+    squares = []
     # One pass over memory for the division and the sum: gradients are too large for the cache, and each pass over
     # them costs as much as the arithmetic.
-    for gradient, counts in gradients:
-        for part in gradient.view(-1).split(_BLOCK_ELEMENTS // 2 if gradient.is_complex() else _BLOCK_ELEMENTS):
-            if divisor > 1:
+    for run, counts in weighed:
+        for part in run.split(_BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS):
+            if divisor != 1:
                 part.div_(divisor)
-            if not counts:
-                continue
-            real = torch.view_as_real(part).view(-1) if part.is_complex() else part
-            double = block[: real.numel()].copy_(real)
-            # Stays a tensor: a Python float per block would wait for the device each time.
-            total += torch.dot(double, double)
-    return float(total)
+            if counts:
+                real = torch.view_as_real(part).view(-1) if part.is_complex() else part
+                double = block[: real.numel()]
+                double.copy_(real)
+                # Stays a tensor: a Python float per block would wait for the device each time.
+                squares.append(torch.dot(double, double))
+    # Added one after the other, in the order of the runs.
+    return sum(torch.stack(squares).tolist(), 0.0) if squares else 0.0
 
 
 def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
@@ -59,8 +64,7 @@ def norm_of(squares: Sequence[float], dtype: torch.dtype) -> float:
 
     The sum is exact up to float64 rounding of each rank's share, some 1e-16 of it, far below half a float32 step.
     """
-    # fsum rounds once, so that the order and the number of the ranks do not matter.
-    total = math.fsum(squares) if all(math.isfinite(each) for each in squares) else math.nan
+    total = exact_sum(squares)
     return float(torch.tensor(math.sqrt(total), dtype=dtype)) if math.isfinite(total) else math.nan
 
 
@@ -76,17 +80,14 @@ def norms_of(gradients: Sequence[torch.Tensor]) -> list[float]:
 
 
 def norm_of_norms(norms: Mapping[int, float], dtypes: Sequence[torch.dtype], device: torch.device) -> float:
-    """The 2-norm of gradients of which only the norms are known, to the bit that of `norm_in_one_process`.
+    """The 2-norm of gradients from their norms, equal to that of `norm_in_one_process` to the bit.
 
     `norms`: from `norms_of`, by the number of the parameter. `dtypes`: of the gradients of all parameters.
     """
     if not norms:
         return 0.0
     known = sorted(norms)
-    # The gradients themselves are on other stages. Torch groups tensors by dtype before it stacks their norms, and
-    # the order of the stack decides the last bit: tensors without elements make it group alike.
-    stand_ins = [torch.empty(0, dtype=dtypes[at], device=device) for at in known]
-    order = [known[at] for alike in _groups(stand_ins) for at in alike]
+    order = [at for alike in _alike(known, dtypes, device) for at in alike]
     stacked = torch.stack([torch.tensor(norms[at], dtype=dtypes[at].to_real(), device=device) for at in order])
     norm = float(torch.linalg.vector_norm(stacked))
     return norm if math.isfinite(norm) else math.nan
@@ -104,9 +105,73 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return [indices for _, indices in grouped.values()]
 
 
-def clip(parameters: Sequence[nn.Parameter], *, norm: float, max_norm: float, dtype: torch.dtype) -> None:
-    """Scale the gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
-    if parameters:
+def _alike(numbers: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[list[int]]:
+    """The parameters of one dtype each, in the order in which torch adds their norms."""
+    # The gradients themselves are on other stages. Torch groups tensors by dtype before it stacks their norms, and
+    # the order of the stack decides the last bit: tensors without elements make it group alike.
+    stand_ins = [torch.empty(0, dtype=dtypes[at], device=device) for at in numbers]
+    return [[numbers[at] for at in alike] for alike in _groups(stand_ins)]
+
+
+def clip(parts: Sequence[torch.Tensor], *, norm: float, max_norm: float, dtype: torch.dtype) -> None:
+    """Scale gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does; flat memory."""
+    if parts:
         # In the dtype that torch would have: min(1, max / (norm + 1e-6)) is rounded in it.
-        total = torch.tensor(norm, dtype=dtype, device=parameters[0].device)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        total = torch.full((), norm, dtype=dtype, device=parts[0].device)
+        torch._foreach_mul_(list(parts), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+# On a device: the host reads none of these ------------------------------------------------------------------------
+
+
+def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torch.Tensor) -> None:
+    """The 2-norm of all elements in float64, as one number on the device."""
+    if not runs:
+        out.zero_()
+        return
+    # One call for all runs: block by block, as on the CPU, the launches would grow with the elements. It takes a place
+    # for each norm by itself, and torch has none that does not.
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in runs]
+    norms = torch._foreach_norm(real, 2, torch.float64)
+    torch.linalg.vector_norm(_stacked(norms, kept), out=out)
+
+
+def total_norm(gradients: Sequence[torch.Tensor], kept: KeptNumbers) -> torch.Tensor:
+    """As `norm_in_one_process`, on the device of the gradients."""
+    # What `torch.nn.utils.get_total_norm` does, but for the places.
+    norms: list[torch.Tensor] = []
+    for alike in _groups(gradients):
+        norms += torch._foreach_norm([gradients[at] for at in alike])
+    return _norm_of(_stacked(norms, kept), kept) if norms else kept.place("norm", dtype=torch.float32).zero_()
+
+
+def total_of_norms(norms: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], kept: KeptNumbers) -> torch.Tensor:
+    """As `norm_of_norms`; the norms are on the device, in float64."""
+    if not norms:
+        return kept.place("norm", dtype=torch.float32).zero_()
+    known = sorted(norms)
+    order = [at for alike in _alike(known, dtypes, kept.device) for at in alike]
+    dtype = reduce(torch.promote_types, (dtypes[at].to_real() for at in known))
+    stacked = _stacked([norms[at] for at in order], kept)
+    narrow = kept.place("norms in their dtype", len(order), dtype=dtype).copy_(stacked)
+    return _norm_of(narrow, kept)
+
+
+def _stacked(norms: Sequence[torch.Tensor], kept: KeptNumbers) -> torch.Tensor:
+    dtype = reduce(torch.promote_types, {each.dtype for each in norms})
+    return torch.stack(list(norms), out=kept.place("norms", len(norms), dtype=dtype))
+
+
+def _norm_of(norms: torch.Tensor, kept: KeptNumbers) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, out=kept.place("norm", dtype=norms.dtype))
+    return norm
+
+
+def clip_on_device(
+    parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, kept: KeptNumbers, *, one: torch.Tensor
+) -> None:
+    """As `clip`, on the flat memory of gradients; they stay as they are where the norm is nan. one: 1 in its dtype."""
+    # The operations of torch, so that the factor has the same bits, but for the last: the smaller one that is no nan.
+    factor = torch.add(norm, 1e-6, out=kept.place("factor of the clip", dtype=norm.dtype))
+    torch.fmin(factor.reciprocal_().mul_(max_norm), one, out=factor)
+    torch._foreach_mul_(list(parts), factor)

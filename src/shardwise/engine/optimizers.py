@@ -12,13 +12,15 @@ Group dicts stay the same objects, so that schedulers which hold them go on work
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.tensor_decision import portion_of
@@ -28,11 +30,11 @@ from shardwise.plan import Parameter
 from shardwise.plan.optimizer_entries import NEVER_ALONG, python_type, python_types, values_of
 from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup
 
-OptimizerSource = (
-    torch.optim.Optimizer
-    | Sequence[torch.optim.Optimizer]
-    | Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-)
+OptimizerFunction: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+"""f(the model's parameters, in their own shapes) -> an optimizer over them, or several; also an optimizer's class."""
+
+OptimizerSource: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerFunction
+"""Optimizers over the model's parameters, or the function that makes them."""
 
 
 def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, ...]:
@@ -78,7 +80,7 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
     problems = []
     if lost := [spec.name for spec in inventory.specs if spec.trainable and spec.name not in times]:
         problems.append(
-            f"{len(lost)} of the model's trainable parameters are in no group: {few_of(lost)}; give them to the "
+            f"{len(lost)} of the model's trainable parameters are in no group: {few_of(lost)}. Give them to the "
             "optimizer, or freeze them (requires_grad_(False)) before parallelize"
         )
     # Often the parameters of another build of the model: it would train tensors that no forward reads.
@@ -139,7 +141,7 @@ def _why_not_elementwise(
     # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away. Four
     # steps, because momentum shows from the second one on.
     first, second = ([each.reshape(-1)[at : at + 12] for each in matrix] for at in (0, 12))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with random_numbers_kept(device):
         try:
             # Three runs tell two reasons apart: what goes by the shape (whole against halves), and what couples
             # parameters in one step (halves together against each alone), as a norm over a group does.
@@ -152,8 +154,8 @@ def _why_not_elementwise(
         return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {instead}"
     if not _same(together, apart):
         return (
-            "what it does to one half depends on the other, and ranks hold only their own. Use sw.Sharding(stage=0) "
-            "(sharding.stage), where each rank updates everything"
+            "its update of one half depends on the other, and each rank holds only its part. Use "
+            "sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
         )
     return ""
 
@@ -165,7 +167,7 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.devic
     matrices = [list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(2)]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with random_numbers_kept(device):
                 try:
                     together = _trial(optimizer, group, matrices, device)
                     apart = torch.cat([_trial(optimizer, group, [each], device) for each in matrices])
@@ -173,9 +175,77 @@ def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.devic
                     continue
             if not _same(together, apart):
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} cannot update parameters apart: what it does to one depends on the "
-                    "others. Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
+                    f"{type(optimizer).__name__} cannot update parameters one by one: its update of one depends on "
+                    "the others. Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
                 )
+
+
+def updates_apart(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether a step on each parameter does, to the bit, what one step on all of them does.
+
+    It does not for an optimizer that counts its steps once for all parameters, or whose update looks at several. A
+    count may change the update only later, so what the doubles keep is compared too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    matrices = [list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(2)]
+
+    def moves(group: dict[str, Any], *, one_by_one: bool) -> tuple[torch.Tensor, str]:
+        without = nn.Parameter(matrices[0][0].to(device, copy=True))
+        without_before = without.detach().clone()
+        kept = ""
+
+        def step(double: torch.optim.Optimizer) -> None:
+            nonlocal kept
+            (settings,) = double.param_groups
+            # One of them has no gradient, as those that no microbatch used.
+            given: dict[str, list[Any]] = {key: settings[key] for key in ("params", "param_names") if key in settings}
+            given["params"] = [*given["params"], without]
+            every = range(len(given["params"]))
+            # Where there are several groups, a part has often nothing of some.
+            empty = [{**settings, "params": []}] if one_by_one and len(optimizer.param_groups) > 1 else []
+            for at in every if one_by_one else (None,):
+                settings.update({key: each if at is None else each[at : at + 1] for key, each in given.items()})
+                double.param_groups = [settings, *empty] if at else [*empty, settings]
+                double.step()
+            double.param_groups = [settings]
+            settings.update(given, params=given["params"][:-1])
+            kept = _kept_apart_from_parameters(double)
+
+        moved = _trial(optimizer, group, matrices, device, step=step)
+        return torch.cat([moved, (without.detach() - without_before).cpu().flatten()]), kept
+
+    for group in optimizer.param_groups:
+        try:
+            with random_numbers_kept(device):
+                at_once, kept_at_once = moves(group, one_by_one=False)
+            with random_numbers_kept(device):
+                one_by_one, kept_one_by_one = moves(group, one_by_one=True)
+        except Exception:  # it wants other shapes than these: nothing can be concluded
+            return False
+        if not torch.equal(at_once, one_by_one) or kept_at_once != kept_one_by_one:
+            return False
+    return True
+
+
+def _kept_apart_from_parameters(optimizer: torch.optim.Optimizer) -> str:
+    """The settings and attributes of an optimizer in words, by which counts of its steps differ."""
+
+    def words(value: Any, depth: int = 0) -> str:
+        if isinstance(value, torch.Tensor):
+            return repr(value.tolist()) if value.numel() == 1 else str(value.shape)
+        if isinstance(value, nn.Module | type) or callable(value) or depth > 3:
+            return type(value).__name__
+        if isinstance(value, Mapping):
+            # Without keys, which may be parameters.
+            return repr([words(each, depth + 1) for each in value.values()])
+        if isinstance(value, list | tuple):
+            return repr([words(each, depth + 1) for each in value])
+        own = getattr(value, "__dict__", None)
+        return repr(value) if own is None else words(own, depth + 1)
+
+    settings = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
+    attributes = {name: each for name, each in vars(optimizer).items() if name not in ("state", "param_groups")}
+    return words([settings, attributes])
 
 
 def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
@@ -186,7 +256,7 @@ def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> f
     generator = torch.Generator().manual_seed(0)
     stretch = list(torch.randn(3, 12, dtype=torch.float64, generator=generator))
     keys: frozenset[str] = frozenset()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with random_numbers_kept(device):
         for group in optimizer.param_groups:
             keys |= keys_not_along(_run_double(optimizer, group, [stretch], device).state)
     return keys
@@ -203,9 +273,11 @@ def _trial(
     group: dict[str, Any],
     stretches: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
+    *,
+    step: Callable[[torch.optim.Optimizer], Any] = lambda double: double.step(),
 ) -> torch.Tensor:
     """Run a double of `optimizer` with the settings of `group`; by how much it moved the values, flat."""
-    double = _run_double(optimizer, group, stretches, device)
+    double = _run_double(optimizer, group, stretches, device, step=step)
     parameters = double.param_groups[0]["params"]
     moves = [each.detach().cpu() - values for each, (values, *_) in zip(parameters, stretches, strict=True)]
     return torch.cat([move.reshape(-1) for move in moves])
@@ -216,8 +288,10 @@ def _run_double(
     group: dict[str, Any],
     stretches: Sequence[Sequence[torch.Tensor]],
     device: torch.device,
+    *,
+    step: Callable[[torch.optim.Optimizer], Any] = lambda double: double.step(),
 ) -> torch.optim.Optimizer:
-    """A double of `optimizer` with the settings of `group`, after it updated parameters of its own.
+    """A double of `optimizer` with the settings of `group`, after it updated trial parameters.
 
     `stretches`: for each parameter its values, and then its gradient at each step.
     """
@@ -227,14 +301,14 @@ def _run_double(
         if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
             setattr(double, name, OrderedDict())  # hooks of the user are not for trials
         elif name != "step":  # a scheduler's wrapper is bound to the original
-            setattr(double, name, copy(value) if isinstance(value, dict | list | set) else value)
+            setattr(double, name, _own(value))
     parameters = [nn.Parameter(values.clone().to(device)) for values, *_ in stretches]
     double.state = defaultdict(dict)
-    double.param_groups = [{**group, "params": parameters}]
+    double.param_groups = [{**{name: _own(value) for name, value in group.items()}, "params": parameters}]
     if "lr" in group:  # a warm-up may start at 0, where every optimizer looks the same
         double.param_groups[0]["lr"] = torch.full_like(group["lr"], 0.1) if torch.is_tensor(group["lr"]) else 0.1
     if optimizer.state:
-        # An optimizer that makes its state when it is built (Adagrad) shows here what a fresh one looks like.
+        # An optimizer that makes its state when it is built (Adagrad before torch 2.12) shows what a fresh one has.
         not_along = keys_not_along(optimizer.state)
         example = next(iter(optimizer.state.values()))
         for parameter in parameters:
@@ -244,11 +318,33 @@ def _run_double(
                 else deepcopy(value)
                 for key, value in example.items()
             }
-    for gradients in zip(*(rest for _, *rest in stretches), strict=True):
+    for number, gradients in enumerate(zip(*(rest for _, *rest in stretches), strict=True)):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone().to(device)
-        double.step()
+        try:
+            step(double)
+        except Exception:
+            # Its class may make state when it is built, and a relayout has taken that of the original.
+            if number or optimizer.state or not (state := _state_when_built(optimizer, parameters)):
+                raise
+            double.state.update(state)
+            step(double)
     return double
+
+
+def _state_when_built(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> dict[Any, Any]:
+    """What the constructor of its class puts into the state; nothing where that takes more than its defaults."""
+    try:
+        return dict(type(optimizer)(parameters, **optimizer.defaults).state)
+    except Exception:  # constructors differ, and may raise anything
+        return {}
+
+
+def _own(value: Any) -> Any:
+    """The value for a double, which may write to it: a count is often a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() == 1 and not isinstance(value, nn.Parameter) else value
+    return copy(value) if isinstance(value, dict | list | set) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +353,7 @@ class KnownOptimizer:
 
     optimizer: torch.optim.Optimizer
     parameters: tuple[tuple[str, ...], ...]
-    """For each group the names of all that it trains, on whichever rank their owner is; frozen parameters are not."""
+    """For each group the names of all parameters that it trains, with owners on any rank; frozen ones are left out."""
     whole_keys: frozenset[str]
     """Keys of state that is not cut along with a parameter, whatever its shape."""
 
@@ -267,7 +363,7 @@ class KnownOptimizer:
         if len(groups) != len(self.parameters):
             raise OptimizerError(
                 f"{type(self.optimizer).__name__} has {len(groups)} groups, and had {len(self.parameters)} in "
-                "parallelize; add groups before parallelize, which decides who owns what"
+                "parallelize; add groups before parallelize, which assigns owners"
             )
         return NamedOptimizer(
             kind=type(self.optimizer).__name__,
@@ -323,6 +419,33 @@ def know(
         )
         for optimizer, keys in zip(optimizers, whole_keys, strict=True)
     )
+
+
+def can_skip_on_device(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether all of them leave out a step by a flag that is on the device: torch's `fused=True`, as a rule."""
+    # The protocol of torch's GradScaler, without its older form, in which `step` takes the scaler itself.
+    return all(
+        getattr(each, "_step_supports_amp_scaling", False) is True
+        # A load may have changed the settings since.
+        and all(group.get("fused", True) for group in each.param_groups)
+        and "grad_scaler" not in inspect.signature(type(each).step).parameters
+        for each in optimizers
+    )
+
+
+@contextmanager
+def skipping(optimizers: Sequence[torch.optim.Optimizer], found_inf: torch.Tensor | None) -> Iterator[None]:
+    """Steps inside change nothing where `found_inf`, on the device, is 1."""
+    given = {"grad_scale": None, "found_inf": found_inf} if found_inf is not None else {}
+    for optimizer in optimizers:
+        vars(optimizer).update(given)
+    try:
+        yield
+    finally:
+        # They hold for these steps: a step of the user's own after `relayout` must not see them.
+        for optimizer in optimizers:
+            for name in given:
+                vars(optimizer).pop(name, None)
 
 
 @torch.no_grad()
@@ -382,12 +505,12 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
     def cut(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
             return value
-        value = value.to(master.device)
         if key in not_along or value.shape != spec.global_shape:
-            return value
+            return value.to(master.device)
         local = value if spec.portion is None else portion_of(value, spec.portion)
-        # A clone, not a view: it would keep the state of the whole parameter in memory.
-        part = local.reshape(-1)[run.start : run.stop].clone().view(master.shape)
-        return part.to(master.dtype) if part.is_floating_point() else part
+        part = local.reshape(-1)[run.start : run.stop]
+        dtype = master.dtype if part.is_floating_point() else part.dtype
+        # A copy, not a view: it would keep the state of the whole parameter in memory. Only the part moves.
+        return part.to(device=master.device, dtype=dtype, copy=True).view(master.shape)
 
     return {key: cut(key, value) for key, value in state.items()}

@@ -9,15 +9,15 @@
     [3] build, in step      tensors   cut -> drop other stages -> room -> move -> flat buffers -> optimizers -> values
                             forwards  casts, tensor parallelism, unshard, proof, pipeline: each around those before
 
-Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for what it computes
-with, and no more; then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
+Tensors on the meta device wait for their values through all of that. Each rank takes room in [3] for its own tensors
+only. Then a `ValueSource` gives whole tensors one after the other, and the rank keeps its part of each.
 """
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
-from shardwise.engine.engine import Engine, PlanSizes
+from shardwise.engine.engine import Engine
 from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory, describe_model, portions_of_dtensors, take_inventory, with_values
 from shardwise.engine.meta_init import Initialisation
@@ -50,6 +50,7 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.engine.pipeline.stage_ties import StageTies, chains_of
 from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.plan_sizes import PlanSizes
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.reports import Counters
@@ -72,6 +73,8 @@ from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
 
+Model = TypeVar("Model", bound=nn.Module)
+
 BufferPlace = tuple[nn.Module, str]
 """A module and the name under which it holds a buffer."""
 
@@ -92,7 +95,7 @@ class Later:
 
 
 def parallelize(
-    model: nn.Module,
+    model: Model,
     plan: Plan,
     *,
     optimizer: OptimizerSource,
@@ -101,21 +104,21 @@ def parallelize(
     channel: Channel | None = None,
     seed: int | None = None,
     sample: Batch | None = None,
-) -> Engine:
+) -> Engine[Model]:
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
     optimizer: a function of the list of the model's parameters (in their own shapes) that returns a torch optimizer or
-        several, or optimizers already built over them; their groups and attached schedulers stay.
+        several, or optimizers already built over them. Their groups and attached schedulers stay.
     loss: f(output, microbatch) -> scalar tensor; None: the model is called with the whole microbatch and gives its own.
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
-    seed: of the random numbers that forwards draw (dropout): they depend on it, on the step and on the microbatch, not
-        on the plan; None: the seed that rank 0 last gave to torch.manual_seed.
-    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds", and from which
-        tensor.rules "auto" infers a plan for a model that carries none (see `engine.tensor_decision`).
+    seed: of the random numbers that forwards draw (dropout). They depend on it, the step and the microbatch, not on the
+        plan. None: the seed that rank 0 last gave to torch.manual_seed.
+    sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds". From it
+        tensor.rules "auto" also infers a plan for a model that carries none (see `engine.tensor_decision`).
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
-    A model that was built on the meta device, in part or as a whole, is initialised from `seed`, module by module: each
-    rank makes room for what it computes with, and its values do not depend on the plan.
+    A model that was built on the meta device, in part or as a whole, is initialised from `seed`, module by module. Each
+    rank makes room for its own tensors, and their values do not depend on the plan.
 
     Nothing is changed before all ranks have agreed. Raises, the same on all ranks: PlanError (mesh and world, `keep`
     that matches nothing), ModelError, OptimizerError, MismatchError (other model, values, plan or optimizer on another
@@ -133,7 +136,7 @@ def parallelize(
 
 
 def parallelize_with(
-    model: nn.Module,
+    model: Model,
     plan: Plan,
     source: OptimizerSource,
     loss: LossOfModel,
@@ -142,7 +145,7 @@ def parallelize_with(
     seed: int | None,
     sample: Batch | None,
     values: ValueSource | None = None,
-) -> Engine:
+) -> Engine[Model]:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
         inspected = _inspect(model, plan, source, channel, seed)
@@ -236,7 +239,7 @@ def _agree(
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
-    if channel.rank == 0 and computes_in_float16(inventory.specs):
+    if channel.rank == 0 and plan.precision.loss_scale is None and computes_in_float16(inventory.specs):
         warn_of_underflow("the model trains in float16")
     # What an earlier plan has put around modules comes off first: the model may run on the sample here.
     PipelineRunner.take_off(model)
@@ -290,14 +293,14 @@ class _KeptTensors:
 
 
 def _build(
-    model: nn.Module,
+    model: Model,
     plan: Plan,
     inspected: _Inspected,
     terms: _AgreedTerms,
     loss: LossOfModel,
     loss_weight: LossWeight | None,
     channel: Channel,
-) -> Engine:
+) -> Engine[Model]:
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     counters = Counters()
@@ -381,7 +384,13 @@ def _build(
         optimizers=tensors.optimizers,
         counters=counters,
         sizes=PlanSizes(
-            plan, tensors.layout, owner=channels.owners.rank, ties=tensors.ties, passes=passes, runner=runner
+            plan,
+            tensors.layout,
+            owner=channels.owners.rank,
+            ties=tensors.ties,
+            passes=passes,
+            runner=runner,
+            channel=channels.world,
         ),
         summed=summed,
         plain_calls=PlainCalls(
@@ -430,15 +439,22 @@ def _keep_own(
     is_partial = sliced or plan.mesh.tp > 1
     # Only where masters are parts: a whole master tells by its shape which of its state is per element.
     whole_keys = [find_whole_keys(each, device) if is_partial else frozenset() for each in inspected.optimizers]
-    # Parameters are cut and dropped before the rest moves to the device, which may not have room for the whole model.
+    # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     kept_buffers = drop_foreign(model, inventory, stages, coordinate)
     # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device)
-    move_to(model, device)
     held = inventory.restricted(stages.held_by(coordinate))
     owned = inventory.restricted(stages.owned_by(coordinate))
     layout = plan_layout(owned, stages, plan, terms.units, owners=channels.owners, replicas=channels.replicas)
+    # What goes to flat buffers stays where it was built until its buffer takes it, which may want a part of it only:
+    # whole parameters and buffers would be on the device at once. Replicas of ties have buffers of their own.
+    buffered = {slot.name for bucket in layout.ownership.buckets for slot in bucket.slots}
+    move_to(
+        model,
+        device,
+        but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
+    )
     optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
     buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.errors import ModelError, OptimizerError
 
 _SAVE = (
-    "Save with sw.save(path, engine), which loads into any layout; sw.full(engine) gives whole tensors, one after the "
-    "other; sw.checkpoint.export_hf(path, folder) makes files for from_pretrained of a save"
+    "Save with sw.save(path, engine), which loads into any layout. sw.full(engine) gives whole tensors, one after "
+    "the other. sw.checkpoint.export_hf(path, folder) makes files for from_pretrained of a save"
 )
 
 
@@ -36,7 +37,7 @@ class PlainCalls:
         cut: Collection[nn.Parameter],
         owns_all: bool,
     ) -> None:
-        """`cut`: parameters of which this rank holds a portion. `owns_all`: whether each rank has all optimizer state.
+        """`cut`: parameters with a portion on this rank. `owns_all`: whether each rank has all optimizer state.
 
         Nothing is refused yet.
         """
@@ -68,7 +69,8 @@ class PlainCalls:
             _take_off(optimizer._optimizer_step_pre_hooks)
             optimizer.register_step_pre_hook(_StepOutside(self))
             # GradScaler then calls `step`, which is refused, and does not look for gradients that are not there.
-            vars(optimizer).setdefault("_step_supports_amp_scaling", True)
+            # Not True: that says of an optimizer that it skips steps on the device (`can_skip_on_device`).
+            vars(optimizer).setdefault("_step_supports_amp_scaling", "a step is refused")
             for kind in ("state_dict", "load_state_dict"):
                 # The optimizer is the user's and outlives an engine: the one before may have owned parts, and this
                 # one all.
@@ -93,8 +95,8 @@ class PlainCalls:
             if (now := _sizes_of(optimizer)) != sizes:
                 raise OptimizerError(
                     f"the groups of {type(optimizer).__name__} have {now} parameters here, and had {sizes} after "
-                    "parallelize: what came since would not be trained. Add groups before parallelize, or put the "
-                    "model under its plan again with an optimizer that has them"
+                    "parallelize: later ones would not be trained. Add groups before parallelize, or put the model "
+                    "under its plan again with an optimizer that has them"
                 )
 
     def _parts(self, module: nn.Module) -> dict[str, str]:
@@ -131,10 +133,10 @@ class _StepOutside(_RefusalHook):
         for key in ("grad_scale", "found_inf"):  # GradScaler's, by which the engine's next step would divide
             vars(optimizer).pop(key, None)
         raise OptimizerError(
-            f"{type(optimizer).__name__}.step() was called outside of engine.step: it would train nothing, because "
-            "the parameters of this optimizer are the engine's masters, which have gradients in engine.step alone. "
-            "Call engine.step(batch) in the place of the forward, loss.backward() and optimizer.step(); a Trainer, "
-            "accelerate or GradScaler that steps the optimizer itself cannot train an engine"
+            f"{type(optimizer).__name__}.step() was called outside of engine.step, and would train nothing: this "
+            "optimizer has the engine's masters, which have gradients in engine.step alone. Call engine.step(batch) "
+            "instead of the forward, loss.backward() and optimizer.step(). A Trainer, accelerate or GradScaler that "
+            "steps the optimizer itself cannot train an engine; precision.loss_scale does the work of a GradScaler"
         )
 
 
@@ -148,9 +150,9 @@ class _OptimizerParts(_RefusalHook):
         name = type(optimizer).__name__
         if self._kind == "state_dict":
             raise OptimizerError(
-                f"{name}.state_dict() would give the part of the optimizer state that this rank owns. Save with "
-                "sw.save(path, engine), which has all of it and loads into any layout (sw.load); "
-                "sw.full(engine, optimizer=True) gives it as whole tensors"
+                f"{name}.state_dict() would give the part of the optimizer state that this rank owns. Save all of it "
+                "with sw.save(path, engine), which loads into any layout (sw.load). sw.full(engine, optimizer=True) "
+                "gives it as whole tensors"
             )
         raise OptimizerError(
             f"{name}.load_state_dict() takes state by position and in the shapes of this rank's slices. Load with "
@@ -223,6 +225,21 @@ def _take_off(hooks: MutableMapping[int, Callable[..., Any]]) -> None:
     """Remove the hooks of any engine; torch wraps some hooks once more."""
     for number in [each for each, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), _RefusalHook)]:
         del hooks[number]
+
+
+def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether code of the user sees each call of `step`: hooks, or a `step` of the object's own."""
+    hooks = [
+        *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+        *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
+        *_global_optimizer_pre_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+    own = vars(optimizer).get("step")
+    # A learning-rate scheduler puts a function around the step of the class, which only notes that there was one.
+    is_schedulers = getattr(own, "_wrapped_by_lr_sched", False)
+    is_noted = own is None or (is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step)
+    return not is_noted or any(not isinstance(each, _RefusalHook) for each in hooks)
 
 
 def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -6,8 +6,8 @@
               -> norm   (float32)  : x cast to float32   -> float32, given back as bfloat16
               -> linear (bfloat16) : nothing to cast
 
-A module whose own parameters have one dtype is given its floating-point inputs in that dtype, and a module that is kept
-in master precision gives its outputs back in the compute dtype. Activations are cast, parameters never.
+A module with parameters of one dtype gets its floating-point inputs in that dtype. A module that is kept in master
+precision gives its outputs back in the compute dtype. Activations are cast, parameters never.
 """
 
 import re
@@ -62,8 +62,8 @@ def computes_in_float16(specs: Sequence[Parameter]) -> bool:
 def warn_of_underflow(what: str) -> None:
     """Say that gradients in float16 may be, or (`what`) are, zero where they should be small."""
     warnings.warn(
-        f"{what}: float16 rounds gradients below 6e-8 to zero, and shardwise does not scale losses; compute in "
-        "bfloat16, which has the range of float32",
+        f"{what}: float16 rounds gradients below 6e-8 to zero, and losses are not scaled; set precision.loss_scale to "
+        '"dynamic", or compute in bfloat16',
         UnderflowWarning,
         stacklevel=2,
     )
@@ -84,10 +84,10 @@ def dtypes_explained(model: nn.Module, precision: Precision) -> Iterator[None]:
         name, kind = ("", type(model)) if found is None else (found[0], type(found[1]))
         where = repr(name) if name else "the model itself"
         raise ModelError(
-            f"{where} ({kind.__name__}) mixes dtypes under precision.compute={precision.compute!r}: {error}. "
-            "Inputs are cast for the parameters that a module holds; where it reads those of another module "
-            "(child.weight), or of several dtypes, cast there (x.to(weight.dtype)), name them in precision.keep, or "
-            "call engine.step under torch.autocast"
+            f"{where} ({kind.__name__}) mixes dtypes under precision.compute={precision.compute!r}: {error}. Inputs "
+            "are cast to the dtype of the parameters that a module holds. If it reads those of another module "
+            "(child.weight), or of several dtypes, cast there (x.to(weight.dtype)). Or name them in precision.keep, "
+            "or call engine.step under torch.autocast"
         ) from error
 
 
@@ -96,7 +96,7 @@ def _dtypes(module: nn.Module, *, recurse: bool) -> set[torch.dtype]:
 
 
 def _containers(module: nn.Module) -> Iterator[nn.Module]:
-    """Children that hold parameters for the forward of the module, and have none of their own."""
+    """Children that hold parameters for the forward of the module, and have no forward."""
     if is_parametrized(module):
         assert isinstance(module.parametrizations, nn.Module)
         yield module.parametrizations

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what is computed, not on where: every module call draws from a stream of its own.
+"""Random numbers that depend on the computation, not on the rank: every module call draws from its own stream.
 
 One microbatch, a model with two dropouts inside one block:
 
@@ -10,7 +10,7 @@ One microbatch, a model with two dropouts inside one block:
 
 A rank without `block` draws the one number n0 in its place, and goes on to n1 like the rank that runs it.
 
-A call draws one number from the stream around it, runs in a child stream seeded by that number, and leaves the stream
+A call draws one number from the stream around it, and runs in a child stream with that seed. It leaves the stream
 around it as it was after that one draw. So how much a module draws inside changes nothing outside of it. A recompute
 under `torch.utils.checkpoint` starts from the state that the stream had at the beginning of its region, and draws the
 same.
@@ -21,14 +21,16 @@ On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
+from torch.nn.modules import module as _module_hooks
 
+from shardwise.comm.accelerators import random_sources
 from shardwise.engine.wrapping import in_backward
 from shardwise.errors import ModelError
 
@@ -75,17 +77,15 @@ class KeyedRandom:
 
     def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
         self.seed = seed
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = tuple(random_sources(device).values())
         # On the CPU under any default device: reading a number from an accelerator would wait for it.
         self._number = torch.empty((), dtype=torch.int64, device="cpu")
         self._active: Stream | None = None
         self._threads: set[int] = set()
         """In which calls are this engine's: others of the process may share modules with it (activations, say)."""
         self._is_suspended = False
+        self.skipped: Collection[nn.Module] = ()
+        """Modules whose calls this rank mostly replays (see `catch_up`): placed on stages of others."""
         _take_off_hooks(model)
         # A model that is put under another plan, and a copy of it, keep hooks: they must not keep this object alive.
         reference, root = weakref.ref(self), weakref.ref(model)
@@ -100,7 +100,7 @@ class KeyedRandom:
         return Stream(self, xxhash.xxh3_64_intdigest(f"{self.seed} {step} {microbatch}".encode()))
 
     def stream_ends_with_call(self) -> bool:
-        """Whether the stream serves the call of one dropout layer, and nobody draws from it afterwards."""
+        """Whether the stream serves the call of one dropout layer, and has no later draw."""
         stream = self._active
         return stream is not None and bool(stream.frames) and type(stream.frames[-1][0]) in _DRAW_IN_TRAINING
 
@@ -146,7 +146,7 @@ class KeyedRandom:
         if stream is not None and not self._is_suspended and self._is_called(module, refuses=True):
             # With the module, because `leave` comes for every call, and `enter` not for those that draw nothing: a
             # call must not end the frame of another.
-            stream.frames.append((module, self._split()))
+            stream.frames.append((module, self._number_drawn() if self._is_skipped(module) else self._split()))
 
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends, by a return or by an error."""
@@ -154,13 +154,41 @@ class KeyedRandom:
         if stream is None or self._is_suspended or not self._is_called(module):
             return
         if stream.frames and stream.frames[-1][0] is module:
-            self._install(stream.frames.pop()[1])
+            around = stream.frames.pop()[1]
+            if not isinstance(around, int):
+                self._install(around)
+
+    def catch_up(self) -> None:
+        """Go over to the stream of a skipped call, whose code or hooks run after all."""
+        stream = self._active
+        if stream is None or not stream.frames:
+            return
+        module, child = stream.frames[-1]
+        if isinstance(child, int):
+            with torch._C.DisableTorchFunction():
+                stream.frames[-1] = (module, self._states())
+                self._seed(child)
+
+    def _is_skipped(self, module: nn.Module) -> bool:
+        """Whether nothing of the user's runs in a call of the module here, and nothing draws from its stream."""
+        return (
+            module in self.skipped
+            # Our own pair of hooks is there; what a third one draws belongs to the call.
+            and len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+            and not (_module_hooks._global_forward_hooks or _module_hooks._global_forward_pre_hooks)
+        )
+
+    def _number_drawn(self) -> int:
+        with torch._C.DisableTorchFunction():  # a mode around the forward (a recording, say) must not see the draw
+            # One number, whatever the call draws: the stream around goes on from the same place on a rank that runs
+            # the module and on one that does not.
+            return int(self._number.random_(generator=torch.default_generator))
 
     def _is_called(self, module: nn.Module, *, refuses: bool = False) -> bool:
         """Whether a call of the module is this engine's.
 
-        On an accelerator, autograd runs backwards in a thread of its own, and a forward there is a recomputation. It
-        belongs to the stream that is active, unless other engines have the module too: then the thread decides.
+        On an accelerator, autograd runs backwards in another thread, and a forward there is a recomputation. It belongs
+        to the stream that is active, unless other engines have the module too: then the thread decides.
         `refuses`: raise ModelError where that is not known.
         """
         thread = threading.get_ident()
@@ -177,17 +205,15 @@ class KeyedRandom:
         if is_unclear and refuses:
             raise ModelError(
                 f"a {type(module).__name__} that several engines of this process share is recomputed in a backward "
-                "that no engine began, in a thread of autograd's own: whose random numbers it draws is not known; give "
-                "each model a layer of its own"
+                "that no engine began, in a thread of autograd. The engine of its random numbers is not known; give "
+                "each model its own layer"
             )
         return not others
 
     def _split(self) -> _States:
         """Go over to a child stream; the states to come back to."""
-        with torch._C.DisableTorchFunction():  # a mode around the forward (a recording, say) must not see the draw
-            # One number, whatever the call draws: the stream around goes on from the same place on a rank that runs
-            # the module and on one that does not.
-            child = int(self._number.random_(generator=torch.default_generator))
+        child = self._number_drawn()
+        with torch._C.DisableTorchFunction():
             around = self._states()
             self._seed(child)
         return around
@@ -216,8 +242,9 @@ class Stream:
         self._around: Stream | None = None
         self._is_entered = False
         self._thread = contextlib.ExitStack()
-        self.frames: list[tuple[nn.Module, _States]] = []
-        """The module calls that have not ended, and the states of the streams around them."""
+        self.frames: list[tuple[nn.Module, _States | int]] = []
+        """The module calls that have not ended, and the states of the streams around them; of a skipped call its
+        seed."""
 
     def __enter__(self) -> None:
         assert not self._is_entered, "a stream is entered once at a time"

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import aborting, agreed
+from shardwise.comm.agreement import a_table, aborting, agreed, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import named_places, with_values
-from shardwise.engine.parallelize import Later, parallelize_with
+from shardwise.engine.parallelize import Later, Model, parallelize_with
 from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
@@ -37,10 +37,10 @@ from shardwise.space import Piece
 Pieces = dict[Piece, torch.Tensor]
 
 
-def relayout(engine: Engine, plan: Plan) -> Engine:
+def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
     """Put the model of an engine under another plan: an engine that goes on where this one is, to the bit.
 
-    Parameters, masters, optimizer state, buffers, the step and the random numbers stay what they are; the optimizers
+    Parameters, masters, optimizer state, buffers, the step and the random numbers stay what they are. The optimizers
     stay the same objects, with their settings and with the schedulers that hold them. All ranks call it together. What
     a rank holds meanwhile is its state under the old plan and under the new one. The old engine is used up.
 
@@ -57,7 +57,7 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
         stored = _stored(channel, handed)
         _empty(handed)
         new = parallelize_with(
-            handed.model,
+            engine.model,
             plan,
             tuple(known.optimizer for known in handed.optimizers),
             handed.loss,
@@ -72,7 +72,8 @@ def relayout(engine: Engine, plan: Plan) -> Engine:
         reshard(sources, _targets(restoration, handed.model), channel, cast=True)
         restoration.finish()
         # Last: an error before leaves the old engine in charge.
-        engine.use_up()
+        new.trained_batches = engine.trained_batches
+        engine.successor = new  # from here on the old one refuses
         new.take_charge()
     return new
 
@@ -113,24 +114,26 @@ def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[s
             raise PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
         if given:
             raise ModelError(
-                f"{len(given)} parameters are DTensors, among them {given[0]!r}, whose modules expect them as they "
-                "lie; build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: sw.save, "
-                "and sw.load under the other plan"
+                f"{len(given)} parameters are DTensors, among them {given[0]!r}, and their modules expect this "
+                "layout. Build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: "
+                "sw.save, and sw.load under the other plan"
             )
         agreement.value = json.dumps(handed.settings).encode()
     # Ranks name different state that is no tensor: each knows only what its optimizers hold.
-    return merge_settings([json.loads(each) for each in agreement.values])
+    return merge_settings(understood(agreement.values, a_table, purpose="settings of a relayout"))
 
 
 def _stored(channel: Channel, handed: HandOver) -> dict[str, Piece]:
     """Every tensor of the state as one piece, as a checkpoint would hold it."""
     own = {piece.name: (piece.dtype, piece.global_shape) for piece in handed.state}
-    answers = channel.exchange(json.dumps(own).encode(), purpose="tensors of a relayout")
-    return {
-        name: Piece(name=name, dtype=dtype, global_shape=shape)
-        for answer in answers
-        for name, (dtype, shape) in json.loads(answer).items()
-    }
+    purpose = "tensors of a relayout"
+    answers = channel.exchange(json.dumps(own).encode(), purpose=purpose)
+    return {piece.name: piece for each in understood(answers, _whole_pieces, purpose=purpose) for piece in each}
+
+
+def _whole_pieces(answer: bytes) -> list[Piece]:
+    facts = a_table(answer).items()
+    return [Piece(name=name, dtype=dtype, global_shape=shape) for name, (dtype, shape) in facts]
 
 
 def _restoration(

@@ -1,11 +1,74 @@
-"""What steps and evaluations report, and what an engine counts."""
+"""What steps and evaluations report, and what an engine counts.
 
+On a device the host learns the figures of a step when they have come, or when somebody looks:
+
+    report = engine.step(batch)     loss  --  grad_norm  --  skipped  --     empty: the device still computes them
+    report.loss                     loss 1.5  grad_norm 2.0  skipped False   the first look waits, and fills all
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.comm.rank_values import RankValues
+from shardwise.engine.rank_times import RankTimes, rank_times, slowest
+
+
+class StepVerdict(Protocol):
+    """Whether the gradient of a step was finite."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host can say it without waiting."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Waits until it is known."""
+
+
+class _FilledOnLook:
+    """Fields that are empty have a value when somebody reads one."""
+
+    __slots__ = ()
+
+    def _on_look(self, name: str) -> Any:
+        """The value of an empty field. Several threads may ask at once."""
+        raise NotImplementedError
+
+    # Python calls it for a slot without a value only: fields that have one cost nothing more. `asdict`, `copy`, pickle,
+    # comparison and printing read fields, and so ask for them.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in type(self).__dataclass_fields__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            return self._on_look(name)
+
+
+class _ValuesOnLook(_FilledOnLook):
+    __slots__ = ("_times", "_values")
+    _values: Callable[[], Mapping[str, float]]
+    _times: Sequence[RankValues]
+
+    def _on_look(self, name: str) -> Any:
+        try:
+            values = self._values
+        except AttributeError:  # another thread, which logs, has looked meanwhile
+            return object.__getattribute__(self, name)
+        for field, value in values().items():
+            object.__setattr__(self, field, value)
+        with suppress(AttributeError):
+            object.__delattr__(self, "_values")  # and what it holds on the device
+        return object.__getattribute__(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """One update, in numbers that are the same on every rank."""
+class StepReport(_ValuesOnLook):
+    """One update, in numbers that are the same on every rank.
+
+    On a device the first look at one of the numbers waits until the device has computed them.
+    """
 
     loss: float
     """Weighted mean of the losses of all microbatches on all data ranks, before the update."""
@@ -19,6 +82,51 @@ class StepReport:
     """Microbatches per rank."""
     stop: bool = False
     """Whether `stop` of `step` was true on some rank."""
+    loss_scale: float | None = None
+    """What the losses were multiplied by for their backward; None where the plan scales none."""
+
+    @property
+    def ranks(self) -> tuple[RankTimes, ...]:
+        """What every rank did with its time, from the close of the step before to that of this one.
+
+        A step closes where ranks agree on its norm, before the update: that counts in the next one. Empty on a device
+        until its first step is over, and in a copy of a report. No look waits for a device.
+        """
+        return rank_times(self._times) if getattr(self, "_times", ()) else ()
+
+    @property
+    def slowest(self) -> tuple[int, ...]:
+        """The ranks for which the others waited, the slowest first: at most three, and none where all were alike.
+
+        They were busy more than 1.1 times as long as the middle one.
+        """
+        return slowest(self.ranks)
+
+
+def report_on_look(
+    values: Callable[[], Mapping[str, float]],
+    *,
+    num_microbatches: int,
+    stop: bool,
+    is_scaled: bool = False,
+    times: Sequence[RankValues] = (),
+) -> StepReport:
+    """A report whose other fields are what `values` gives at the first look; is_scaled: `loss_scale` is one of them.
+
+    times: what all ranks have packed of theirs.
+    """
+    report = object.__new__(StepReport)
+    # Past the constructor, which would want all fields, and past the refusal of a frozen class.
+    for name, value in (
+        ("num_microbatches", num_microbatches),
+        ("stop", stop),
+        ("_values", values),
+        ("_times", times),
+    ):
+        object.__setattr__(report, name, value)
+    if not is_scaled:
+        object.__setattr__(report, "loss_scale", None)
+    return report
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +139,57 @@ class EvaluationReport:
     """What the losses were weighted by, summed."""
 
 
+class _StepsOnLook(_FilledOnLook):
+    # One thread counts, and any may look: what they share is one tuple, which a count replaces and nobody changes.
+    #
+    #     updates 4  skipped 0    _state (4, 0, ())              all steps are known
+    #     updates -  skipped -    _state (4, 0, (step, step))    a look adds the two, and leaves the tuple as it is
+    __slots__ = ("_state",)
+    _state: tuple[int, int, tuple[StepVerdict, ...]]
+    updates: int
+    skipped: int
+
+    def __post_init__(self) -> None:
+        self._state = self.updates, self.skipped, ()
+
+    def count(self, step: StepVerdict) -> None:
+        """Count a step as taken or as skipped: now if that is known, else later. It waits for none."""
+        updates, skipped, pending = self._state
+        if not pending:
+            updates, skipped = self.updates, self.skipped  # somebody may have set them
+        pending = (*pending, step)
+        # No more wait here than the device is behind, also where nobody ever looks.
+        while pending and pending[0].is_known:
+            updates, skipped = _with(pending[:1], updates, skipped)
+            pending = pending[1:]
+        self._state = updates, skipped, pending
+        if not pending:
+            for name, value in (("updates", updates), ("skipped", skipped)):
+                setattr(self, name, value)
+            return
+        for name in ("updates", "skipped"):
+            with suppress(AttributeError):  # empty already
+                delattr(self, name)
+
+    def _on_look(self, name: str) -> int:
+        updates, skipped, pending = self._state
+        updates, skipped = _with(pending, updates, skipped)
+        return updates if name == "updates" else skipped
+
+    def __getstate__(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in type(self).__dataclass_fields__}  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Mapping[str, int]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+def _with(steps: Sequence[StepVerdict], updates: int, skipped: int) -> tuple[int, int]:
+    num_taken = sum(step.is_finite for step in steps)
+    return updates + num_taken, skipped + len(steps) - num_taken
+
+
 @dataclass(kw_only=True, slots=True)
-class Counters:
+class Counters(_StepsOnLook):
     """Counts since `parallelize` returned."""
 
     updates: int = 0
@@ -42,7 +199,9 @@ class Counters:
     cast_elements: int = 0
     """Elements cast from a master to its working copy."""
     reduce_scatters: int = 0
+    """Sums of the gradients of a bucket. Each part goes to its owner."""
     all_gathers: int = 0
+    """Working copies of a bucket, or of a unit, brought together from their owners."""
     exchanges: int = 0
     """Small agreements between all data ranks."""
     early_reductions: int = 0

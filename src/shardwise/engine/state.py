@@ -10,7 +10,7 @@ All are views of live memory: a save copies nothing, and a load writes where tra
 
     [1] prepare   changes nothing: masters, buffers and unfused parameters are wanted in place; optimizer state in
                   place where the live tensor fits, else in fresh ones
-    [2] (whoever loads gathers all verdicts, then writes what is wanted)
+    [2] (a load gathers all verdicts, then writes the wanted values)
     [3] finish    optimizer state and settings become the optimizers' own; masters are cast into the working copies,
                   and every bucket is gathered
 """
@@ -30,13 +30,14 @@ from shardwise.engine.batches import LossOfModel, LossWeight
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.loss_scaling import of_settings
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError
 from shardwise.plan import Parameter, Segment
-from shardwise.plan.names import MASTER, state_name
+from shardwise.plan.names import MASTER, named_by_wrappers, state_name
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -114,12 +115,23 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
         # Not fused into a bucket: every data rank has it whole, and a save takes it from one of them.
         if not buffers.holds(spec.name) or not spec.num_elements:  # what has no elements is in nobody's part
             state |= placed(spec.name, inventory.parameters[spec.name].detach(), spec)
-    # `keep_vars` also passes the hook that refuses `state_dict` of a model in parts.
-    persistent = set(model.state_dict(keep_vars=True))
+    persistent = set(names_of_state(model))
     for name, buffer in model.named_buffers():
         if name in persistent and not buffer.is_meta:  # another stage has it
             state |= whole(name, buffer.detach())
     return state
+
+
+def names_of_state(model: nn.Module) -> list[str]:
+    """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
+    # Not those of `state_dict`: torch's `checkpoint_wrapper` has other names there than in `named_parameters`.
+    return [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for held in (module._parameters, module._buffers)
+        for key, tensor in held.items()
+        if tensor is not None and key not in module._non_persistent_buffers_set
+    ]
 
 
 def whole(name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
@@ -183,6 +195,7 @@ class EngineRestoration:
         self._ties = ties
         self._computation = computation
         self._random = _random_of(settings)
+        self._loss_scale = of_settings(settings)
         self._model_buffers = model_buffers
         self._optimizers = optimizers
         self._counters = counters
@@ -190,8 +203,12 @@ class EngineRestoration:
         # Before anything is written: a buffer that a forward changed and the ranks have not agreed on yet stays
         # pending over the load.
         self._pending_buffers = model_buffers.changed()
-        self.aliases: Mapping[str, str] = aliases
-        """Other names of wanted tensors (ties): alias -> name."""
+        own = [spec.name for spec in inventory.specs] + [name for name, _ in model.named_buffers()]
+        self.aliases: Mapping[str, str] = {
+            **named_by_wrappers(stored, {**{name: name for name in own}, **aliases}),
+            **aliases,
+        }
+        """Other names of wanted tensors, of ties and of modules with other wrappers: alias -> name."""
         self._trained = list(_trained(buffers, optimizers))
         self._plan = plan_optimizers(
             [known.named() for known in optimizers],
@@ -236,6 +253,8 @@ class EngineRestoration:
             self._ties.publish_restored()
             if self._random is not None:
                 self._computation.random.seed, self._computation.step = self._random
+            if self._loss_scale is not None and self._computation.loss_scale is not None:
+                self._computation.loss_scale.restore(self._loss_scale)
             # In place: the engine holds this dict.
             self._origin.clear()
             self._origin.update(self._found_origin)
@@ -275,8 +294,8 @@ def _random_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
         case [int(seed), int(step)]:
             return seed, step
     raise CheckpointError(
-        f"the checkpoint's settings have random={random!r}, which is not a seed and a step; it was not written by an "
-        "engine, or was changed since"
+        f"the checkpoint's settings have random={random!r}, which is not a seed and a step. No engine wrote it, or it "
+        "was changed since"
     )
 
 

@@ -1,64 +1,110 @@
-"""The two exchanges of a step: weights before anything is computed, losses and norms before anything is updated.
+"""The two exchanges of a step: weights before anything is computed, what was touched before anything is updated.
 
-    open    JSON    [weights of this rank's microbatches, lines of the batch, parameters written from outside]
-            2 data ranks: [[4, 4], ..] and [[3, 3], ..]  ->  `Weighting` of all, mean weight 3.5
+    open    weights    of this rank's microbatches, 8 bytes each: [4, 4] and [3, 3]  ->  `Weighting`, mean weight 3.5
+            names      JSON: [parameters written from outside, autocast]
+            batch      digest of its lines, where ranks share it, and in the first steps
 
-    close   bytes   | loss 8 | squares 8 | bits | (number 8, norm 8) ... |
-            bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop
-            3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 = 10 bits in 2 bytes
+    close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop
+                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 = 10 bits in 2 bytes
+            figures    loss and norm of this rank (`step_figures`)
+            times      of this rank up to here (`rank_times`)
 
-Each rank gets the messages of all ranks, computes the same from them, and so refuses, skips and stops like the others.
+Each rank gets what all ranks give, computes the same from it, and so refuses, skips and stops like the others. A part
+that ranks have alike is read once, and numbers are read as one array (`RankValues`): a step costs the host of 4,096
+ranks no loop over them.
 """
 
 import json
 import math
 import struct
+from array import array
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from fractions import Fraction
+from functools import cached_property
+from itertools import chain, compress, zip_longest
+from typing import TypeAlias
 
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import dtype_name
-from shardwise.engine.batches import Batch, LossWeight, count_rows
+from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood
+from shardwise.comm.rank_values import RankValues
+from shardwise.engine.batch_digests import digest_of_lines
+from shardwise.engine.batches import LossWeight, Microbatch, count_rows
+from shardwise.engine.channels import RankGroups
+from shardwise.engine.exact_sums import exact_sum
 from shardwise.engine.zero.uneven_microbatches import Joint
 from shardwise.errors import BatchError, MismatchError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Weighting:
     """The weights of all microbatches of all data ranks."""
 
     by_rank: tuple[tuple[float, ...], ...]
+    is_known: bool = True
+    """False: the weights are on the devices. Each counts as 1 here, so that all microbatches are computed."""
 
-    @property
+    @cached_property
+    def unlike(self) -> Mapping[tuple[float, ...], int]:
+        """The weights that data ranks have, and how many have them: mostly all have the same."""
+        first, count = self.by_rank[0], len(self.by_rank)
+        # Nearly all are one object, which is found without a look into it.
+        return {first: count} if self.by_rank.count(first) == count else Counter(self.by_rank)
+
+    @cached_property
     def total(self) -> float:
-        """Sum over all microbatches of all ranks."""
-        return math.fsum(weight for weights in self.by_rank for weight in weights)
+        """Sum over all microbatches of all ranks, correctly rounded."""
+        if len(self.unlike) == 1:
+            # The same as below without an addition for each: a fraction is exact, and rounded once.
+            return float(len(self.by_rank) * sum(map(Fraction, self.by_rank[0])))
+        return exact_sum(array("d", chain.from_iterable(self.by_rank)))
+
+    @cached_property
+    def _values(self) -> list[float]:
+        """Each at least as often as there are unlike ranks that have it."""
+        return [*chain.from_iterable(self.unlike)]
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of all ranks together."""
-        return sum(len(weights) for weights in self.by_rank)
+        return sum(map(len, self.by_rank)) if len(self.unlike) > 1 else len(self.by_rank) * len(self.by_rank[0])
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether all microbatches count the same: then losses need no factor, and the mean is a plain one."""
-        return len({weight for weights in self.by_rank for weight in weights}) == 1
+        return bool(self._values) and min(self._values) == max(self._values)
 
     @property
     def joint(self) -> list[Joint]:
         """For each number of a microbatch which data ranks compute it: one with weight 0 is not computed."""
-        most = max(map(len, self.by_rank))
-        counts = [sum(at < len(weights) and weights[at] > 0 for weights in self.by_rank) for at in range(most)]
+        lengths = {*map(len, self.unlike)}
+        counts = [0] * max(lengths)
+        if len(lengths) == 1 and min(self._values, default=0.0) > 0:
+            return [Joint.ALL] * len(counts)
+        for weights, count in self.unlike.items():
+            for at, weight in enumerate(weights):
+                counts[at] += count * (weight > 0)
         return [Joint.ALL if count == len(self.by_rank) else Joint.SOME if count else Joint.NONE for count in counts]
+
+    @cached_property
+    def has_unknown(self) -> bool:
+        """Whether one of them is no number."""
+        return any(map(math.isnan, self._values))
+
+    def check(self) -> None:
+        """Raise BatchError for what is no weight."""
+        # All at once: ranks may have thousands of unlike ones.
+        if self.has_unknown or min(self._values, default=0.0) < 0 or math.inf in self._values:
+            for weight in self._values:
+                check_weight(weight)
 
     @property
     def is_even(self) -> bool:
         """Whether all data ranks compute microbatches of the same numbers."""
-        return len({tuple(at for at, weight in enumerate(weights) if weight) for weights in self.by_rank}) == 1
+        return len({tuple(at for at, weight in enumerate(weights) if weight) for weights in self.unlike}) == 1
 
     def factors(self, rank: int) -> list[float]:
         """What each loss of `rank` is multiplied by, so that the plain mean over all is the weighted mean."""
@@ -69,75 +115,162 @@ class Weighting:
         mean = self.total / self.num_microbatches
         return [weight / mean for weight in self.by_rank[rank]]
 
-    def share_of_mean(self, losses: Sequence[torch.Tensor], rank: int) -> float:
+    def share_of_mean(self, losses: Sequence[float], rank: int) -> float:
         """The part of the weighted mean over all microbatches that the losses of `rank` make."""
-        # One copy to the host for all losses, at the end of the step.
-        values = torch.stack([loss.double() for loss in losses]).tolist() if losses else []
         weights = self.by_rank[rank]
         # What has no weight was not computed, and its stand-in is no value.
-        return math.fsum(w * value for w, value in zip(weights, values, strict=True) if w) / self.total
+        return math.fsum(w * loss for w, loss in zip(weights, losses, strict=True) if w) / self.total
 
 
-def weigh(microbatches: Sequence[Batch], loss_weight: LossWeight | None) -> list[float]:
-    """The weight of each microbatch: its rows, or what the user's function counts. Raises BatchError."""
-    weights = []
+Weight: TypeAlias = float | torch.Tensor
+"""A number, or one that is on a device and is not read."""
+
+
+def weigh(
+    microbatches: Sequence[Microbatch], loss_weight: LossWeight | None, *, reads_device: bool = True
+) -> list[Weight]:
+    """The weight of each microbatch: its rows, or what the user's function counts. Raises BatchError.
+
+    reads_device: wait for a weight that is on a device.
+    """
+    weights: list[Weight] = []
     for microbatch in microbatches:
         weight = count_rows(microbatch) if loss_weight is None else loss_weight(microbatch)
+        is_there = isinstance(weight, torch.Tensor) and weight.device.type != "cpu" and weight.numel() == 1
+        if is_there and not reads_device:
+            weights.append(weight.detach().reshape(()))  # type: ignore[union-attr]
+            continue
         try:
             value = float(weight)
         except (TypeError, ValueError, RuntimeError):
             raise BatchError(f"loss_weight gave {weight!r} for a microbatch; a weight is one number") from None
-        if not (math.isfinite(value) and value >= 0):
-            raise BatchError(f"loss_weight gave {value} for a microbatch; a weight is a finite number of at least 0")
+        check_weight(value)
         weights.append(value)
     return weights
 
 
-def describe_batch(batch: Batch) -> list[str]:
-    """One line per entry, with a digest of its values: what must be equal on all ranks that share a batch."""
-    return [
-        f"{name!r} {list(value.shape)} {dtype_name(value.dtype)} with digest {digest_of_values(value)}"
-        if isinstance(value, torch.Tensor)
-        else f"{name!r} {json.dumps(value, default=lambda each: type(each).__name__)}"
-        for name, value in batch.items()
-    ]
+@torch.no_grad()
+def factors_on_device(
+    everyone: Channel, weights: Sequence[Weight], weighting: Weighting
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Weights that stay on the device, of this rank, and what each loss is multiplied by; all data ranks call it.
+
+    As `Weighting.factors`, for the weights that `weighting` does not know.
+    """
+    device = everyone.device
+    held = [each if isinstance(each, torch.Tensor) else torch.full((), each, device=device) for each in weights]
+    own = torch.stack([each.to(device) for each in held]).double()
+    of_all = torch.empty(everyone.size * len(weights), dtype=own.dtype, device=device)
+    everyone.all_gather(of_all, own, purpose="weights of microbatches").wait()
+    return own, list((own * (weighting.num_microbatches / of_all.sum())).float().unbind())
 
 
-def pack_weights(weights: Sequence[float], *, batch_lines: Sequence[str] = (), written: Collection[str] = ()) -> bytes:
+def scaled_loss(loss: torch.Tensor, factor: Weight) -> torch.Tensor:
+    """The loss with its weight in the mean."""
+    if isinstance(factor, torch.Tensor):
+        return loss * factor.to(loss.dtype)
+    # A multiplication by 1.0 would be exact, but adds a node to the graph of every microbatch.
+    return loss if factor == 1.0 else loss * factor
+
+
+def check_weight(value: float) -> None:
+    """Raise BatchError for what is no weight."""
+    if not (math.isfinite(value) and value >= 0):
+        raise BatchError(f"loss_weight gave {value} for a microbatch; a weight is a finite number of at least 0")
+
+
+def check_weighting(weighting: Weighting) -> None:
+    """Raise BatchError for weights with which no mean can be taken."""
+    weighting.check()
+    if not weighting.total > 0:
+        raise BatchError(
+            "no microbatch on any rank has a weight above 0, so there is nothing to average; check loss_weight, and "
+            "that batches have rows"
+        )
+
+
+def parts_of_opening(
+    weights: Sequence[Weight], *, written: Collection[str] = (), autocast: str = "", batch: bytes = b""
+) -> list[bytes]:
     """What each rank tells the others before a step.
 
-    batch_lines: a description of the batch, which all ranks of a pipeline have to have alike. written: the parameters
-    that were written to on this rank.
+    written: the parameters that were written to on this rank. autocast: the region of torch.autocast around the call.
+    batch: from `batch_compared`.
     """
-    # JSON keeps every float: Python writes the shortest text that reads back to the same bits.
-    return json.dumps([list(weights), list(batch_lines), sorted(written)]).encode()
+    # nan is no weight: it stands for one that is on the device.
+    known = [math.nan if isinstance(each, torch.Tensor) else each for each in weights]
+    return [struct.pack(f"<{len(known)}d", *known), json.dumps([sorted(written), autocast]).encode(), batch]
+
+
+NUM_PARTS_OF_OPENING = 3
+
+
+_OPENING = "weights of microbatches"
+_WHOLE = b"+"
+
+
+def batch_compared(lines: Sequence[str], *, is_whole: bool) -> bytes:
+    """A batch in few bytes: equal where the lines are. is_whole: they tell of all its values."""
+    return (_WHOLE if is_whole else b"") + digest_of_lines(lines).encode()
+
+
+def _names_in(packed: bytes) -> tuple[list[str], str]:
+    written, autocast = a_list(packed)
+    if not all(isinstance(each, str) for each in [*written, autocast]):
+        raise TypeError("no names")
+    return written, autocast
+
+
+def _weights_in(packed: bytes) -> tuple[float, ...]:
+    return tuple(memoryview(packed).cast("d"))
 
 
 def merge_weights(
-    packed: Sequence[bytes], *, same_count: bool, data_ranks: Sequence[int]
+    channel: Channel,
+    parts: Sequence[RankValues],
+    lines: Sequence[str],
+    *,
+    same_count: bool,
+    ranks: RankGroups,
 ) -> tuple[Weighting, list[str]]:
     """The weights of all data ranks, and the parameters that were written to on any rank.
 
-    packed: of every rank. data_ranks: of which data rank each is; ranks of one data rank are stages of one pipeline.
+    parts: `parts_of_opening` of every rank. lines: of the batch of this rank.
     Raises the same error on all ranks when the weights cannot be used.
     """
-    given = [json.loads(each) for each in packed]
-    # The lowest rank of each data rank speaks for its pipeline: reversed, so that it is written last.
-    firsts = {data_rank: rank for rank, data_rank in reversed(list(enumerate(data_ranks)))}
-    _refuse_different_batches([lines for _, lines, _ in given], [firsts[each] for each in data_ranks])
-    weighting = Weighting(by_rank=tuple(tuple(given[firsts[data_rank]][0]) for data_rank in sorted(firsts)))
-    counts = [len(each) for each in weighting.by_rank]
-    if same_count and len(set(counts)) > 1:
+    packed, names, batches = parts
+    given = understood(names, _names_in, purpose=_OPENING)
+    told = understood(packed, _weights_in, purpose=_OPENING)
+    unlike = [(rank, *given[rank]) for rank in names.starts]
+    _refuse_different_regions([(rank, autocast) for rank, _, autocast in unlike])
+    # The lines themselves travel only where they have to be shown.
+    if not batches.is_one and [batches[rank] for rank in ranks.first_of] != [*batches]:
+        answers = channel.exchange(json.dumps(lines).encode(), purpose="lines of a batch")
+        refuse_different_batches(understood(answers, texts_in, purpose="lines of a batch"), ranks.first_of)
+    by_rank = told[:1] * len(ranks.speakers) if packed.is_one else [told[rank] for rank in ranks.speakers]
+    weighting = Weighting(by_rank=tuple(by_rank))
+    if weighting.has_unknown:
+        # One is unknown: then all ranks give theirs on the device.
+        ones = tuple([(1.0,) * len(weights) for weights in weighting.by_rank])
+        weighting = Weighting(by_rank=ones, is_known=False)
+    if same_count and len({len(weights) for weights in weighting.unlike}) > 1:
         raise MismatchError(
-            f"every rank merges the same number of microbatches, but the ranks have {counts}; give step() the same "
-            f"microbatches on all"
+            f"every rank merges the same number of microbatches, but the ranks have {[*map(len, weighting.by_rank)]}; "
+            "give step() the same microbatches on all"
         )
-    if not weighting.total > 0:
-        raise BatchError(
-            "no microbatch on any rank has a weight above 0: there is nothing to average; check loss_weight, and that "
-            "batches have rows"
-        )
-    return weighting, sorted({name for _, _, names in given for name in names})
+    check_weighting(weighting)
+    return weighting, sorted({name for _, written, _ in unlike for name in written})
+
+
+def ranks_with_same_rows(batches: Sequence[bytes], speakers: Sequence[int]) -> list[int]:
+    """The first ranks of data ranks that gave the same digest of a whole batch: at least two, or none.
+
+    batches: of all ranks, from `batch_compared`. speakers: the first rank of each data rank.
+    """
+    by_digest: dict[bytes, list[int]] = {}
+    for rank in speakers:
+        by_digest.setdefault(batches[rank], []).append(rank)
+    return next((ranks for digest, ranks in by_digest.items() if digest[:1] == _WHOLE and len(ranks) > 1), [])
 
 
 def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequence[Sequence[int]]) -> None:
@@ -145,22 +278,33 @@ def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequenc
 
     digests: of what was written to on any rank, as this rank has it. replicas: groups of data ranks.
     """
-    found = [json.loads(each) for each in channel.exchange(json.dumps(digests).encode(), purpose="written parameters")]
+    purpose = "written parameters"
+    found = understood(channel.exchange(json.dumps(digests).encode(), purpose=purpose), a_table, purpose=purpose)
     # Digests, not values: which rank is right nobody knows, so nothing is copied; ranks that differ are named.
     for ranks in replicas:
         for rank in ranks[1:]:
             for name, digest in found[ranks[0]].items():
                 if found[rank].get(name) != digest:
                     raise MismatchError(
-                        f"parameter {name!r} was written to after parallelize, and rank {ranks[0]} and rank {rank} "
-                        "have other values of it now, where data ranks hold the same. Write alike on all ranks "
-                        "(load_state_dict), or use sw.load(path, engine). An optimizer over model.parameters() steps "
-                        "each rank by its own gradient: give it to parallelize, and call engine.step(batch)"
+                        f"parameter {name!r} was written to after parallelize. Data ranks hold the same values, but "
+                        f"rank {ranks[0]} and rank {rank} now differ. Write alike on all ranks (load_state_dict), or "
+                        "use sw.load(path, engine). An optimizer over model.parameters() steps each rank by its own "
+                        "gradient: give it to parallelize, and call engine.step(batch)"
                     )
 
 
-def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Sequence[int]) -> None:
-    """`first_of`: for each rank the first one that has to have the same lines."""
+def _refuse_different_regions(autocast: Sequence[tuple[int, str]]) -> None:
+    """autocast: with the first rank that calls under it."""
+    for rank, each in autocast:
+        if each != (first := autocast[0][1]):
+            raise MismatchError(
+                f"ranks would compute in different dtypes: rank 0 calls under {first}, rank {rank} under {each}. "
+                "Call under the same torch.autocast on all ranks"
+            )
+
+
+def refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Sequence[int]) -> None:
+    """Raise MismatchError for ranks whose lines differ; `first_of` each rank: the first that must have the same."""
     different = [rank for rank, first in enumerate(first_of) if lines_of[rank] != lines_of[first]]
     if not different:
         return
@@ -170,9 +314,9 @@ def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Seque
     one, other = next((one, other) for one, other in pairs if one != other)
     listed = f"rank {rank}" if len(different) == 1 else "ranks " + ", ".join(map(str, different))
     raise MismatchError(
-        f"ranks along pp and tp are given the same batch, but {listed} got another one than the first of them: rank "
-        f"{first} has {one}, rank {rank} has {other}. Choose the batch by the data rank (its coordinates along "
-        "dp_replicate and dp_shard), not by the rank in the world"
+        f"ranks along pp and tp need the same batch, but {listed} got another one than the first. Rank {first} has "
+        f"{one}, rank {rank} has {other}. Choose the batch by the data rank (its coordinates along dp_replicate and "
+        "dp_shard), not by the rank in the world"
     )
 
 
@@ -180,11 +324,10 @@ def _refuse_different_batches(lines_of: Sequence[Sequence[str]], first_of: Seque
 class StepExchange:
     """The same on every rank."""
 
-    loss: float
-    squares: list[float]
-    """Every rank's sum of squares of the gradient's elements that it counts."""
-    norms: dict[int, float]
-    """The norms of whole parameters' gradients, by the number of the parameter, as far as ranks gave them."""
+    figures: Sequence[RankValues]
+    """What every rank gives to the loss and the norm, by parts."""
+    times: Sequence[RankValues]
+    """What every rank did with its time, by parts."""
     touched: list[bool]
     """For each trainable parameter: whether any rank has a gradient for it."""
     changed_buffers: dict[int, list[int]]
@@ -198,40 +341,36 @@ class StepExchange:
 def exchange_step(
     channel: Channel,
     *,
-    loss: float,
-    alike: Sequence[Sequence[int]],
-    squares: float,
-    norms: Mapping[int, float],
+    figures: Sequence[bytes],
+    times: Sequence[bytes],
     touched: Sequence[bool],
     changed_buffers: Sequence[bool],
     written: Sequence[bool],
     stop: bool,
 ) -> StepExchange:
-    """Exchange this rank's share of the loss and of the norm, and what it touched. `alike`: see `sum_of_losses`."""
+    """Exchange what this rank touched, and what it gives to the figures of the step."""
     # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
     flags = [*touched, *changed_buffers, *written, stop]
-    num_bytes = -(-len(flags) // 8)
-    packed = struct.pack("<dd", loss, squares) + _bits(flags).to_bytes(num_bytes, "little")
-    packed += b"".join(struct.pack("<qd", *each) for each in norms.items())
-    answers = channel.exchange(packed, purpose="losses and norms")
-    shares = [struct.unpack("<dd", answer[:16]) for answer in answers]
-    bits_of = [int.from_bytes(answer[16 : 16 + num_bytes], "little") for answer in answers]
+    packed = _bits(flags).to_bytes(-(-len(flags) // 8), "little")
+    bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose="losses and norms")
+    # Of ranks in a row: what they have touched is mostly the same.
+    bits_of = [(int.from_bytes(value, "little"), count) for value, count in bits.runs]
     union = 0
-    for bits in bits_of:
-        union |= bits
-    anywhere = [bool(union >> at & 1) for at in range(len(flags))]
+    for each, _ in bits_of:
+        union |= each
+    anywhere = _flags(union, len(flags))
     # Parameters and buffers have the same numbers on all ranks: those of the whole model, whatever part is here.
     changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
+    by_rank = [each for each, count in bits_of for _ in range(count)] if changed else []
     return StepExchange(
-        loss=sum_of_losses([share for share, _ in shares], alike, is_exact=channel.device.type == "cpu"),
-        squares=[share for _, share in shares],
-        norms=dict(pair for answer in answers for pair in struct.iter_unpack("<qd", answer[16 + num_bytes :])),
+        figures=others[: len(figures)],
+        times=others[len(figures) :],
         touched=anywhere[: len(touched)],
         # With the ranks, not as a flag: the values of one that changed it will hold for all.
         changed_buffers={
-            at: [rank for rank, bits in enumerate(bits_of) if bits >> len(touched) + at & 1] for at in changed
+            at: [rank for rank, each in enumerate(by_rank) if each >> len(touched) + at & 1] for at in changed
         },
-        written=[at for at in range(len(written)) if anywhere[len(touched) + len(changed_buffers) + at]],
+        written=list(compress(range(len(written)), anywhere[len(touched) + len(changed_buffers) :])),
         stop=anywhere[-1],
     )
 
@@ -239,8 +378,18 @@ def exchange_step(
 def exchange_loss(channel: Channel, loss: float, alike: Sequence[Sequence[int]]) -> float:
     """The sum of every rank's share of a loss, correctly rounded: the same float on every rank."""
     answers = channel.exchange(struct.pack("<d", loss), purpose="loss")
-    shares = [struct.unpack("<d", answer)[0] for answer in answers]
+    (shares,) = numbers_in(RankValues.of(answers), 1, purpose="loss")
     return sum_of_losses(shares, alike, is_exact=channel.device.type == "cpu")
+
+
+def numbers_in(values: RankValues, count: int, *, purpose: str) -> "list[array[float]]":
+    """So many float64 of each rank: the first of all ranks, then the second, and so on."""
+    if (piece := values.in_one_piece(8 * count)) is None:
+        understood(values, struct.Struct(f"<{count}d").unpack, purpose=purpose)
+        raise AssertionError("a value of another length is refused")
+    numbers = array("d")
+    numbers.frombytes(piece)  # in the order of bytes of this machine, as tensors travel
+    return [numbers[at::count] for at in range(count)]
 
 
 def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is_exact: bool) -> float:
@@ -251,18 +400,20 @@ def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is
     """
     # Ranks along tp compute the same loss from whole activations. A difference shows, at no cost, that a cut value
     # was read as a whole one somewhere; training would go on with wrong gradients otherwise.
+    if len(alike) == len(shares):
+        return exact_sum(shares)
     for ranks in alike:
         first = shares[ranks[0]]
         for rank in ranks[1:]:
             if not _is_same(shares[rank], first, tolerance=0.0 if is_exact else 1e-3):
                 raise MismatchError(
-                    f"rank {ranks[0]} and rank {rank} lie along tp and have the same samples, but their losses are "
-                    f"{first!r} and {shares[rank]!r}: somewhere a value of which each rank has its own part is read as "
-                    "if it were whole. Look at tensor.rules (a 'column' needs a 'row' or 'colwise_gather_output' "
-                    "behind it, bare parameters a 'sum' around them); sw.verify (shardwise verify) names the first "
-                    "tensor that differs"
+                    f"rank {ranks[0]} and rank {rank} are peers along tp and have the same samples, but their losses "
+                    f"are {first!r} and {shares[rank]!r}. Some module reads this rank's part of a value as if it were "
+                    "whole. Look at tensor.rules: a 'column' needs a 'row' or 'colwise_gather_output' behind it, "
+                    "bare parameters a 'sum' around them. sw.verify (shardwise verify) names the first tensor that "
+                    "differs"
                 )
-    return _sum([shares[ranks[0]] for ranks in alike])
+    return exact_sum([shares[ranks[0]] for ranks in alike])
 
 
 def _is_same(one: float, other: float, *, tolerance: float) -> bool:
@@ -272,9 +423,9 @@ def _is_same(one: float, other: float, *, tolerance: float) -> bool:
 
 
 def _bits(flags: Sequence[bool]) -> int:
-    return int("".join("1" if flag else "0" for flag in reversed(flags)) or "0", 2)
+    return int("".join(map("01".__getitem__, reversed(flags))) or "0", 2)
 
 
-def _sum(values: Sequence[float]) -> float:
-    # fsum rounds once, so that the sum does not depend on the order of the ranks, nor on how many they are.
-    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+def _flags(bits: int, count: int) -> list[bool]:
+    # By its text: to shift a number of thousands of bits takes a pass over it for each of them.
+    return list(map("1".__eq__, f"{bits:0{count}b}"[: -count - 1 : -1]))

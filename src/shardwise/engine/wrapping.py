@@ -1,7 +1,7 @@
 """Forwards around forwards: what a plan does before and after a module runs, put on the module itself.
 
 A wrapper takes the place of `module.forward` on the instance, so that hooks, `__call__` and the class stay as they are.
-Wrappers stand around each other in the order in which they were put on; they come off from the outside in.
+Wrappers stand around each other in the order in which they were put on. They come off from the outside in.
 
     module(x) -> hooks -> module.forward:  proof( unshard( tensor parallelism( the class's own forward ) ) )
                                            put on third    second    first
@@ -134,5 +134,5 @@ def in_backward() -> bool:
 
 
 def at_end_of_backward(do: Callable[[], None]) -> None:
-    """Call `do` at the end of the backward in this thread; a backward inside of another has an end of its own."""
+    """Call `do` at the end of the backward in this thread. A backward inside of another has its own end."""
     torch.autograd.Variable._execution_engine.queue_callback(do)

@@ -80,15 +80,18 @@ def fill(target: torch.Tensor, moves: Iterable[Move], elements: Iterable[torch.T
             put(part, taken)
 
 
-def put(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy; both have one shape, and any strides. The target's dtype holds; elements of one dtype keep their bits."""
+def put(target: torch.Tensor, source: torch.Tensor, *, queued: bool = False) -> None:
+    """Copy; both have one shape, and any strides. The target's dtype holds; elements of one dtype keep their bits.
+
+    queued: the host waits for no device; see `QueuedCopies`.
+    """
     if target.dtype == source.dtype and target.dtype not in _COPIED:
         bits = _BITS[target.element_size()]
         target, source = target.view(bits), source.view(bits)
     # On a GPU torch's own kernels are the fastest; what follows is about the caches of a CPU.
     on_cpu = target.device.type == source.device.type == "cpu"
     if target.numel() < _LEAST_TRANSPOSED or not on_cpu or target.is_conj() or target.is_neg():
-        target.copy_(source)
+        target.copy_(source, non_blocking=queued)
     elif target.stride(-1) == 1 and source.stride(-1) == 1:
         _put_rows(target, source)
     else:
@@ -121,9 +124,9 @@ def _put_strided(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy what is not in rows on both sides.
 
     torch copies one row of the target after the other. Where those are the source's columns it touches a cache line per
-    element: 2-byte elements are transposed at 0.4 GB/s. Whole contiguous matrices it transposes in small squares, so
-    such a copy is made of two: the transpose into a small contiguous matrix, then rows to where they belong. That makes
-    4 GB/s, and 5 GB/s instead of 0.9 with 4-byte elements.
+    element: 2-byte elements are transposed at 0.4 GB/s. It transposes whole contiguous matrices in small squares. So
+    such a copy is made of two: the transpose into a small contiguous matrix, then rows to their places. That makes 4
+    GB/s, and 5 GB/s instead of 0.9 with 4-byte elements.
     """
     dims = _merged(target, source)
     if len(dims) < 2 or dims[-1][1] == 1 or 0 in (dims[-1][1], dims[-1][2]):

@@ -28,17 +28,17 @@ def reshard(
     """Fill the pieces that this rank wants out of those that all ranks hold; returns them with their tensors.
 
     source: what this rank holds, maybe nothing; tensors of the piece's shape with any strides, or flat.
-    target: what it wants, maybe nothing: tensors that are written in place, or None for one that is allocated on the
-        channel's device when its first bytes come, flat for a piece with a run, else of the piece's shape. Memory that
+    target: the pieces that it wants, maybe none, with tensors that are written in place. A None is allocated on the
+        channel's device when its first bytes come: flat for a piece with a run, else of the piece's shape. Memory that
         is written is none that is read, and none that is written for another piece.
     channel: the ranks that hold or want something; all of them call this. Default: see `default_channel`.
-    free_sources: take each entry out of `source` as soon as nothing of it is needed any more, so that its memory can
-        go; at the end `source` is empty.
+    free_sources: take each entry out of `source` after its last use, so that its memory can go; at the end `source` is
+        empty.
     cast: targets may be of other dtypes than what is held; the narrower of the two travels.
-    max_bytes: how much a rank has in memory of messages, beside sources and targets.
+    max_bytes: the memory of a rank for messages, in addition to sources and targets.
 
     What a rank wants and holds itself is copied there; else a replica comes from the holder that has least to send.
-    What nobody wants stays where it is. Outside of autograd; see `reshard_tensor`.
+    Unrequested elements are not moved. Outside of autograd; see `reshard_tensor`.
     Raises PlanError, with every problem in it, or MismatchError, the same on all ranks, before anything is moved.
     Where a rank is lost on the way (PeerError), targets have been written in part and freed sources are gone.
     """
@@ -112,7 +112,7 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
         faults = list(_faults(piece, tensor, "wanted"))
         found += faults
         if not faults and tensor is not None and _folds(tensor):
-            found.append(f"{piece} is to be written into a tensor whose elements share memory (expanded); clone() it")
+            found.append(f"{piece} would be written into a tensor whose elements share memory (expanded); clone() it")
     # Faulty entries may have no memory that could be compared.
     if found:
         return found
@@ -125,7 +125,7 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
 
 
 def _written_twice(written: Mapping[Piece, torch.Tensor]) -> Iterator[str]:
-    """Memory of which several targets would be written."""
+    """Memory that several targets would write."""
     pieces = list(written)
     # Sorted by where they begin, tensors that overlap are neighbours: groups are looked at closely, not all pairs.
     spans = [(str(each.device), *extent(each), at) for at, each in enumerate(written.values()) if each.numel()]
@@ -135,7 +135,7 @@ def _written_twice(written: Mapping[Piece, torch.Tensor]) -> Iterator[str]:
         if together and (device != device_of or start >= end):
             if shared := first_shared([written[pieces[each]] for each in together]):
                 one, other = (pieces[together[each]] for each in shared)
-                yield f"{one} and {other} would be written into memory that they share; give each a tensor of its own"
+                yield f"{one} and {other} would be written into memory that they share; give each its own tensor"
             together, end = [], 0
         together.append(at)
         device_of, end = device, max(end, stop)

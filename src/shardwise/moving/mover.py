@@ -13,7 +13,7 @@ A batch is started before the one before it is finished, so that messages travel
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.copies import fill, parts_of, put
+from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.plan.dtypes import aligned
 from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
@@ -56,13 +57,14 @@ class Delivery(Generic[S, T]):
 class _Memory:
     """Memory for the messages of a batch, which each takes over from the one before."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
+        self._take = take
+        self._memory = take(0)
 
     def room(self, num_bytes: int) -> torch.Tensor:
         if len(self._memory) < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self._memory.device)  # goes before the next comes
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+            self._memory = self._take(0)  # goes before the next comes
+            self._memory = self._take(num_bytes)
         return self._memory[:num_bytes]
 
 
@@ -79,9 +81,10 @@ class _Begun(Generic[S, T]):
 
 
 class Mover(Generic[S, T]):
-    """One rank's part in moving elements. All ranks of the channel call it with the same batches, each with its own
-    deliveries of them, and in one order: the first message that has not arrived is under way on both sides, so that no
-    rank waits for ever."""
+    """One rank's part in moving elements. All ranks of the channel call it with the same batches in one order, each
+    with its own deliveries. The first message that has not arrived is under way on both sides, so that no rank waits
+    for ever.
+    """
 
     def __init__(
         self,
@@ -91,13 +94,14 @@ class Mover(Generic[S, T]):
         put: Callable[[T, Sequence[Move], Iterable[torch.Tensor]], None],
         given: Callable[[Delivery[S, T]], None] | None = None,
         packs_on: torch.device | None = None,
+        copies: QueuedCopies | None = None,
         purpose: str,
     ) -> None:
         """take: the elements of each of some moves out of a source. put: called with a target, some moves, and the
-        elements of each of these, once they have come; targets come in the order of the batches.
+        elements of each of these, once they have come. Targets come in the order of the batches.
 
         given: called with each delivery whose source was read. packs_on: where messages are put together and taken
-        apart, by default on the channel's device.
+        apart, by default on the channel's device. copies: how they are put together, where that is on the host.
         """
         self.received_bytes = 0
         """In messages from other ranks."""
@@ -105,12 +109,15 @@ class Mover(Generic[S, T]):
         self._take, self._put, self._given = take, put, given
         self._purpose = purpose
         self._packs_on = packs_on or channel.device
-        self._memories = [(_Memory(self._packs_on), _Memory(channel.device)) for _ in range(2)]
+        self._copies = copies
+        packed = partial(torch.empty, dtype=torch.uint8, device=self._packs_on) if copies is None else copies.room
+        came = partial(torch.empty, dtype=torch.uint8, device=channel.device)
+        self._memories = [(_Memory(packed), _Memory(came)) for _ in range(2)]
         """Two batches are under way at most, each with messages out and in."""
 
     @torch.no_grad()
     def run(self, batches: Iterable[Iterable[Delivery[S, T]]], *, num_under_way: int = 2) -> None:
-        """Carry out batches, of which so many are under way at a time: 1 or 2. Nothing is under way at the end."""
+        """Carry out batches, 1 or 2 at a time. Nothing is under way at the end."""
         begun: list[_Begun[S, T]] = []
         turn = 0
         for number, batch in enumerate(batches):
@@ -157,6 +164,8 @@ class Mover(Generic[S, T]):
         packed = memories[0].room(totals[True])
         for taker, deliveries in outgoing.items():
             self._pack(deliveries, packed, firsts[rank, taker])
+        if self._copies is not None:
+            self._copies.wait()
         # Messages that are put together on the CPU and travel between GPUs go there in one copy, and come back in one.
         sent, came = packed.to(self._channel.device), memories[1].room(totals[False])
         works = []
@@ -192,10 +201,11 @@ class Mover(Generic[S, T]):
                 self._given(each)
 
     def _pack(self, deliveries: Iterable[Delivery[S, T]], message: torch.Tensor, start: int) -> None:
+        copy = put if self._copies is None else self._copies.put
         for each in deliveries:
             taken = self._take(each.source, each.moves)
             for part, elements in zip(_parts(message[start:], each), taken, strict=True):
-                put(part, elements)
+                copy(part, elements)
             start += each.num_bytes
             if self._given is not None:
                 self._given(each)
@@ -211,7 +221,7 @@ def _parts(message: torch.Tensor, delivery: Delivery[S, T]) -> Iterable[torch.Te
 
 
 def by_distance(deliveries: Iterable[Delivery[S, T]], channel: Channel) -> Iterable[list[Delivery[S, T]]]:
-    """Batches in each of which a rank has one message each way, so that memory does not grow with the number of ranks.
+    """Batches with one message each way per rank, so that memory does not grow with the number of ranks.
 
     deliveries: of this rank, as giver, taker or both.
     """

@@ -10,6 +10,7 @@ said the last time not at all::
 """
 
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, compare
+from shardwise.comm.agreement import agreed, compare, texts_in, understood
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.errors import MismatchError, PlanError, ShardwiseError
+from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.plan.reshard import plan_reshard
 from shardwise.plan.routes import ReshardPlan
 from shardwise.space import Piece
@@ -70,9 +71,11 @@ class Gathering:
             mine = [xxhash.xxh3_128_digest(text) for text in gathered.own]
             agreement.value = b"".join(mine) + gathered.value
         width = len(mine) * _DIGEST_BYTES
-        digests = [
-            [answer[at : at + _DIGEST_BYTES] for at in range(0, width, _DIGEST_BYTES)] for answer in agreement.values
-        ]
+        digests = understood(
+            agreement.values,
+            lambda answer: [*struct.unpack(f"{_DIGEST_BYTES}s" * len(mine), answer[:width])],
+            purpose=self._purpose,
+        )
         # The first rank that says a text sends it to all: each knows from the digests who that is, and in what order.
         first_of: dict[bytes, int] = {}
         for rank, each in enumerate(digests):
@@ -83,16 +86,24 @@ class Gathering:
         # Where all say the same, each has all texts: its own. So it is with replicas, and in most calls.
         if unknown and any(each != digests[0] for each in digests):
             texts = [own[digest].decode() for digest in unknown if first_of[digest] == channel.rank]
-            sent = [
-                iter(json.loads(each)) for each in channel.exchange(json.dumps(texts).encode(), purpose=self._purpose)
-            ]
-            # A rank's unknown texts come in the order in which all ranks go through the digests.
-            known |= {digest: next(sent[first_of[digest]]).encode() for digest in unknown}
+            answers = channel.exchange(json.dumps(texts).encode(), purpose=self._purpose)
+            # A text is what its digest says, from whichever rank it comes.
+            sent = understood(answers, lambda answer: _by_digest(texts_in(answer)), purpose=self._purpose)
+            for digest in unknown:
+                if digest not in sent[first_of[digest]]:
+                    rank = first_of[digest]
+                    text = f"rank {rank} gave a digest in exchange for {self._purpose!r}, and not the text that has it"
+                    raise PeerError(text, rank=rank, operation="exchange", purpose=self._purpose)
+                known[digest] = sent[first_of[digest]][digest]
         known |= own
         # Only the last texts are kept: a state that changes its cut would otherwise be remembered in all its forms.
         self._known = {digest: known[digest] for digest in first_of}
         gathered.texts = [[self._known[each[at]] for each in digests] for at in range(len(mine))]
         gathered.values = [answer[width:] for answer in agreement.values]
+
+
+def _by_digest(texts: Sequence[str]) -> dict[bytes, bytes]:
+    return {xxhash.xxh3_128_digest(text.encode()): text.encode() for text in texts}
 
 
 def pack_pieces(pieces: Sequence[Piece]) -> bytes:
@@ -119,7 +130,14 @@ def unpack_pieces(text: bytes) -> list[Piece]:
 
 def unpack_alike(texts: Sequence[bytes], text: bytes, own: list[Piece]) -> dict[bytes, list[Piece]]:
     """The pieces of every different text, in the order of the ranks; `text` was packed from `own` and needs no work."""
-    return {each: own if each == text else unpack_pieces(each) for each in dict.fromkeys(texts)}
+    pieces = {text: own}
+
+    def unpack(each: bytes) -> None:
+        if each not in pieces:
+            pieces[each] = unpack_pieces(each)
+
+    understood(texts, unpack, purpose="pieces of tensors")
+    return {each: pieces[each] for each in dict.fromkeys(texts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,11 +54,11 @@ def reshard_tensor(
     *,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Return this rank's `target` of a tensor of which it holds `source`; gradients go back the same way.
+    """Return this rank's `target` piece of a tensor; it holds the piece `source`. Gradients go back the same way.
 
     tensor: this rank's share, of the piece's shape or flat. source, target: its piece, or a sequence of pieces with a
         sequence of tensors. A rank that holds or wants nothing gives a piece without elements: `piece.within(0, 0)`.
-    channel: the ranks that take part; all call this, and where a tensor of one of them needs a gradient, all go back
+    channel: the ranks that take part. All call this, and where a tensor of one of them needs a gradient, all go back
         through their results, also those without elements. It is not closed before the last has gone back.
     max_bytes: how much a rank has in memory of messages.
 
@@ -95,20 +95,20 @@ def reshard_tensor(
 
 
 def _needs_gradients(words: Sequence[str]) -> bool:
-    """Whether a rank has a tensor that needs a gradient; raises the same error on all ranks where that cannot be."""
+    """Whether a rank has a tensor that needs a gradient. Raises the same error on all ranks where that cannot be."""
     kinds = [word.split(", no target")[0] for word in words]
     if _TRACKS not in kinds:
         return False
     first = kinds.index(_TRACKS)
     if _IGNORES in kinds:
         raise MismatchError(
-            f"the tensor of rank {first} needs a gradient, but rank {kinds.index(_IGNORES)} records none (no_grad): "
-            "reshard it in the same mode on all ranks"
+            f"the tensor of rank {first} needs a gradient, but rank {kinds.index(_IGNORES)} records none (no_grad); "
+            "reshard in the same mode on all ranks"
         )
     if lacking := [rank for rank, (word, kind) in enumerate(zip(words, kinds, strict=True)) if word != kind]:
         raise PlanError(
-            f"the tensor of rank {first} needs a gradient, but rank {lacking[0]} wants no piece, so that backward "
-            "would not reach it; let it want a piece without elements, piece.within(0, 0), and go back through that"
+            f"the tensor of rank {first} needs a gradient, but rank {lacking[0]} wants no piece, and backward would "
+            "not reach it. Let it want a piece without elements, piece.within(0, 0), and go back through that"
         )
     return True
 

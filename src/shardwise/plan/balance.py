@@ -1,8 +1,8 @@
 """A placement that makes the loads of the stages even: the model is opened as far as that needs, and cut in order.
 
 A unit is a module that stays whole. Units are cut into runs, one for each stage, so that the largest load is as small
-as it can be. A module is opened only where that lowers the largest load by a quarter, because the code of an opened
-module becomes glue, which every rank runs. Two models on 2 stages:
+as it can be. A module is opened only if that lowers the largest load by a quarter: the code of an opened module becomes
+glue, which every rank runs. Two models on 2 stages:
 
     embed 10 | layers.0 4 | layers.1 4 | layers.2 4 | head 10    cut 18 + 14
     with layers.1 opened   10 | 4 | 2 2 | 4 | 10                 cut 16 + 16: 16 > 0.75 * 18, so it stays whole
@@ -58,8 +58,9 @@ def _filled(sums: Sequence[float], limit: float) -> tuple[int, float, float]:
 def cut_evenly(loads: Sequence[float], num_runs: int) -> list[int]:
     """Where each run ends, in the best cut of `loads` (none negative) into `num_runs` runs, none empty.
 
-    Of the cuts with the least largest load: the least sum of squares, so that the other runs are even too, and of those
-    the one whose first and last run are lightest (the first holds most activations, the last computes the loss).
+    Of the cuts with the least largest load, take the least sum of squares, so that the other runs are even too. Of
+    those take the one with the lightest first and last run: the first holds most activations, the last computes the
+    loss.
     """
     # best[end]: the cheapest cut of the first `end` loads into `num` runs, as (sum of squares, load of the outer runs).
     # Only ends within the limit are looked at, so the time is far from loads * loads * runs for models of many layers.

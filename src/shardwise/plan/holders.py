@@ -36,8 +36,8 @@ Covering = tuple[int, int, Box | None]
 class Holders:
     """The pieces of one tensor. Every replica is one piece, so that replicas cost no planning.
 
-    Made by `holders_by_tensor`. What is derived is found when it is first asked for: a rank makes holders for all
-    tensors, and asks those of the few that it holds or wants.
+    Made by `holders_by_tensor`. Derived facts are found at the first request: a rank makes holders for all tensors, and
+    asks those of the few that it holds or wants.
     """
 
     # Plain numbers, not an object per entry: a thousand ranks have millions of entries, and as many objects would keep
@@ -130,7 +130,7 @@ class Holders:
         return next(([entry] for entry in entries if self.ranks[entry] == taker), entries)
 
     def cover(self, target: Piece, *, taker: int, turn: int) -> tuple[list[Covering], list[Box]]:
-        """What gives every element of `target` once, and the boxes that nobody holds.
+        """Shares that give every element of `target` once, and the boxes without a holder.
 
         taker: the rank that wants it; its own pieces go first. turn: where pieces overlap, a different one of the
         others goes first for each turn.
@@ -156,7 +156,7 @@ class Holders:
         return met, taken_in_order(target, [pieces[at] for at in found])[1]
 
     def num_lacking(self, target: Piece) -> int:
-        """How many elements of `target` nobody holds, also where pieces overlap."""
+        """How many elements of `target` have no holder, also where pieces overlap."""
         found = [self.pieces[at] for at in self.overlapping(target)]
         # Only these pieces are looked at: that no two of all overlap takes longer to find out.
         if all(stop <= start for (_, stop), (start, _) in pairwise(sorted(map(reach, found)))):

@@ -2,12 +2,13 @@
 
 With N elements, d owners, k microbatches, bfloat16 compute and AdamW; u is the largest bucket or unit, in elements:
 
-    stage    working   gradients               master   Adam   on their way         gathered   sent per update
-    0        2N        2N (k=1), 4N (k>1)      4N       8N     -                    -          (d-1)/d N (2 or 4 + 4)
-    1        2N        2N (k=1), 4N (k>1)      4N/d     8N/d   -                    -          (d-1)/d N (2 or 4 + 2)
-    2        2N        4N/d                    4N/d     8N/d   4u, + 4u/d if k>1    -          (d-1)/d N (2k + 2)
-    3        2N/d      4N/d                    4N/d     8N/d   4u, + 4u/d if k>1    4u         (d-1)/d N (2k + 2g)
+    stage    working   gradients               master   Adam   on their way          gathered   sent per update
+    0        2N        2N (k=1), 4N (k>1)      4N       8N     0, a                  -          (d-1)/d N (2 or 4 + 4)
+    1        2N        2N (k=1), 4N (k>1)      4N/d     8N/d   0, 2a                 -          (d-1)/d N (2 or 4 + 2)
+    2        2N        4N/d                    4N/d     8N/d   4u, + 4u/d if k>1, 2a -          (d-1)/d N (2k + 2)
+    3        2N/d      4N/d                    4N/d     8N/d   4u, + 4u/d if k>1, 2a 4u         (d-1)/d N (2k + 2g)
 
+a: on accelerators, where the parts of others are held until they are added: (d-1)/d u (2 or 4) (`held_by_sum`).
 g: how often each unit is gathered (`plan.gathers`). N = 1e9, d = 8, k = 4, u = 2e7: stage 1 holds 2 + 4 + 0.5 + 1 GB,
 stage 3 holds 0.25 + 0.5 + 0.5 + 1 + 0.09 + 0.08 GB. Stage 0 is one owner with d replicas: it sends gradients twice (a
 reduce-scatter and an all-gather of float32 sums) and no working copies. Activations do not count.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.plan.buckets import Bucket, Ownership
 from shardwise.plan.dtypes import itemsize_bytes, promote
-from shardwise.plan.specs import Precision
+from shardwise.plan.specs import Precision, Sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +38,10 @@ class Arena:
     """One block of memory for all gradients of a rank.
 
     A gradient that is accumulated in the master's dtype is reduced in place (p). A narrower one (g) cannot: its owned
-    part grows. Their reduced parts are therefore packed at the front, each over gradients that were reduced before it,
-    and those that stay in place are behind all of them, so that nothing is packed over their results:
+    part grows. So their reduced parts are packed at the front, each over gradients that were reduced before it. Those
+    that stay in place are behind all of them, so that nothing is packed over their results:
 
-        2 owners, k = 1; buckets of 64 elements: g0 and g2 in bfloat16, p1 in float32; the arena of owner 1
+        2 owners, k = 1; buckets of 64 elements: g0 and g2 in bfloat16, p1 in float32. The arena of owner 1
 
         byte     0          128        256        384                   640
         before   | headroom | g0       | g2       | p1                  |
@@ -56,20 +57,26 @@ class Arena:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Bytes that a rank holds for the parameters of a model, without activations."""
+    """Bytes that a rank holds for the parameters of a model, without activations.
+
+    Messages between stages of a pipeline are activations. Between devices, a rank holds one more from each neighbour,
+    which it receives ahead.
+    """
 
     working_bytes: int
     """Working copies (in runs without a second copy: the masters too)."""
     gradient_bytes: int
+    """The arena in which gradients are added up."""
     master_bytes: int
     """Masters held apart from the working copies."""
     owned_elements: int
     """Trainable elements that this rank updates: optimizer state has its own factor of them."""
     reducing_bytes: int = 0
-    """Stages 2 and 3: gradients on their way to owners; two buffers (of the largest bucket, or of those of a
-    unit), and a part of a sum where microbatches are merged."""
+    """Gradients on their way to owners: copies of a bucket in a narrower dtype; what accelerators receive before they
+    add it; at stages 2 and 3 two buffers (of the largest bucket, or of those of a unit), and a part of a sum where
+    microbatches are merged."""
     gathered_bytes: int = 0
-    """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another; of all
+    """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another. Of all
     units where they are kept."""
 
 
@@ -78,7 +85,9 @@ class Traffic:
     """Bytes that a rank sends per update."""
 
     reduce_bytes: int
+    """Gradients, to their owners."""
     gather_bytes: int
+    """Working copies, from their owners."""
 
 
 def gradient_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -> str:
@@ -104,6 +113,58 @@ def wire_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -
 def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -> str:
     """The dtype of the owner's run of a gradient that is reduced after every microbatch (stages 2 and 3)."""
     return bucket.master if num_microbatches == 1 else promote(bucket.working, precision.accumulate)
+
+
+def held_by_sum(num_elements: int, num_ranks: int, *, wire: str, total: str, sums: Sums | None) -> int:
+    """Bytes that a rank holds until it has its part of a sum, of `num_elements`.
+
+    wire: the dtype that travels. total: that of the sum. sums: who adds; None: the channel, as parts come, on the CPU.
+    """
+    if num_ranks == 1 or sums is None:
+        return 0
+    if sums == "exact":
+        return (num_ranks - 1) * num_elements * itemsize_bytes(wire)
+    return num_elements * itemsize_bytes(wire) if wire != total else 0
+
+
+def _held_by_owners(bucket: Bucket, owner: int, *, wire: str, sums: Sums | None) -> int:
+    return held_by_sum(bucket.counts[owner], len(bucket.counts), wire=wire, total=bucket.master, sums=sums)
+
+
+def _held_by_replicas(bucket: Bucket, owner: int, ownership: Ownership, *, wire: str, sums: Sums | None) -> int:
+    num_ranks = ownership.num_replicas
+    return held_by_sum(bucket.counts[owner] // num_ranks, num_ranks, wire=wire, total=bucket.master, sums=sums)
+
+
+def _held_once_per_update(
+    ownership: Ownership,
+    owner: int,
+    precision: Precision,
+    *,
+    num_microbatches: int,
+    sums: Sums | None,
+    goes_ahead: bool,
+) -> int:
+    """The most that is held in addition to the arena while its buckets are reduced (stages 0 and 1)."""
+    copied = of_replicas = 0
+    of_owners: list[int] = []
+    was_copied, num_travelling = True, 1
+    is_one_owner, is_one_rank = ownership.num_owners == 1, ownership.num_owners * ownership.num_replicas == 1
+    for bucket in (each for each in ownership.buckets if each.trainable):
+        held = gradient_dtype(bucket, precision, num_microbatches=num_microbatches)
+        wire = wire_dtype(bucket, precision, num_microbatches=num_microbatches)
+        is_copied = wire != held and not is_one_rank
+        copied = max(copied, bucket.num_elements * itemsize_bytes(wire) if is_copied else 0)
+        of_owners.append(_held_by_owners(bucket, owner, wire=wire, sums=sums))
+        # Over replicas goes the sum over owners or, with one owner, the gradient itself.
+        between = wire if is_one_owner else bucket.master
+        of_replicas = max(of_replicas, _held_by_replicas(bucket, owner, ownership, wire=between, sums=sums))
+        # Where transfers go on alone two buckets are on their way at a time, unless one of them has a copy.
+        if goes_ahead and not (is_copied or was_copied):
+            num_travelling = 2
+        was_copied = is_copied
+    # The channels keep what they have taken for the next step.
+    return copied + num_travelling * max(of_owners, default=0) + of_replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +226,19 @@ def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_mi
     return Arena(num_bytes=staying, regions=tuple(regions))
 
 
-def footprint(ownership: Ownership, owner: int, precision: Precision, *, num_microbatches: int) -> Footprint:
-    """Bytes that the buffers of one owner take."""
+def footprint(
+    ownership: Ownership,
+    owner: int,
+    precision: Precision,
+    *,
+    num_microbatches: int,
+    sums: Sums | None = None,
+    goes_ahead: bool = True,
+) -> Footprint:
+    """Bytes that the buffers of one owner take.
+
+    sums: who adds over ranks; None: the channel, as parts come (CPU). goes_ahead: whether transfers go on alone.
+    """
     working = sum(bucket.num_elements * itemsize_bytes(bucket.working) for bucket in ownership.buckets)
     master = sum(
         bucket.counts[owner] * itemsize_bytes(bucket.master)
@@ -180,7 +252,15 @@ def footprint(ownership: Ownership, owner: int, precision: Precision, *, num_mic
         for segment in bucket.segments(owner)
     )
     arena = plan_arena(ownership, owner, precision, num_microbatches=num_microbatches)
-    return Footprint(working_bytes=working, gradient_bytes=arena.num_bytes, master_bytes=master, owned_elements=owned)
+    return Footprint(
+        working_bytes=working,
+        gradient_bytes=arena.num_bytes,
+        master_bytes=master,
+        owned_elements=owned,
+        reducing_bytes=_held_once_per_update(
+            ownership, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead
+        ),
+    )
 
 
 def sharded_footprint(
@@ -192,21 +272,30 @@ def sharded_footprint(
     units: Collection[str] = (),
     keeps: bool = False,
     late: Collection[str] = (),
+    sums: Sums | None = None,
+    goes_ahead: bool = True,
 ) -> Footprint:
     """Bytes that the buffers of one owner take under stage 2, and with `units` under stage 3.
 
-    keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end.
+    keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end. sums
+    and goes_ahead: see `footprint`.
     """
     # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
     # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
     whole, cut = _by_lateness(ownership, late)
-    held = footprint(whole, owner, precision, num_microbatches=num_microbatches)
+    held = footprint(whole, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead)
     rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches)
     trainable = [bucket for bucket in cut.buckets if bucket.trainable]
-    runs = sum(
-        bucket.counts[owner] * itemsize_bytes(run_dtype(bucket, precision, num_microbatches=num_microbatches))
-        for bucket in trainable
-    )
+    runs = of_owners = of_replicas = num_direct = 0
+    for bucket in trainable:
+        dtype = run_dtype(bucket, precision, num_microbatches=num_microbatches)
+        # The optimizer gets a copy of a run in another dtype than the master's.
+        copied = itemsize_bytes(bucket.master) if dtype != bucket.master else 0
+        runs += bucket.counts[owner] * (itemsize_bytes(dtype) + copied)
+        wire = wire_dtype(bucket, precision, num_microbatches=1)
+        num_direct += dtype == bucket.master
+        of_owners = max(of_owners, _held_by_owners(bucket, owner, wire=wire, sums=sums))
+        of_replicas = max(of_replicas, _held_by_replicas(bucket, owner, ownership, wire=bucket.master, sums=sums))
     # One buffer fills in backward while the other is reduced. Peaks above that are given back (`GradBuffers.trim`).
     places = places_in_buffers(cut, precision, by_unit=bool(units))
     num_buffers = min(2, len({place.group for place in places}))
@@ -226,7 +315,9 @@ def sharded_footprint(
         working_bytes=working,
         gradient_bytes=runs + held.gradient_bytes,
         reducing_bytes=num_buffers * buffer_bytes(cut, precision, by_unit=bool(units))
-        + (scratch if num_microbatches > 1 else 0),
+        + (scratch if num_microbatches > 1 else 0)
+        # Two sums that go straight into their runs are on their way at a time, where transfers go on alone.
+        + max((2 if goes_ahead and num_direct > 1 else 1) * of_owners + of_replicas, held.reducing_bytes),
         gathered_bytes=sum(sorted(gathered.values())[0 if keeps else -2 :]),
     )
 

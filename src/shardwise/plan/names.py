@@ -1,12 +1,13 @@
 """Names of parameters and of optimizer state: the one matcher of patterns, and the names of entries of state.
 
-A pattern in a plan may mean three things: a name or glob of modules or parameters (`meant_by`), the same with all that
-is inside (`matches`), and a name that was mistyped (`nearest`). In a state, parameters and buffers have the names of
-the model. Optimizer state is named `optimizer/<parameter>/<key>`.
+A pattern in a plan is a name or glob of modules or parameters (`meant_by`), or the same with all their contents
+(`matches`). Or it is a mistyped name (`nearest`). In a state, parameters and buffers have the names of the model.
+Optimizer state is named `optimizer/<parameter>/<key>`.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 
@@ -79,6 +80,23 @@ def is_state_name(name: str) -> bool:
     return name.startswith(STATE_PREFIX)
 
 
+_BESIDE_PREFIX = "extra/"
+
+
+def beside_name(path: str) -> str:
+    """The name of a tensor in a file of another program that belongs to no model and no optimizer.
+
+    >>> beside_name("rng_state")
+    'extra/rng_state'
+    """
+    return f"{_BESIDE_PREFIX}{path}"
+
+
+def is_beside_name(name: str) -> bool:
+    """Whether `beside_name` has made a name: a target need not want it."""
+    return name.startswith(_BESIDE_PREFIX)
+
+
 def split_state_name(name: str) -> tuple[str, str] | None:
     """The parameter and the key of a name that `state_name` makes; None for every other. Keys hold no slash.
 
@@ -90,3 +108,56 @@ def split_state_name(name: str) -> tuple[str, str] | None:
     # From the right: a parameter's name may hold slashes, and a key may not (`values_of` refuses one).
     parameter, _, key = name.removeprefix(STATE_PREFIX).rpartition("/")
     return parameter, key
+
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that `torch.compile(module)` and torch's `checkpoint_wrapper` put in."""
+
+
+def unwrapped(name: str) -> str:
+    """The name that a parameter would have without wrappers around modules.
+
+    >>> unwrapped("layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_by_wrappers(stored: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
+    """The stored names that differ from a model's by wrappers only: {parameter as stored: the model's name}.
+
+    own: each name of the model, ties included, and the one under which it has its tensor.
+
+    >>> named_by_wrappers(["a._orig_mod.w", "optimizer/a._orig_mod.w/step", "b"], {"a.w": "a.w", "b": "b"})
+    {'a._orig_mod.w': 'a.w'}
+    """
+    meant: dict[str, set[str]] = {}
+    for name, held in own.items():
+        meant.setdefault(unwrapped(name), set()).add(held)
+    found = {}
+    for each in stored:
+        name, _ = split_state_name(each) or (each, "")
+        # Of two that would have one name without wrappers neither is meant.
+        if name not in own and len(names := meant.get(unwrapped(name), set())) == 1:
+            (found[name],) = names
+    return found
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """The names of a model without wrappers around modules, where they are others: {name: plain name}.
+
+    Where two would have one name, both keep theirs.
+
+    >>> plain_names(["a._orig_mod.w", "optimizer/a._orig_mod.w/step", "b", "c._orig_mod", "c"])
+    {'a._orig_mod.w': 'a.w', 'optimizer/a._orig_mod.w/step': 'optimizer/a.w/step'}
+    """
+    plain = {name: _plain_name(name) for name in names}
+    counts = Counter(plain.values())
+    return {name: each for name, each in plain.items() if each != name and counts[each] == 1}
+
+
+def _plain_name(name: str) -> str:
+    if (split := split_state_name(name)) is None:
+        return unwrapped(name)
+    parameter, key = split
+    return state_name(unwrapped(parameter), key)

@@ -42,15 +42,15 @@ def values_of(
             shape = getattr(parameter, "shape", None)
             what = repr(parameter) if shape is None else f"a parameter of shape {list(shape)}"
             raise OptimizerError(
-                f"{kind} has state for {what}, which it was not given at first; a checkpoint keeps state under "
-                "the names of the model's parameters"
+                f"{kind} has state for {what}, which it did not get at first; a checkpoint names state by the model's "
+                "parameters"
             )
         for key, value in entries.items():
             # A slash would make the name ambiguous (see `split_state_name`), and the master has its name already.
             if not isinstance(key, str) or "/" in key or key == MASTER:
                 raise OptimizerError(
-                    f"the optimizer's state of {name!r} has the key {key!r}; a checkpoint names it "
-                    f"optimizer/{name}/<key>, so that keys are strings without / and other than {MASTER!r}"
+                    f"the optimizer's state of {name!r} has the key {key!r}. A checkpoint names it "
+                    f"optimizer/{name}/<key>: give keys that are strings without / and not {MASTER!r}"
                 )
             yield name, key, value
 
@@ -62,7 +62,7 @@ def python_type(parameter: str, key: str, value: object) -> str:
     if name not in PYTHON_DTYPES or (name == "int" and not -(1 << 63) <= value < 1 << 63):  # type: ignore[operator]
         raise OptimizerError(
             f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps tensors, "
-            "bool, int (of 64 bits), float and None"
+            "bool, int64, float and None"
         )
     return name
 
@@ -78,14 +78,14 @@ def python_types(values: Iterable[tuple[str, str, Any]]) -> dict[str, str]:
         if types.setdefault(key, name) != name:
             raise OptimizerError(
                 f"the optimizer's state {key!r} is of type {name} for {parameter!r}, and of type {types[key]} for "
-                "other parameters; a checkpoint keeps one type for a key"
+                "others; a checkpoint keeps one type for a key"
             )
     return types
 
 
 def has_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter with this state was updated."""
-    # State is not enough: Adagrad makes it in its constructor, with step 0.
+    # State is not enough: Adagrad before torch 2.12 makes it in its constructor, with step 0.
     step = state.get("step")
     return bool(state) and (step is None or bool(step != 0))
 
@@ -177,7 +177,7 @@ def plan_optimizers(
     if not knows_optimizers and any(each.has_state for each in parameters):
         findings.append(
             "the checkpoint has no optimizer state, and the optimizer has updated already; load before the first "
-            "update, or keep the state that it has"
+            "update, or keep its state"
         )
     return OptimizerRestoration(
         over=over,

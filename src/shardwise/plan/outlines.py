@@ -58,7 +58,7 @@ class Outline:
             yield from child.modules()
 
     def parameter_names(self, parameter: str) -> tuple[str, ...]:
-        """All full names that one of its own parameters has by its own names."""
+        """All full names of a parameter of the module."""
         # By length, not at the last dot: a compiled module lists the parameters of all that is inside, `0.weight`.
         local = parameter[len(self.name) + 1 :] if self.name else parameter
         return tuple(f"{name}.{local}" if name else local for name in self.names)

@@ -5,12 +5,14 @@ from shardwise.plan.schedule_check import adapt, chain
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import Plan
 from shardwise.plan.timeline import simulate_schedule
-from shardwise.svg import INK, MUTED, Picture, colour
+from shardwise.svg import INK, MUTED, Picture, colour, shortened
 
 __all__ = ["bucket_picture", "mesh_picture", "step_picture"]
 
 _SHOWN_RANKS = 32
 _SHOWN_BUCKETS = 12
+_NAMED_WIDTH = 80
+"""A narrower segment of a bucket bears no name; its tooltip has it."""
 _KINDS = (("parameters", 3), ("gradients", 2), ("masters", 1), ("optimizer state", 1))
 """What ranks hold, and the sharding stage from which data ranks hold parts of it only."""
 
@@ -36,16 +38,22 @@ def held(plan: Plan, rank: int) -> dict[str, tuple[float, float]]:
 
 def mesh_picture(plan: Plan) -> Picture:
     """The ranks, with what each holds of parameters, gradients, masters and optimizer state."""
-    picture = Picture(f"{plan.mesh}, sharding stage {plan.sharding.stage}: what each rank holds of the model")
+    picture = Picture(f"{plan.mesh}, sharding stage {plan.sharding.stage}: the model's parts on each rank")
     picture.legend([(colour(number), kind) for number, (kind, _) in enumerate(_KINDS)])
     num_shown = min(plan.mesh.size, _SHOWN_RANKS)
     columns = min(num_shown, 4)
     wide = (picture.width - 32) / columns
+    axes = [axis for axis in plan.mesh.coordinates(0) if getattr(plan.mesh, axis) > 1]
+    # Long names of axes do not fit above each rank: they stand above all ranks once.
+    named = f"rank {num_shown}: " + ", ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in axes)
+    is_short = 7 * len(named) < wide
+    if not is_short:
+        picture.text(16, picture.y, f"rank: {', '.join(axes)}", fill=MUTED)
+        picture.y += 12
     for rank in range(num_shown):
         x, y = 16 + rank % columns * wide, picture.y + rank // columns * 84
-        at = ", ".join(
-            f"{axis} {place}" for axis, place in plan.mesh.coordinates(rank).items() if getattr(plan.mesh, axis) > 1
-        )
+        places = plan.mesh.coordinates(rank)
+        at = ", ".join(f"{axis} {places[axis]}" if is_short else str(places[axis]) for axis in axes)
         picture.text(x, y + 10, f"rank {rank}" + (f": {at}" if at else ""))
         for number, (kind, (start, stop)) in enumerate(held(plan, rank).items()):
             top = y + 18 + 13 * number
@@ -78,23 +86,27 @@ def step_picture(plan: Plan) -> Picture:
     order = f"{schedule.name}, " if plan.mesh.pp > 1 else ""
     picture = Picture(f"one update: {order}{k} microbatch{'es' if k > 1 else ''}, sharding stage {stage}")
     marks = {"gather": colour(2, 0.9), "reduce": colour(3, 0.9), "update": colour(5, 0.9)}
-    picture.legend([(colour(0), "forward"), (colour(1), "backward"), *((fill, name) for name, fill in marks.items())])
+    has_data_ranks = plan.mesh.num_data_ranks > 1
+    num_chunks = schedule.num_stages // plan.mesh.pp
+    darker = " (darker: a later stage of the rank)" if num_chunks > 1 else ""
+    legend = [(colour(0, 0.35), "forward"), (colour(1, 0.35), f"backward{darker}")]
+    used = {"gather": has_data_ranks and stage > 0, "reduce": has_data_ranks, "update": True}
+    legend += [(fill, name) for name, fill in marks.items() if used[name]]
+    picture.legend(legend)
     length = timeline.makespan_s + 1
     scale = (picture.width - 96) / length
-    has_data_ranks = plan.mesh.num_data_ranks > 1
     spans = timeline.busy_spans()
     for rank in range(min(plan.mesh.pp, _SHOWN_RANKS)):
         y = picture.y
-        picture.text(16, y + 17, f"pp {rank}" if plan.mesh.pp > 1 else "rank")
+        picture.text(16, y + 17, f"pp {rank}" if plan.mesh.pp > 1 else "each rank")
         own = [span for span in spans if span.rank == rank]
         for span in own:
             x, wide = 80 + span.start_s * scale, (span.stop_s - span.start_s) * scale
             words = (
                 f"{'forward' if span.kind == 'F' else 'backward'} of microbatch {span.microbatch}, stage {span.stage}"
             )
-            picture.box(
-                x, y, 0.9 * wide if wide < 10 else wide - 1, 24, colour("FB".index(span.kind), 0.35), title=words
-            )
+            depth = 0.35 + 0.35 * (span.stage // plan.mesh.pp) / max(1, num_chunks - 1)
+            picture.box(x, y, _with_gap(wide), 24, colour("FB".index(span.kind), depth), title=words)
             if wide > 14:
                 picture.text(x + wide / 2, y + 16, str(span.microbatch), middle=True, fill=INK)
             if has_data_ranks and stage == 3:
@@ -116,7 +128,7 @@ def step_picture(plan: Plan) -> Picture:
         picture.box(
             80 + timeline.makespan_s * scale,
             y,
-            max(scale - 1, 0.9 * scale),
+            _with_gap(scale),
             24,
             marks["update"],
             title="norm, clip, optimizer, one cast",
@@ -164,8 +176,9 @@ def bucket_picture(ownership: Ownership) -> Picture:
                 own = segment.run.num_elements * scale
                 title = f"{segment.name}: elements {segment.run.start:,} to {segment.run.stop:,}, owner {owner}"
                 picture.box(at, picture.y + 9, own, 22, colour(owner, 0.15), title=title, line="#ffffff")
-                if own > 7 * len(segment.name):
-                    picture.text(at + own / 2, picture.y + 24, segment.name, size=11, middle=True)
+                if own > _NAMED_WIDTH:
+                    name = shortened(segment.name, own - 6, size=11)
+                    picture.text(at + own / 2, picture.y + 24, name, size=11, middle=True)
         picture.y += 50
     if len(ownership.buckets) > _SHOWN_BUCKETS:
         picture.text(16, picture.y, f"and {len(ownership.buckets) - _SHOWN_BUCKETS} more buckets", fill=MUTED)

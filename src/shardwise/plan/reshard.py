@@ -1,6 +1,6 @@
 """Resharding: from who holds which pieces to who wants which, decided for all ranks at once.
 
-[1] per tensor     which pieces meet which: the same for all tensors that lie alike, so it is found once for them
+[1] per tensor     which pieces meet which: the same for all tensors with equal pieces, so it is found once for them
 [2] forced         where an element has one holder, or the rank itself holds it, there is nothing to choose
 [3] free           tensors with replicas, the largest first: each share from the holder that has least to send
 """
@@ -20,7 +20,7 @@ DEFAULT_MAX_BYTES = 64 << 20
 """How many bytes of messages a rank has in memory at most."""
 
 _SHOWN_NAMES = 4
-"""Of tensors of which one and the same thing is wrong."""
+"""One finding about several tensors."""
 
 
 def plan_reshard(
@@ -35,7 +35,7 @@ def plan_reshard(
     sources, targets: what each rank holds and wants, a list per rank; maybe nothing, maybe the same twice.
     cast: targets may be of other dtypes than what is held.
     An element comes from the rank itself where that holds it, else from the holder that has least to send.
-    Raises PlanError, with every problem in it: names and elements that nobody holds, shapes and dtypes that differ.
+    Raises PlanError, with every problem in it: names and elements without a holder, shapes and dtypes that differ.
 
     >>> rows = [Piece(name="w", dtype="int8", global_shape=(4, 2), offset=(at, 0), shape=(2, 2)) for at in (0, 2)]
     >>> whole = Piece(name="w", dtype="int8", global_shape=(4, 2))
@@ -108,7 +108,7 @@ class _NeededElements:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AlikeTensors:
-    """Tensors that lie alike on both sides."""
+    """Tensors with equal pieces on both sides."""
 
     findings: tuple[str, ...]
     held: tuple[PieceAt, ...] = ()
@@ -193,8 +193,8 @@ def _lacking(rank: int, piece: Piece, left: Sequence[Box]) -> str:
     missing = sum(box.num_elements for box in left)
     first = min(box.offset for box in left)
     return (
-        f"rank {rank} wants {_nameless(piece)} of it, and {missing} of its {piece.num_elements} elements are held by "
-        f"no rank, the first at index {first}"
+        f"rank {rank} wants {_nameless(piece)} of it, but no rank holds {missing} of its {piece.num_elements} "
+        f"elements, the first at index {first}"
     )
 
 
@@ -211,8 +211,8 @@ def _differences(
     for rank, piece in held:
         if piece.global_shape != source.global_shape or piece.dtype != source.dtype:
             yield (
-                f"rank {first} holds it as {_tensor(source)}, but rank {rank} as {_tensor(piece)}; "
-                "what is held of a tensor is of one dtype and shape"
+                f"rank {first} holds it as {_tensor(source)}, but rank {rank} as {_tensor(piece)}; all pieces of a "
+                "tensor have one dtype and shape"
             )
             return
     findings: dict[str, str] = {}

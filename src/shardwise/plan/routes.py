@@ -4,9 +4,9 @@ Batches of a reshard: what travels together, so that no rank has more than the p
 
     rank 0   start 0 | start 1 | finish 0 | start 2 | finish 1 | ...
 
-Two batches are under way at a time, and each has messages out and in: a batch has a quarter of the bytes for either.
-A tensor that needs more is cut: each batch has as large a part of all its shares, so that all of its ranks are busy.
-A rank that has nothing in a batch goes on to its next one.
+Two batches are under way at a time, each with messages out and in: a batch has a quarter of the bytes for either. A
+tensor that needs more is cut: each batch has as large a part of all its shares, so that all of its ranks are busy. A
+rank that has nothing in a batch goes on to its next one.
 """
 
 import json
@@ -44,7 +44,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How tensors go that are of one dtype and shape, and lie alike on both sides."""
+    """The moves of tensors of one dtype and shape, with equal pieces on both sides."""
 
     dtype: str
     """In which the tensor is held."""
@@ -88,7 +88,7 @@ class Route:
 class ReshardPlan:
     """Every tensor's route from where it is held to where it is wanted. Made by `plan_reshard`, for all ranks at once.
 
-    A tensor of which nobody wants an element has none.
+    A tensor that no rank wants has none.
     """
 
     num_ranks: int

@@ -1,8 +1,8 @@
 """What a save keeps of a training besides its tensors: JSON settings, and how live optimizers take theirs over.
 
 Settings of the model are its configuration files, and the record of a rewrite by which its tensors were made. Settings
-of optimizers name parameters and never count them: a parameter that was added, frozen or moved to another group is
-found and reported, and shifts nothing. For each optimizer:
+of optimizers name parameters and never count them. So a parameter that was added, frozen or moved to another group is
+reported, and shifts nothing. For each optimizer:
 
     {"kind": "AdamW",
      "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
@@ -107,8 +107,8 @@ def _merge(one: Any, other: Any, rank: int, place: str) -> Any:
         ]
     if one != other:
         raise MismatchError(
-            f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; settings (learning rates, "
-            "groups) must be equal on all ranks when they are saved"
+            f"{place} is {one!r} on the ranks before rank {rank}, and {other!r} there; save equal settings (learning "
+            "rates, groups) on all ranks"
         )
     return one
 
@@ -136,7 +136,7 @@ class OptimizerGroup:
     """A group of an optimizer."""
 
     parameters: tuple[str, ...]
-    """Names of all that it trains, on whichever rank they are; frozen parameters are left out."""
+    """Names of all parameters that it trains, on any rank; frozen ones are left out."""
     settings: Mapping[str, Any]
     """By torch's keys; values of a live optimizer, or of JSON."""
 
@@ -146,7 +146,7 @@ class NamedOptimizer:
     """An optimizer as a checkpoint sees it."""
 
     kind: str
-    """The name of its class."""
+    """The name of its class; "" where a file of another program does not say it."""
     groups: tuple[OptimizerGroup, ...]
     plain: Mapping[str, str] = field(default_factory=dict)
     """Keys of its state that hold Python values, and the name of their type."""
@@ -186,8 +186,8 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the checkpoint's settings of optimizers are not understood ({in_words(error)}); each is to "
-            "have a kind and groups, and each group parameters and settings"
+            f"the checkpoint's settings of optimizers are not understood ({in_words(error)}). Each optimizer needs a "
+            "kind and groups, and each group parameters and settings"
         ) from None
 
 
@@ -302,12 +302,13 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     source: dict[str, tuple[str, NamedOptimizer]] = {}
     for optimizer in live:
         mine = [name for group in optimizer.groups for name in group.parameters if name in then]
-        others = [name for name in mine if places[then[name]][0].kind != optimizer.kind]
+        # Files of torch have the state of an optimizer without its class: settings and state must do.
+        others = [name for name in mine if places[then[name]][0].kind not in ("", optimizer.kind)]
         if others:
             kinds = " and ".join(dict.fromkeys(places[then[name]][0].kind for name in others))
             findings.append(
-                f"{optimizer.kind} trains {few_of(others)} here, which {kinds} trained when the checkpoint was saved; "
-                "build the same optimizer, or load without its state"
+                f"{optimizer.kind} trains {few_of(others)} here, but {kinds} trained it in the checkpoint; build the "
+                "same optimizer, or load without its state"
             )
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
         for group in optimizer.groups:
@@ -343,14 +344,14 @@ def _findings_of_parameters(
     findings = []
     if added := [name for name in names if name not in then]:
         findings.append(
-            f"{len(added)} parameters are trained here that were not when the checkpoint was saved: {few_of(added)}; "
-            "freeze them, or let them start without optimizer state"
+            f"{len(added)} parameters are trained here, but were frozen in the checkpoint: {few_of(added)}; freeze "
+            "them, or let them start without optimizer state"
         )
     known = {*then.values(), *(alias for alias, name in ties.items() if name in then)}
     if gone := [name for name in places if name not in known]:
         findings.append(
-            f"{len(gone)} parameters were trained when the checkpoint was saved that are not here: {few_of(gone)}; "
-            "train them here too, or let their optimizer state go"
+            f"{len(gone)} parameters were trained in the checkpoint, but are not here: {few_of(gone)}; train them "
+            "here too, or let their optimizer state go"
         )
     return findings
 
@@ -365,8 +366,8 @@ def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, M
         first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
         if other := next((each for each in others if each[1] != first[1]), None):
             yield (
-                f"{what} was several groups when the checkpoint was saved: {key} is {_shown(first[1])} for "
-                f"{first[0]!r} and {_shown(other[1])} for {other[0]!r}; make the same groups"
+                f"{what} was several groups in the checkpoint: {key} is {_shown(first[1])} for {first[0]!r} and "
+                f"{_shown(other[1])} for {other[0]!r}; make the same groups"
             )
         elif key not in group.settings and key not in _OF_SCHEDULERS and key not in _HOW_NOT_WHAT:
             yield f"{what} has no setting {key!r}, which the checkpoint has ({_shown(first[1])})"

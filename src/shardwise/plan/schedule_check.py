@@ -3,7 +3,7 @@
 A schedule is made before anyone knows which values cross between stages; the first forward shows that. `walk` runs the
 schedule against these transfers in thought: who waits for what, and when. `check` finds faults and deadlocks, and
 `adapt` gives up as little as it can. One microbatch's transfers are (source stage, destination stage) in program order.
-Every rank walks through the same program; what it meets at a local stage below the highest that it has entered belongs
+Every rank walks through the same program. What it meets at a local stage below the highest that it has entered belongs
 to that highest one:
 
     transfers     0>1  1>2  2>0  0>2          (4 stages on 2 ranks)
@@ -140,41 +140,47 @@ def walk(schedule: Schedule, transfers: Transfers, seconds: Callable[[Action], f
 def check(schedule: Schedule, transfers: Transfers) -> list[str]:
     """What is wrong with running `schedule`, one finding each; none: every rank gets through.
 
-    `transfers`: (source stage, destination stage) of what one microbatch moves, in program order; a value may go
-    back to an earlier stage, and stages may pass several. Each rank runs its order alone; a send never blocks, a wait
-    lasts until what it waits for is sent. `parts_of` says which transfers belong to which action.
+    `transfers`: (source stage, destination stage) of each value of a microbatch, in program order. A value may go back
+    to an earlier stage, and stages may pass several. Each rank runs its order alone; a send never blocks, a wait lasts
+    until what it waits for is sent. `parts_of` says which transfers belong to which action.
     """
     # Deadlocks last: a walk makes sense only for a schedule with every action once, on the rank of its stage.
     return _foreign(schedule, transfers) + _structure(schedule) or _deadlocks(schedule, transfers)
 
 
-def adapt(schedule: Schedule, transfers: Transfers, *, steps_back: bool = False) -> Schedule:
+def adapt(schedule: Schedule, *paths: Transfers, steps_back: bool = False) -> Schedule:
     """The schedule itself where it can be run with these transfers, else the nearest that can; its name says how.
+
+    paths: the transfers of one microbatch; several, where microbatches take different paths.
 
     Stages that feed each other cannot run ahead of each other: under "1f1b" they advance in step. Where that is not
     enough, each microbatch goes through all stages of a rank before the next. Raises PlanError with the findings
     where the schedule has none of the names that `make_schedule` knows, or nothing can be run.
 
-    steps_back: a rank works on one of its stages again after a later one, or waits in a forward for what other stages
-    tell, so that the actions of its stages are not apart.
+    steps_back: a rank works on one of its stages again after a later one, or waits in a forward for announcements. So
+        the actions of its stages overlap.
     """
     # All ranks call this with the same arguments, and so come to the same schedule without a message.
-    findings = check(schedule, transfers)
-    if steps_back and schedule.num_chunks > 1:
+    findings = [finding for transfers in paths for finding in check(schedule, transfers)]
+    if schedule.num_chunks > 1 and steps_back:
         findings.append(
-            "a rank works on one of its stages after a later one, or waits there for what other stages tell; stages of "
+            "a rank works on one of its stages after a later one, or waits there for other stages. The stages of "
             "such a rank go forward and back together"
         )
+    every = [transfer for transfers in paths for transfer in transfers]
+    # Each path alone may fit where a mixture does not: forwards of several microbatches take turns on a rank.
+    if schedule.num_chunks > 1 and len(paths) > 1 and any(target < source for source, target in every):
+        findings.append("microbatches take different paths, and some of them go back to earlier stages")
     if not findings:
         return schedule
-    if schedule.name in SCHEDULES and not _foreign(schedule, transfers):
-        candidates = [_in_step(schedule, transfers)] if schedule.num_chunks == 1 and schedule.name == "1f1b" else []
+    if schedule.name in SCHEDULES and not _foreign(schedule, every):
+        candidates = [_in_step(schedule, every)] if schedule.num_chunks == 1 and schedule.name == "1f1b" else []
         for candidate in [*candidates, _one_by_one(schedule)]:
-            if not check(candidate, transfers):
+            if not any(check(candidate, transfers) for transfers in paths):
                 return candidate
     if schedule.name not in SCHEDULES:
         findings.append(f"a schedule of your own is not changed; those named {', '.join(SCHEDULES)} are")
-    raise PlanError(*(f"schedule {schedule.name!r}: {finding}" for finding in findings))
+    raise PlanError(*(f"schedule {schedule.name!r}: {finding}" for finding in dict.fromkeys(findings)))
 
 
 def _foreign(schedule: Schedule, transfers: Transfers) -> list[str]:
@@ -239,9 +245,9 @@ def _deadlocks(schedule: Schedule, transfers: Transfers) -> list[str]:
         source, destination = transfers[message.transfer]
         what, giver = ("value", source) if message.kind == "F" else ("gradient", destination)
         findings.append(
-            f"deadlock: rank {rank} in {action} (microbatch {action.microbatch}, stage {action.stage}) waits for "
-            f"the {what} of stage {giver} from rank {schedule.rank_of(giver)} "
-            f"(transfer {message.transfer}: {source}>{destination})"
+            f"deadlock: rank {rank} in {action} (microbatch {action.microbatch}, stage {action.stage}) waits for the "
+            f"{what} of stage {giver}, rank {schedule.rank_of(giver)} (transfer {message.transfer}: "
+            f"{source}>{destination})"
         )
     return findings
 
@@ -287,6 +293,27 @@ def _one_by_one(schedule: Schedule) -> Schedule:
         orders.append((*forwards, *backwards))
     name = f"{schedule.name}, as fthenb microbatch by microbatch"
     return Schedule(name, schedule.num_stages, schedule.num_microbatches, tuple(orders))
+
+
+def one_by_one_after(schedule: Schedule, microbatch: int) -> Schedule:
+    """The schedule up to the end of a forward, then one microbatch after the other on all ranks.
+
+    For a forward that takes another path than those that the schedule was made for. The ranks learn that at the end of
+    this forward, each at another time. From there on, all of them run actions in one order, so none waits for an action
+    that another has put off. Two stages on two ranks, and microbatch 1 is the first to take another path:
+
+        1f1b      rank 0   F0 F1 B0 F2 B1 F3 B2 B3         rank 1   F0 B0 F1 B1 F2 B2 F3 B3
+        changed   rank 0   F0 F1 | B0 B1 F2 B2 F3 B3       rank 1   F0 B0 F1 | B1 F2 B2 F3 B3
+    """
+    k = schedule.num_microbatches
+    orders = []
+    for order in schedule.orders:
+        last = max(at for at, action in enumerate(order) if action.kind == "F" and action.microbatch == microbatch)
+        done = order[: last + 1]
+        rest = sorted(set(order[last + 1 :]), key=lambda action: (action.microbatch, *_rank_in_microbatch(action)))
+        orders.append((*done, *rest))
+    name = f"{schedule.name}, one by one after forward {microbatch}"
+    return Schedule(name, schedule.num_stages, k, tuple(orders))
 
 
 def _microbatches(numbers: Iterable[int]) -> str:

@@ -140,8 +140,8 @@ def make_schedule(name_or_text: str, *, num_ranks: int, num_chunks: int, num_mic
     """The schedule of that name ("fthenb", "1f1b", "interleaved"), or the one written in a text (of several lines).
 
     A written schedule that bears one of those names is called "1f1b as written", since it is not ours to change.
-    Raises PlanError for an unknown name, a text that is no schedule, and one that is for another number of ranks,
-    chunks (stages per rank) or microbatches.
+    Raises PlanError for an unknown name, a text that is no schedule, or one for another number of ranks, chunks (stages
+    per rank) or microbatches.
     """
     asked = {"ranks": num_ranks, "chunks": num_chunks, "microbatches": num_microbatches}
     if problems := [f"schedule: {size} {what} asked; at least 1 is needed" for what, size in asked.items() if size < 1]:
@@ -205,8 +205,8 @@ def _fthenb(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list
 def _one_forward_one_backward(num_ranks: int, num_chunks: int, num_microbatches: int) -> list[list[Action]]:
     """As few forwards ahead as keep all ranks busy (Narayanan et al., 2021, arXiv:2104.04473; one chunk: "1F1B").
 
-    With chunks the paper sends `num_ranks` microbatches at a time through all chunks. Where they do not divide the
-    microbatches the groups here are larger, never smaller: the bubble stays the paper's for any number of at least
+    With chunks the paper sends `num_ranks` microbatches at a time through all chunks. If they do not divide the
+    microbatches, the groups here are larger, never smaller. The bubble stays the paper's for any number of at least
     `num_ranks`.
     """
     # 7 microbatches on 3 ranks with 2 chunks: groups of 4 and 3, bubble 12.5%. Groups of 3, 3 and 1 have 23.6%: the

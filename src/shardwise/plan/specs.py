@@ -1,7 +1,7 @@
 """What a user asks for: the plan and its strategies, as frozen values with a text form (TOML) that parses back.
 
-Each value checks itself when it is made and reports all problems at once. The text is what ranks compare, what a save
-keeps, and what a configuration file may hold; fields appear in their order here, so a new one goes last.
+Each value checks itself when it is made and reports all problems at once. Ranks compare the text, a save keeps it, and
+a configuration file may hold it. Fields appear in their order here, so a new one goes last.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from shardwise.space import Mesh
 Partition = Literal["slice", "whole"]
 Owners = Literal["all", "dp_shard"]
 Balance = Literal["parameters", "flops", "seconds"]
+Sums = Literal["exact", "backend"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,11 @@ class Precision:
     """Widest dtype in which gradients travel; they are summed in `master`."""
     keep: tuple[str, ...] = ()
     """Names or globs of parameters (or of modules) that compute in master precision."""
+    sums: Sums = "exact"
+    """Who adds over ranks on accelerators. `exact`: the ranks, in their order, as on the CPU; `backend`: the devices'
+    library (NCCL), in its own order and in the dtype that travels."""
+    loss_scale: float | Literal["dynamic"] | None = None
+    """A factor on losses that is taken off the gradients again; "dynamic": as in `torch.amp.GradScaler`; None: none."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -95,6 +101,16 @@ class Precision:
         ]
         if not isinstance(self.keep, tuple | list) or not all(isinstance(pattern, str) for pattern in self.keep):
             problems.append(f"precision.keep: {self.keep!r} is not a tuple of names; write keep=('*norm*',)")
+        if self.sums not in get_args(Sums):
+            problems.append(f"precision.sums: {self.sums!r} is not one of {', '.join(map(repr, get_args(Sums)))}")
+        scale = self.loss_scale
+        if isinstance(scale, int | float) and not isinstance(scale, bool) and 1e-30 <= scale <= 1e30:
+            object.__setattr__(self, "loss_scale", float(scale))
+        elif scale is not None and scale != "dynamic":
+            problems.append(
+                f'precision.loss_scale: {scale!r} is neither "dynamic" nor a number from 1e-30 to 1e30; leave it '
+                "out, and losses are not scaled"
+            )
         _raise(problems)
         object.__setattr__(self, "keep", tuple(self.keep))
 
@@ -133,7 +149,7 @@ class ByName(Mapping[str, Value]):
 class Pipeline:
     """In what order the stages of the model run, and which module belongs to which stage.
 
-    A mesh with `pp` ranks along that axis has `pp * num_chunks` stages; stage s is run by the rank at `s % pp`.
+    A mesh with `pp` ranks along that axis has `pp * num_chunks` stages. Stage s is run by the rank at `s % pp`.
     """
 
     schedule: str = "1f1b"
@@ -176,8 +192,9 @@ class Tensor:
     """Tensor parallelism: how single parameters are cut over the ranks along `tp`, and what moves between them."""
 
     rules: Mapping[str, str] | Literal["auto"] | None = None
-    """{name or glob of modules or parameters: rule}; "auto": the plan that the model carries, or one that
-    a run of it on a sample allows; None: no cuts."""
+    """{name or glob of modules or parameters: rule}; "auto": the model's own plan, or one inferred from a run on a
+    sample; None: no cuts.
+    """
     prove: bool = True
     """Whether the first forward of each module with cuts is compared with the uncut module."""
 
@@ -198,14 +215,23 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A mesh and its strategies: everything that decides how a model is trained, and nothing that needs a process."""
+    """A mesh and its strategies: everything that decides how a model is trained, and nothing that needs a process.
+
+    Raises PlanError, with every problem in it, for strategies that do not fit each other.
+    """
 
     mesh: Mesh = field(default_factory=Mesh)
+    """How many ranks there are along each axis; default: one rank."""
     sharding: Sharding = field(default_factory=Sharding)
+    """Who holds which part of the training state; default: stage 1."""
     merge: Merge = field(default_factory=Merge)
+    """Of how many microbatches an update is made; default: one."""
     precision: Precision = field(default_factory=Precision)
+    """Which dtype each value has; default: each parameter's own, with float32 masters."""
     pipeline: Pipeline = field(default_factory=Pipeline)
+    """Which module is on which stage, and the order of work, where `mesh.pp` is above 1."""
     tensor: Tensor = field(default_factory=Tensor)
+    """Which parameters are cut along `tp`, where `mesh.tp` is above 1."""
     clip_grad_norm: float | None = None
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
 
@@ -342,8 +368,8 @@ def _pipeline_problems(pipeline: Pipeline) -> list[str]:
         )
     elif stages is not None and pipeline.balance != "parameters":
         problems.append(
-            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages says where each module is; "
-            "leave one of them out"
+            f"pipeline.balance: {pipeline.balance!r} asked, but pipeline.stages gives each module its stage; leave "
+            "one of them out"
         )
     return problems + ([] if stages is None else _stages_problems(stages))
 

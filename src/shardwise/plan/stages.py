@@ -1,7 +1,7 @@
 """Which module runs on which stage of a pipeline: given by names, or balanced by load (`balance`).
 
 What a user gives may name a module by any of its names, a container, a glob or a bare parameter. A key claims a module
-with all that is in it, so keys for a module and for what is in it contradict each other unless they agree:
+with all its contents. Keys for a module and for a part of it contradict each other unless they agree:
 
     stages={"layers.[0-1]": 0, "layers.2": 1, "head": 1, "scale": 0}
     layers.0, layers.1 -> 0    layers.2, head -> 1    parameter scale of the model itself -> 0
@@ -20,7 +20,7 @@ from shardwise.plan.specs import ByName, Pipeline, toml_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """On which stage each part of a model is; stage s is run by the rank at coordinate `s % num_ranks` of `pp`.
+    """On which stage each part of a model is. Stage s is run by the rank at coordinate `s % num_ranks` of `pp`.
 
     Modules that are neither placed nor inside a placed module run on every rank, as the code between modules does.
     """
@@ -61,8 +61,8 @@ def place(
 
     `work`: the load of each module with all that is in it, by its first name; None: its parameters' elements.
     `order`: names of the modules in the order in which they are first called; None: the order of registration.
-    Raises PlanError with every finding: keys that match nothing or contradict each other, stages that own nothing,
-    parameters without a stage, more stages than modules.
+    Raises PlanError with every finding: keys without a match or in contradiction, empty stages, parameters without a
+    stage, more stages than modules.
     """
     num_stages = num_ranks * pipeline.num_chunks
     if pipeline.stages is not None:
@@ -221,6 +221,6 @@ def _contradiction(claims: Iterable[tuple[int, str]], things: Sequence[str]) -> 
     said = " and ".join(f"stage {stage} by {key!r}" for stage, key in claims)
     more = f" (and {len(things) - 1} more)" if len(things) > 1 else ""
     return (
-        f"pipeline.stages: {things[0]}{more} is given {said}; a module runs on one stage, with all that is in it: "
-        "give its parts their stages, or change a key"
+        f"pipeline.stages: {things[0]}{more} is given {said}. A module runs on one stage, with all its parts: give "
+        "the parts their stages, or change a key"
     )

@@ -121,8 +121,8 @@ def plan_tensor(outline: TensorOutline, rules: Mapping[str, str] | Literal["auto
     """Cut the parameters of a model over `num_ranks` as the rules say.
 
     `rules`: {name or glob of modules or parameters: rule}; "auto" is short for {"*": "auto"}: what the model carries.
-    Raises PlanError with every finding: rules that mean nothing, contradict each other or do not fit what a module
-    computes, sizes that cannot be cut, ties that would be cut in two ways.
+    Raises PlanError with every finding: rules without meaning, in contradiction or unfit for a module, sizes that
+    cannot be cut, ties that would be cut in two ways.
     """
     planner = _Planner(outline, num_ranks)
     planner.apply({"*": "auto"} if rules == "auto" else rules)
@@ -159,7 +159,7 @@ class _Planner:
         self.findings += check_uses(self._outline, found, self._cuts, self._styles)
         if not self._cuts and not self.findings:
             self.findings.append(
-                f"no rule cuts a parameter over the {self._num_ranks} ranks along tp; give some module the rule "
+                f"no rule cuts a parameter over the {self._num_ranks} ranks along tp. Give some module the rule "
                 "'column', 'row' or 'vocab', or leave mesh.tp at 1"
             )
 
@@ -208,8 +208,8 @@ class _Planner:
             self._refuse(
                 module,
                 rule,
-                f"beside its base_layer it has {adapted.others[0]!r}, which is no linear map of an adapter (lora_A, "
-                "lora_B); give it the rule 'replicate'",
+                f"apart from its base_layer it has {adapted.others[0]!r}, which is no linear map of an adapter "
+                "(lora_A, lora_B); give it the rule 'replicate'",
             )
             return
         for each in adapted.ups if rule.kind == "column" else adapted.downs:
@@ -345,7 +345,7 @@ class _Planner:
             case _:
                 self.findings.append(
                     f"{_named(module, attribute)} ({rule.text}): this rule is not for a bare parameter of shape "
-                    f"{shape}; give 'column' or 'row', with dim=0 and the like, 'once' or 'replicate'"
+                    f"{shape}. Give 'column' or 'row' (dim=0 and the like), 'once' or 'replicate'"
                 )
 
     def _hide(self, module: TensorModule, attribute: str) -> None:
@@ -404,7 +404,10 @@ class _Planner:
             holds, do = f"{length} indices are no whole number of units of {unit}", "give a unit that divides them"
         elif groups is not None:
             holds = f"it works with {groups} key-value heads, which cannot be cut over {self._num_ranks} ranks"
-            do = f"give mesh.tp at most {groups}, or the rule 'replicate' to this and to what reads its outputs"
+            do = (
+                f"give mesh.tp at most {groups}, or the rule 'replicate' to this module and to the readers of its "
+                "outputs"
+            )
         else:
             holds = f"{length} indices in units of {unit} are {length // unit} for {self._num_ranks} ranks"
             do = f"give mesh.tp at most {length // unit}, or the rule 'replicate'"
@@ -444,9 +447,9 @@ class _Planner:
                 if (other := cuts.get((module.name, attribute))) != cut:
                     how = "whole" if other is None else f"cut along dim {other.dim} at {_cut_points(other)}"
                     self.findings.append(
-                        f"'{first[0]}.{first[1]}' and {_named(module, attribute)} are one parameter (a tie): the first "
-                        f"is cut along dim {cut.dim} at {_cut_points(cut)}, the second is {how}; give both modules "
-                        "rules that cut alike (an embedding and its head: 'vocab' for both)"
+                        f"'{first[0]}.{first[1]}' and {_named(module, attribute)} are one parameter (a tie). The "
+                        f"first is cut along dim {cut.dim} at {_cut_points(cut)}, the second is {how}. Give both "
+                        "modules rules that cut alike (an embedding and its head: 'vocab' for both)"
                     )
 
     def _check_sums(self) -> None:
@@ -456,14 +459,14 @@ class _Planner:
             self._summed |= self._held(module)
             if not self._held(module) & self._cuts.keys():
                 self.findings.append(
-                    f"{_named(module)}: its outputs are to be summed over the ranks, but no parameter in it is cut; "
-                    "give its parameters rules, or leave it out"
+                    f"{_named(module)}: its rule sums its outputs over the ranks, but cuts no parameter in it; give "
+                    "its parameters rules, or leave it out"
                 )
             for each in self._inside(module):
                 if any(style.kind in _SUM_THEMSELVES for style in self._styles.get(each.name, ())):
                     self.findings.append(
-                        f"{_named(module)}: its outputs are to be summed over the ranks, but {_named(each)} in it has "
-                        "a rule that sums already; leave one of the two out"
+                        f"{_named(module)}: its rule sums its outputs over the ranks, but {_named(each)} in it has a "
+                        "rule that sums already; leave one of them out"
                     )
 
     def _refuse(self, module: TensorModule, rule: Rule, why: str) -> None:

@@ -1,6 +1,6 @@
-"""From a trace of which features have to be on one rank to rules of tensor parallelism: what "auto" infers.
+"""From a trace, with the features that have to be on one rank, to rules of tensor parallelism: the inference of "auto".
 
-A trace gives every feature of what linear maps read and give a group; features of one group have to be on one rank.
+A trace gives every feature of what linear maps read and give a group. Features of one group have to be on one rank.
 Groups that several maps have make a family: the maps that give them take `column`, those that read them `row`.
 
     query  0 0 1 1 2 2 3 3                             column(groups=4)
@@ -8,8 +8,8 @@ Groups that several maps have make a family: the maps that give them take `colum
     value  0 0 1 1 2 2 3 3
 
 A fused projection has the groups several times, side by side: `0 1 2 3 | 0 1 2 3 | 0 1 2 3` are three parts. A family
-is cut where all its members have their groups in one order, in as many groups as there are ranks or more, and where it
-begins with columns and ends in rows. A map that would be both is what the earlier family needs it to be.
+is cut if all its members have their groups in one order, with at least one group per rank. It also begins with columns
+and ends in rows. A map that would be both is what the earlier family needs it to be.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -200,17 +200,19 @@ def _unfit(
             return f"{each!r} is cut along its other dim ({roles[each]})"
     # A residual stream is the usual case: it is added to what every rank has, so what gives it is whole.
     if any(WHOLE in groups for groups in members.sequences(maps)):
-        return next((why for each in columns if (why := maps[each].why_whole)), "it meets what every rank has whole")
+        return next(
+            (why for each in columns if (why := maps[each].why_whole)), "it meets a value that every rank has whole"
+        )
     if split := [each.name for each in members.parameters if each.dim is None]:
         return f"the parameter {split[0]!r} would be cut along two dims"
     # A cut that nothing ends would leave every rank with a part of the model's output, or a wrong sum.
     if not rows:
-        return "no linear map reads what it gives, feature by feature"
+        return "no linear map reads its outputs, feature by feature"
     for each in rows:
         if maps[each].has_whole_input:
-            return f"{each!r} reads what is cut in one call, and what is whole in another"
+            return f"{each!r} reads a cut value in one call, and a whole one in another"
         if len({_settings(groups) for groups in maps[each].inputs}) > 1:
-            return f"{each!r} reads what would be cut in several ways"
+            return f"{each!r} reads a value that would be cut in several ways"
     problems = [(each, maps[each].column_problem or _tied(maps[each])) for each in columns]
     problems += [(each, maps[each].row_problem or _tied(maps[each])) for each in rows]
     return next((f"{each!r}: {why}" for each, why in problems if why), "")
@@ -226,10 +228,10 @@ def _uneven(members: _Members, maps: Mapping[str, TracedMap], trace: ForwardTrac
         because = f", tied by {reason}" if reason else ""
         return f"{fewest} group{'s' * (fewest != 1)} of features that belong together{because}, for {num_ranks} ranks"
     if both := [each for each in members.columns if each in members.rows]:
-        return f"{both[0]!r} reads what it gives itself"
+        return f"{both[0]!r} reads its outputs itself"
     groups = [group for order in orders for group in order]
     if len(groups) != len(set(groups)):
-        return "its features lie in another order than those of what reads them"
+        return "its features have another order than those of their reader"
     return ""
 
 

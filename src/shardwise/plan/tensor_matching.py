@@ -171,8 +171,8 @@ def check_uses(
         if target.attribute is None:
             if rule.kind == "sum" and module.computes != "other":
                 findings.append(
-                    f"{target} ({module.kind}, {rule.text}): it computes one map from its parameters, and a bias would "
-                    f"be summed as well; give it {_rule_for(module)}, and leave the rules of its parameters out"
+                    f"{target} ({module.kind}, {rule.text}): it computes one map from its parameters, and a bias "
+                    f"would be summed too. Give it {_rule_for(module)}, and leave the rules of its parameters out"
                 )
             continue
         name = module.parameters[target.attribute]
@@ -220,9 +220,9 @@ def _in_sequence(around: str, dim: int, styles: Mapping[str, Sequence[Style]]) -
             if (style.kind, style.scatter) in (("row", dim), ("vocab", dim)):
                 continue
             yield (
-                f"{name!r} has the style {style.kind!r} inside of {around or 'the model itself'!r}, which has the rule "
-                f"'sequence': each rank has other positions there; write column(gather={dim}) and row(scatter={dim}) "
-                "for what is cut inside, and leave other rules out, or leave 'sequence' out"
+                f"{name!r} has the style {style.kind!r} inside of {around or 'the model itself'!r}, which has the "
+                f"rule 'sequence': each rank has other positions there. Give column(gather={dim}) and "
+                f"row(scatter={dim}) to the cut modules inside, and leave other rules out. Or leave 'sequence' out"
             )
 
 

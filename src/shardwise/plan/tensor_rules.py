@@ -5,7 +5,7 @@ A rule is a word, and settings in brackets where it needs them: `column`, `colum
     column      outputs of a linear map (or columns of an embedding): each rank has its own, and goes on with them
     row         inputs of a linear map: each rank comes with its own, and the sum over the ranks goes on
     vocab       tokens: rows of an embedding, which are summed; outputs of a head, which are gathered
-    replicate   whole on every rank, and so is all inside that has no rule of its own
+    replicate   whole on every rank, and so are all modules inside without a rule
     sequence    whole; each rank works on its own positions, which are gathered (norms, dropout)
     heads       of a module of heads: its attributes count this rank's heads while it runs, for forwards that read them
     sum         a module with cut bare parameters: each rank computes a part of a sum (experts)

@@ -1,18 +1,22 @@
 """When each rank of a pipeline does what: simulated from the times of stages, or measured; and its drawing as text.
 
-A span is a forward, a backward or a wait. Waits may be inside of forwards (a stage that others feed twice), so busy
-time is the spans less the waits in them, and the bubble is what is left of all ranks' time:
+A span is a forward, a backward or a wait. Waits may be inside of forwards (a stage that others feed twice). So busy
+time is the spans less their waits, and the bubble is the rest of all ranks' time:
 
     rank 0   F0 [0 .. 1]  F1 [1 .. 2]  wait [2 .. 4]  B0 [4 .. 6] ...     busy 1 + 1 + 2 + ..
     bubble = 1 - (sum of busy) / (ranks * makespan)
 """
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.schedule_check import Transfers, check, walk
 from shardwise.plan.schedules import SCHEDULES, Schedule
+
+_SLOW = 1.1
+_MOST_SLOW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ def ideal_bubble(name: str, *, num_ranks: int, num_chunks: int, num_microbatches
     """The bubble of the schedule of that name where all stages take the same time and transfers take none.
 
     (P - 1) / (v k + P - 1) with P ranks, v chunks per rank, k microbatches (Narayanan et al., 2021, section 2.2). It is
-    exact for k of at least P, and for any k where v = 1; with fewer microbatches than ranks chunks wait for each
+    exact for k of at least P, and for any k where v = 1. With fewer microbatches than ranks chunks wait for each
     other, and it is the bound from below. Raises PlanError for an unknown name.
     """
     if name not in SCHEDULES:
@@ -174,6 +178,15 @@ def draw_timeline(timeline: Timeline, *, width: int = 100) -> str:
             rows[cell.rank][start : start + len(label)] = label
     lines = [f"{name:<{margin}}{''.join(row)}" for name, row in zip(names, rows, strict=True)]
     return "\n".join([*lines, _legend(timeline, has_stages)]) + "\n"
+
+
+def slow_ranks(busy_s: Mapping[int, float]) -> tuple[int, ...]:
+    """The ranks that were busy more than 1.1 times as long as the middle one, at most three, the slowest first."""
+    if len(busy_s) < 2:
+        return ()
+    middle_s = statistics.median_low(busy_s.values())
+    slow = [rank for rank, seconds in busy_s.items() if seconds > _SLOW * middle_s]
+    return tuple(sorted(slow, key=lambda rank: -busy_s[rank])[:_MOST_SLOW])
 
 
 def seconds_text(seconds: float) -> str:

@@ -1,9 +1,8 @@
-"""Units: which parameters of a model are gathered together, and before the forward of which modules (stage 3).
+"""Units: the parameters of a model that are gathered together, and the modules whose forward needs them (stage 3).
 
-Without patterns from the user, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) that
-has several modules of one class, or of any module that has several children of one class and no such list in them.
-What is outside of blocks is a unit by the module that holds it, so that an embedding, a last norm and a head are
-gathered apart:
+Without patterns from the user, a unit is a repeated block: a member of the outermost list (ModuleList, Sequential) with
+several modules of one class. Or it is a child of a module with several children of one class and no such list in them.
+A module outside of blocks is a separate unit, so that an embedding, a last norm and a head are gathered apart:
 
     embedding   |  layers.0  |  layers.1  |  layers.2  |   norm   |  head        six units; a head that is tied to the
     weight      |  all in it |            |            |   weight |  weight      embedding calls for the embedding's
@@ -67,10 +66,10 @@ def plan_units(
     """The units of a model.
 
     first_names: every name of a parameter -> its first one, which has the others as ties. patterns: names or globs of
-    the modules that are units, "." for the model itself; what one pattern matches inside of what it matches is no unit
-    of its own, and a parameter belongs to the innermost. placed: the modules that are on a stage of a pipeline; no unit
-    reaches beyond one, and parameters outside of all have none. Raises PlanError for patterns that match nothing, or no
-    module that is called and holds parameters.
+    the modules that are units, "." for the model itself. Matches of one pattern inside each other are one unit, and a
+    parameter belongs to the innermost unit. placed: the modules that are on a stage of a pipeline. No unit reaches
+    beyond one, and parameters outside of all have none. Raises PlanError for patterns that match nothing, or no module
+    that is called and holds parameters.
     """
     # A parameter has one unit, that of its first name. Every other unit in which a tie of it is becomes a module before
     # whose forward that unit is gathered too.
@@ -146,10 +145,11 @@ def _repeated(outline: Outline) -> Iterator[str]:
         yield outline.name
         return
     # Blocks without parameters (activations) repeat too, and need no unit.
-    candidates = [child for child in outline.children if child.num_places and not child.is_container]
-    count_of = Counter(child.kind for child in candidates)
+    # By name: two outlines are compared with all that is in them.
+    kinds = {child.name: child.kind for child in outline.children if child.num_places and not child.is_container}
+    count_of = Counter(kinds.values())
     for child in outline.children:
-        is_repeated = child in candidates and count_of[child.kind] > 1
+        is_repeated = child.name in kinds and count_of[child.kind] > 1
         # An encoder and a decoder of one class are repeated, but their layers are the blocks: look inside of them.
         if is_repeated and (_is_list(outline) or not _has_list(child)):
             yield child.name
@@ -197,8 +197,8 @@ def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
             )
         elif lists := [each for each in usable if each.is_container]:
             problems.append(
-                f"sharding.units: {pattern!r} matches {lists[0].name!r}, a {lists[0].kind} whose forward is never "
-                f"called; name what is in it ({lists[0].name + '.*'!r}), or the module around it"
+                f"sharding.units: {pattern!r} matches {lists[0].name!r}, a {lists[0].kind} without a call of its "
+                f"forward; name its modules ({lists[0].name + '.*'!r}), or the module around it"
             )
         chosen |= {each.name for each in usable}
     if problems:

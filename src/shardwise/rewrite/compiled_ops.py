@@ -146,8 +146,9 @@ def compile_ops(
 ) -> CompiledOps | OpsRefusal:
     """Return what operations do to tensors with these metas, or why they do not fit.
 
-    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are for how many ranks a fused
-    left and a fused right tensor are laid out. A degree that is not known (None) is 1, and stays open on the way back.
+    `transposed` tells of each tensor whether all its dims are reversed first; `degrees` are the numbers of ranks for
+    which a fused left and a fused right tensor are laid out. A degree that is not known (None) is 1, and stays open on
+    the way back.
     """
     try:
         return _Working(metas, num_results, degrees).through(operations, transposed)
@@ -254,8 +255,8 @@ class _Working:
         shape = self.shapes[place]
         if asked is None:
             raise OpsRefusal(
-                f"what shape {self._named(place)} had before it was reshaped is not known: check the inverse against "
-                f"the tensors that the rewrite was made for, or write reshape='[..]'"
+                f"the shape of {self._named(place)} before the reshape is not known. Check the inverse against the "
+                "tensors of the rewrite, or write reshape='[..]'"
             )
         elements, known = prod(shape), prod(size for size in asked if size != -1)
         # With a size of 0 beside it, -1 could be any number: it is refused rather than guessed.
@@ -281,8 +282,8 @@ class _Working:
             raise OpsRefusal(f"src_dtype is {cast.source!r}, but {self._named(place)} has dtype {self.dtypes[place]}")
         if cast.to is None:
             raise OpsRefusal(
-                f"what dtype {self._named(place)} had before it was cast is not known: check the inverse against the "
-                f"tensors that the rewrite was made for, or write src_dtype= and dst_dtype= in it"
+                f"the dtype of {self._named(place)} before the cast is not known. Check the inverse against the "
+                "tensors of the rewrite, or write src_dtype= and dst_dtype= in it"
             )
         return cast.to
 
@@ -331,8 +332,9 @@ class _Working:
                 )
             if self.dtypes[place] != self.dtypes[0]:
                 raise OpsRefusal(
-                    f"tensors that are joined have the same dtype, but {_tensor(0)} has {self.dtypes[0]} and "
-                    f"{_tensor(place)} has {self.dtypes[place]}: cast one of them in a statement before"
+                    f"tensors that are joined have the same dtype, but "
+                    f"{_tensor(0)} has {self.dtypes[0]} and {_tensor(place)} "
+                    f"has {self.dtypes[place]}: cast one of them in a statement before"
                 )
 
     def _sizes(self, axis: int) -> tuple[int, ...]:
@@ -357,8 +359,8 @@ class _Working:
         # fits.
         if sizes is None and split.recorded and parts > 1:
             raise OpsRefusal(
-                f"what sizes the {parts} parts of {self._named(0)} had along dim {axis} is not known: check the "
-                f"inverse against the tensors that the rewrite was made for, or write sizes='[..]'"
+                f"the sizes of the {parts} parts of {self._named(0)} along dim {axis} are not known. Check the "
+                "inverse against the tensors of the rewrite, or write sizes='[..]'"
             )
         if sizes is None:
             if size % parts:
@@ -422,8 +424,8 @@ class _Working:
             if by_size is None:
                 raise OpsRefusal(
                     f"{self._named(0)} has size {there[0]} along dim {axis}, which its {num_heads} query heads and "
-                    f"twice {num_groups} key-value heads do not divide: check axis=, num_heads= and "
-                    f"num_key_value_groups=, or say what query, key and value have by sizes='[..]'"
+                    f"twice {num_groups} key-value heads do not divide. Check axis=, num_heads= and "
+                    "num_key_value_groups=, or give the sizes of query, key and value by sizes='[..]'"
                 )
             return by_size
         sizes = there if qkv.sizes is None else qkv.sizes
@@ -437,7 +439,7 @@ class _Working:
         if qkv.sizes is None and by_size not in (None, sizes):
             raise OpsRefusal(
                 f"along dim {axis}, value heads have another size than key heads, and the fused tensor could also "
-                f"consist of heads of one size: say sizes='{list(sizes)}', so that it can be parted again"
+                f"consist of heads of one size. Write sizes='{list(sizes)}', so that it can be split again"
             )
         return sizes
 
@@ -480,9 +482,9 @@ class _Working:
             # shuffle rows silently.
             if not degree:
                 raise OpsRefusal(
-                    f"the {side} tensor is cut along dim {axis} by its layout, which does not tell for how many ranks "
-                    f"it is fused: say {attribute}= with the tensor-parallel degree, or {attribute}=1 where it is data "
-                    "parallelism that cuts it"
+                    f"the {side} tensor is cut along dim {axis} by its layout, which has no number of ranks for the "
+                    f"fusing. Write {attribute}= with the tensor-parallel degree, or {attribute}=1 if data "
+                    "parallelism cuts it"
                 )
             yield side, degree
 
@@ -503,8 +505,8 @@ class _Working:
         for side, degree in self._degrees(ffn, axis):
             if sizes[0] % degree:
                 raise OpsRefusal(
-                    f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide gate and "
-                    f"up of size {sizes[0]} each, {sum(sizes)} together, along dim {axis}"
+                    f"the {side} tensor is fused for tensor-parallel degree {degree}. It does not divide gate and up "
+                    f"of size {sizes[0]} each, {sum(sizes)} together, along dim {axis}"
                 )
         self._lay(ffn, axis, sizes)
 

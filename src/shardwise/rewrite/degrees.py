@@ -1,8 +1,8 @@
 """Degrees: for how many ranks along `tp` fused tensors are laid out, where their statements do not say it.
 
-The degree follows the data: forward from the layouts of the sources to what an operation reads, and back from the
-layouts of the target to what it makes, through names, sections and whatever else lies between. So all statements are
-carried out twice: first with a tensor of its own in the place of each fused one, which shows how that goes on.
+The degree follows the data. It goes forward from the layouts of the sources to an operation's inputs, and back from the
+layouts of the target to its outputs, through all names and sections between. So all statements are carried out twice,
+first with a new tensor instead of each fused one, which shows its way.
 """
 
 from collections import Counter
@@ -89,7 +89,7 @@ class _Fusing:
 
 
 class Fusings:
-    """The instances that lay tensors out for ranks, with a source of its own for each that they make."""
+    """The instances that lay tensors out for ranks, with a new source for each tensor that they make."""
 
     def __init__(self) -> None:
         self.section = 0
@@ -149,7 +149,7 @@ class Fusings:
         return found
 
     def _made_for(self, fusing: _Fusing, uses: Sequence[_UseInTarget]) -> int | None:
-        """For how many ranks what is made is laid out, as it lies in the target."""
+        """For how many ranks the outputs are laid out in the target."""
         # No layout, no degree. The statement then means 1, but stays open for the way back.
         if not any(use.degrees for use in uses):
             return None
@@ -177,7 +177,9 @@ class Fusings:
         return self._parts[form].get(number)
 
     def _taken_for(self, fusing: _Fusing, sources: Mapping[str, TensorMeta]) -> int | None:
-        """For how many ranks what is taken is laid out, as its elements lie in sources and in what was made of them."""
+        """For how many ranks the inputs are laid out, by the places of their elements in sources and in tensors made of
+        them.
+        """
         node, axis = fusing.taken, fusing.axis
         metas = [self._meta_of(leaf, sources) for leaf in node.leaves]
         layouts = tuple(map(_layout, metas))
@@ -215,7 +217,7 @@ class _BoxOwner(NamedTuple):
     ranks: tuple[int, ...] = ()
     """Which of them it is."""
     places: tuple[int, ...] = ()
-    """Where it lies along dims of which it is not known how they are cut."""
+    """Its place along dims with an unknown cut."""
 
 
 _WHOLE = _BoxOwner()
@@ -223,7 +225,7 @@ _UNKNOWN = _BoxOwner(degrees=(0,))
 
 
 class _OwnedIndices(NamedTuple):
-    """Indices along a dim, and who has some of what lies there."""
+    """Indices along a dim, and the ranks with elements there."""
 
     start: int
     stop: int
@@ -234,7 +236,7 @@ _BoxOwners: TypeAlias = frozenset[_BoxOwner]
 
 
 def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: Shapes) -> list[_OwnedIndices]:
-    """Who has which indices along dim `axis` of the one source of `laid`, a tensor that lies in boxes.
+    """The ranks of the indices along dim `axis` of the one source of `laid`, a tensor in boxes.
 
     degrees: of its layout, see `TensorMeta`; shapes: of the source, by its name in the views.
     """
@@ -267,9 +269,9 @@ def _cuts_along(axis: int, laid: ViewedTensor, degrees: Sequence[int], shapes: S
 def _degree_along(size: int, cuts: Iterable[Sequence[_OwnedIndices]]) -> int:
     """For how many ranks a tensor is laid out along a dim of this size; 0 where that is not known.
 
-    cuts: of each tensor that lies in boxes, who has which indices. Where each rank has one stretch of equal size, in
-    the order of ranks, that is their number. Where a rank has parts of several stretches these lie one after the other
-    as they do without ranks: 1.
+    cuts: for each tensor in boxes, the ranks of its indices. Where each rank has one stretch of equal size, in the
+    order of ranks, that is their number. If a rank has parts of several stretches, these follow one another as they do
+    without ranks: 1.
     """
     runs = list(_runs([cut for each in cuts for cut in _alone(each)], size))
     owners = [each for _, each in runs]
@@ -303,7 +305,7 @@ def _alone(cuts: Sequence[_OwnedIndices]) -> Sequence[_OwnedIndices]:
 
 
 def _runs(cuts: Sequence[_OwnedIndices], size: int) -> Iterator[tuple[int, _BoxOwners]]:
-    """Stretches of indices up to `size`: how long they are, and who has a part of each; nobody where none says."""
+    """Stretches of indices up to `size`: their lengths, and the ranks with a part of each. No rank if none is known."""
     # A sweep over the ends of all cuts: its cost is the number of cuts, not the size of the dim.
     events: dict[int, list[tuple[_BoxOwner, int]]] = {0: [], size: []}
     for cut in cuts:

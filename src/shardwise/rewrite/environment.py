@@ -1,7 +1,7 @@
 """Environment: the variables at one point of a rewrite, and the rules by which optimizer state goes with parameters.
 
 An instance that takes parameters takes what the optimizer has for them, one key after the other: with the same boxes
-where the state has the shape of the parameter, without casts; state without dims is one for all, and has to be equal in
+where the state has the shape of the parameter, without casts. State without dims is one for all, and has to be equal in
 all that are joined.
 """
 
@@ -36,7 +36,7 @@ class Variable:
         self.along = 0
         """How often it was read since it is the optimizer state of what was read."""
         self.kept = False
-        """Whether `a -> a` says that it is to be an output although it is read."""
+        """Whether `a -> a` makes it an output although it is read."""
         self.added = False
         """Whether `_ -> a` made it: it has no elements."""
         self.dropped: Statement | None = None
@@ -115,7 +115,7 @@ class Environment:
         return self._index
 
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
-        """Return what a pattern stands for: variables that nobody read; where there are none, those that were read.
+        """Return the variables that a pattern matches: the unread ones; if there are none, those that were read.
 
         So a statement does not see what an earlier one used up, and yet two statements can read the same tensors.
         """
@@ -187,14 +187,14 @@ class Follow(NamedTuple):
 
     shared: bool = False
     undecided: bool = False
-    """Whether nobody can tell what it is."""
+    """Whether its kind is not known."""
     refused: str = ""
     leaning: bool = False
-    """Whether only parameters with dims tell what it is; then what comes out has to tell it too, for the way back."""
+    """Whether only parameters with dims tell what it is. Then what comes out has to tell it too, for the way back."""
 
 
 def without_casts(operations: tuple[StatementOperation, ...]) -> tuple[StatementOperation, ...]:
-    """What operations on parameters do to their optimizer state, which has dtypes of its own."""
+    """The effect of operations on the optimizer state of parameters, which has its own dtypes."""
     return tuple([each for each in operations if not isinstance(each, Cast)])
 
 
@@ -231,12 +231,11 @@ def is_scalar(key: str, nodes: Mapping[str, Node]) -> bool | None:
 
 
 def undecided(name: str, *, back: bool = False) -> str:
-    """Say that nobody can tell what state of a parameter without dims is, and what to do; `back`: on the way back."""
+    """Say that the kind of state of a parameter without dims is not known, and what to do; `back`: on the way back."""
     goes = "comes out" if back else "goes in"
     return (
-        f"{name}: a parameter without dims {goes}, and no parameter with dims that {goes} tells whether this state is "
-        f'one value for a parameter or has one per element; drop it by its name, in quotes (`"{name}" -> _`), or leave '
-        "the parameter as it is"
+        f"{name}: a parameter without dims {goes}. No parameter with dims {goes} to tell whether this state is one "
+        f'value or one per element. Drop it by its name, in quotes (`"{name}" -> _`), or leave the parameter as it is'
     )
 
 
@@ -278,7 +277,7 @@ def follow(
         if parameter.meta.shape != state.meta.shape:
             shape = list(state.meta.shape)
             return Follow(
-                refused=f"has shape {shape} and not the parameter's {list(parameter.meta.shape)}, so that it can only "
-                f"be renamed with it: drop it by its name, in quotes, or leave the parameter as it is"
+                refused=f"has shape {shape} and not the parameter's {list(parameter.meta.shape)}, so it can only be "
+                "renamed with it. Drop it by its name, in quotes, or leave the parameter as it is"
             )
     return Follow(leaning=leaning)

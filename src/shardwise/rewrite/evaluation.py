@@ -1,7 +1,7 @@
 """Evaluation: statements carried out on variables, from the sources to the outputs. Nothing but names and metas move.
 
-All instances of a statement read before any of them writes. Who reads a variable uses it up; what nobody read comes out
-in the end.
+All instances of a statement read before any of them writes. A read uses a variable up; unread variables come out in the
+end.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ class Evaluation:
     trace: list[list[AppliedInstance]]
     """What each task did."""
     agree: list[tuple[Node, ...]]
-    """Tensors without dims of which the first stands for all."""
+    """Tensors without dims; the first stands for all."""
     findings: list[StatementFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What may be wrong, and what was counted."""
@@ -284,7 +284,7 @@ class _Carrying:
                 self._writers.append(expanded)
 
     def _take(self, expanded: Expanded, read: tuple[Variable, ...]) -> tuple[Degrees, tuple[Node, ...]]:
-        """Do what is to be done with the tensors; return the degrees that this needed, and what is made of them."""
+        """Carry the operations out on the tensors. Return the degrees that this needed, and what is made of them."""
         left, right, transposed = expanded
         degrees = self._said
         made: tuple[Node, ...] = ()
@@ -415,7 +415,7 @@ class _Carrying:
         degrees: Degrees,
         made: tuple[Node, ...],
     ) -> None:
-        """Do with the state under one key what is done with the parameters, of which `made` was made."""
+        """Do the operations of the parameters on the state under one key; `made` are the parameters' results."""
         left, right, transposed = expanded
         found = states_of(left, key, self._variables)
         states = tuple([each for each in found if each is not None])
@@ -505,14 +505,12 @@ class _Carrying:
         name = variable.name
         if before.added or variable.added:
             if before.node is not None or before.added:
-                self._refuse(
-                    f"{name} is there already, and cannot be added or assigned beside that", expanded, alike="added"
-                )
+                self._refuse(f"{name} exists already, and cannot be added or assigned too", expanded, alike="added")
             return
         if before.node is not None:
             elements = prod(before.node.meta.shape)
             self._refuse(
-                f"{name} is there already and nothing has read it: its {elements} elements would be lost; read it "
+                f"{name} exists already and no statement has read it: its {elements} elements would be lost. Read it "
                 f"before, or drop it by `{name} -> _`",
                 expanded,
                 alike=f"overwritten{elements}",

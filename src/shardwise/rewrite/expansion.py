@@ -1,8 +1,8 @@
 """Expansion: the instances of a statement for the names that there are, and the record of those carried out.
 
-A placeholder stands for the same digits in all left names: the matches of the left names are joined on what they share,
-and a match without partners is a finding. So ragged combinations (experts that only some layers have) are taken as they
-are. What only right names have (a placeholder, a star) is taken from the target's names.
+A placeholder stands for the same digits in all left names. The matches of the left names are joined on common
+placeholders, and a match without partners is a finding. So ragged combinations (experts that only some layers have) are
+taken as they are. What only right names have (a placeholder, a star) is taken from the target's names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -83,9 +83,6 @@ class _Expansion:
                 self._find(
                     name, f"nothing but digits stands between two placeholders of {pattern.text}: put text there"
                 )
-        # A speedup only: what it returns is what the general way below would return.
-        if not self.findings and (simple := self._simple()) is not None:
-            return simple
         rows = [] if self.findings else self._left_rows()
         if not rows:
             return []
@@ -111,25 +108,6 @@ class _Expansion:
             Expanded(left, tuple([name for group in groups for name in group]), mask)
             for (left, mask), groups in zip(lefts, rights, strict=True)
         ]
-
-    def _simple(self) -> list[Expanded] | None:
-        """The instances where one left name has all placeholders and there are no stars; by far the most have that."""
-        if len(self.left) != 1 or any(each.star is not None for each in (*self.left, *self.right)):
-            return None
-        (left,) = self.left
-        same = all(each.variables == left.variables for each in self.right)
-        if not same or not left.variables:
-            return None
-        found = self.names.find(left)
-        mask = (True,) if self.statement.left[0].transposed else None
-        made = []
-        for name, bindings, _ in found:
-            filled = [right.fill(bindings) for right in self.right]
-            names = tuple([each for each in filled if each is not None])
-            if len(names) < len(filled):
-                return None  # a number would be negative, which the close look reports
-            made.append(Expanded((name,), names, mask))
-        return made or None
 
     def _joined(self, groups: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], tuple[bool, ...] | None]:
         """All left names of a row, and of each whether it is transposed."""
@@ -258,7 +236,7 @@ class _Expansion:
             if matches is None:
                 known = dict(zip(self.bound, bindings, strict=True))
                 # Dropping the row instead would leave a q without its k out of the fused tensor, and nobody would know.
-                lonely.append(f"{_shown(pattern, known)} is not there, which {done[0][0]} needs beside it")
+                lonely.append(f"{_shown(pattern, known)} is not there, and {done[0][0]} needs it")
                 continue
             used.add(key)
             joined.extend([((*bindings, *extra), (*done, found)) for extra, found in matches])
@@ -268,7 +246,7 @@ class _Expansion:
                 known = dict(
                     zip([variable for variable in pattern.variables if variable in self.bound], key, strict=True)
                 )
-                lonely.append(f"{_shown(first, known)} is not there, which {matches[0][1][0]} needs beside it")
+                lonely.append(f"{_shown(first, known)} is not there, and {matches[0][1][0]} needs it")
         self._find_all(name, lonely)
         self.bound = (*self.bound, *[pattern.variables[place] for place in fresh])
         return joined
@@ -316,7 +294,7 @@ class _Expansion:
         unbound = [f"${variable}" for variable in pattern.variables if variable not in self.bound]
         what = " and ".join([*unbound, *(["*"] if pattern.star is not None else [])])
         if self.wanted is None and not any(self._counted(pattern, bindings, done) for bindings, done in rows):
-            self._find(name, f"what {what} stands for is not on the left, and no target is known whose names say it")
+            self._find(name, f"{what} has no value on the left, and no target is known whose names give it one")
             return [], []
         groups = {} if self.wanted is None else self._grouped(name, pattern, self.wanted.find(pattern))
         fresh = [place for place, variable in enumerate(pattern.variables) if variable not in self.bound]
@@ -363,7 +341,7 @@ def _shown(pattern: NamePattern, known: dict[str, str]) -> str:
 
 
 def _gap_of(pattern: NamePattern, bindings: Sequence[str], names: Sequence[str]) -> str:
-    """Say which name is lacking among those for which a star stands; empty where their numbers are 0, 1, 2 and so on.
+    """Say which name is lacking among those for which a star stands. Empty where their numbers are 0, 1, 2 and so on.
 
     names: in the order of their numbers, which differ. Names that are lacking behind the last cannot be seen.
     """

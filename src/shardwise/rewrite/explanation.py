@@ -44,7 +44,7 @@ class Explained(Protocol):
 
     @property
     def dropped(self) -> frozenset[str]:
-        """Sources of which nothing comes out."""
+        """Sources without an element in an output."""
 
     def resolve(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box come from."""
@@ -76,7 +76,7 @@ def explain(checked: Explained) -> str:
 
 
 def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
-    """Target, source, and the cells beside them."""
+    """Target, source, and the cells next to them."""
     outputs = checked.outputs
     for name, meta in outputs.items():
         whole = Box((0,) * len(meta.shape), meta.shape)

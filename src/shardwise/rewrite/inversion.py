@@ -1,7 +1,7 @@
 """Inversion of what was done: the exact way back, instance by instance, and what is lost on it.
 
 What a rewrite did is a graph of variables and applied instances. A variable can be made again when it comes out, or
-when some instance that read it can be undone, which takes all that the instance wrote. Where several instances read it
+when an instance that read it can be undone; that takes all outputs of the instance. Where several instances read it
 there are copies, and those might differ later: the first one counts, and that it does is a loss.
 
 Figure 1. `a` is joined with `b`, and copied. It can be made again of `ab` and of `c`; of `ab` counts::
@@ -10,7 +10,7 @@ Figure 1. `a` is joined with `b`, and copied. It can be made again of `ab` and o
     a, b -> ab          a, b --> ab        c -> _               the copy is dropped: a loss
     a -> c              a -----> c         ab -> a, b
 
-The proof at the end of the file is a check of this library, not of its user: a failure is a fault of ours.
+The proof at the end of the file checks this library, not its user: a failure is our fault.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ class _Graph:
     ) -> None:
         self.outputs = frozenset(outputs)
         self.route: dict[Variable, AppliedInstance] = {}
-        """By the undoing of which instance a variable is made again, where it is."""
+        """The instance whose undoing makes a variable again, if any does."""
         self.copies: set[Variable] = set()
         """Variables that could be made again by the undoing of some instance; also those that come out."""
         self.blocked: dict[Variable, Variable] = {}
@@ -97,23 +97,23 @@ class _Graph:
         if source.dropped is not None or name not in self._coming_out:
             return _Loss(statement, "drops", name)
         if name in self._dropped:
-            return _Loss(statement, "drops a part of", name, ", of which nothing comes back")
-        rest = ", of which nothing comes back: what was joined is parted again only as a whole"
-        return _Loss(statement, "drops a part of what was joined with", name, rest)
+            return _Loss(statement, "drops a part of", name, ", and nothing of it comes back")
+        rest = ", and nothing of it comes back: joined tensors split again only as a whole"
+        return _Loss(statement, "drops a part of a tensor that was joined with", name, rest)
 
     @cached_property
     def _coming_out(self) -> frozenset[str]:
-        """The sources of which elements come out."""
+        """The sources with elements that come out."""
         return frozenset().union(*[each.node.used for each in self.outputs if each.node is not None])
 
     @cached_property
     def _dropped(self) -> frozenset[str]:
-        """The sources of which elements are dropped somewhere."""
+        """The sources with elements that are dropped somewhere."""
         dropped = {each for each in self.blocked.values() if each.dropped is not None}
         return frozenset().union(*[each.node.used for each in dropped if each.node is not None])
 
     def dropped_by(self, variable: Variable) -> Statement:
-        """The statement because of which a variable cannot be made again."""
+        """The statement that prevents making a variable again."""
         while variable.dropped is None:
             variable = self.blocked[variable]
         return variable.dropped
@@ -237,7 +237,7 @@ class _Undone:
             self._take_apart(ops.inverse, results, names)
 
     def _take_apart(self, inverse: InverseOps, results: tuple[str, ...], names: tuple[str, ...]) -> None:
-        """Undo what treated tensors, or results, differently: each by itself, and between that what joins or splits."""
+        """Undo the steps that treated tensors, or results, differently, and between them joins and splits."""
         between = results
         if any(inverse.after):
             between = tuple([self._spares.fresh(f"result {place} of {names[0]}") for place in range(len(results))])
@@ -315,7 +315,7 @@ def _copied(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph:
 
 
 def _copy(statement: Statement, variable: Variable, first: str) -> _Loss:
-    beside = "which comes out itself" if first == variable.name else f"beside what {first} has of it"
+    beside = "which comes out itself" if first == variable.name else f"next to the part of it in {first}"
     return _Loss(statement, "copies", variable.name, f" {beside}: copies may differ later")
 
 
@@ -354,7 +354,7 @@ class Claim:
     sources: Mapping[str, Node]
     outputs: Mapping[str, Node]
     agree: Sequence[tuple[Node, ...]]
-    """Nodes of which any stands for all."""
+    """Nodes; any of them stands for all."""
     lost: Collection[str]
     """Sources that need not come back."""
     aliases: Mapping[str, str]
@@ -387,7 +387,7 @@ def prove(claim: Claim, applied_instances: Iterable[AppliedInstance], tasks: Ite
         if applied.ops is not None and not applied.ops.proved:
             _prove_ops(applied.ops, [variable.node.meta for variable in applied.left if variable.node is not None])
     wrong = claim.failing(tasks)
-    assert not wrong, f"what undoes a rewrite does not give back {', '.join(wrong[:10])} ({len(wrong)} findings)"
+    assert not wrong, f"the inverse of a rewrite does not give back {', '.join(wrong[:10])} ({len(wrong)} findings)"
 
 
 def gives_back(claim: Claim, statements: Iterable[Statement]) -> bool:
@@ -404,7 +404,7 @@ def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
         back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
         for back, value in zip(returned, values, strict=True)
     )
-    assert same, f"what undoes {ops.steps} does not lead back"
+    assert same, f"the inverse of {ops.steps} does not lead back"
     ops.proved = True
 
 

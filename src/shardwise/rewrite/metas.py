@@ -1,8 +1,8 @@
-"""Metas: all that a rewrite knows of a tensor (shape, dtype, layout), and which dtypes hold every value of which."""
+"""Metas: all that a rewrite knows of a tensor (shape, dtype, layout), and dtypes that hold all values of another."""
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from shardwise.errors import RewriteError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex
@@ -21,11 +21,29 @@ class TensorMeta(NamedTuple):
     """
 
 
-def metas_of(tensors: Mapping[str, Any], what: str = "tensors") -> dict[str, TensorMeta]:
+class Shaped(Protocol):
+    """A tensor of torch or numpy, a `StoredTensor`, a `TensorMeta`: this room imports none of their libraries."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its dims."""
+
+    @property
+    def dtype(self) -> object:
+        """By its name ("float32"), or what torch has for it."""
+
+
+TensorLike: TypeAlias = Shaped | Sequence[int] | tuple[object, ...]
+"""Something with `shape` and `dtype`, a shape (its dtype is then "float32"), or a pair (shape, dtype).
+
+A dict with shapes and pairs has tuples of objects for type checkers.
+"""
+
+
+def metas_of(tensors: Mapping[str, TensorLike], what: str = "tensors") -> dict[str, TensorMeta]:
     """Return the metas of tensors by name; `what` they are called in messages.
 
-    A value is a TensorMeta, a shape (its dtype is then "float32"), a pair (shape, dtype), or anything with `shape` and
-    `dtype`: a tensor of torch or numpy, a `StoredTensor`. Raises RewriteError for anything else.
+    See `TensorLike` for what a value may be. Raises RewriteError for anything else.
 
     >>> metas_of({"w": (2, 3), "b": ((3,), "bfloat16")})["b"]
     TensorMeta(shape=(3,), dtype='bfloat16', degrees=())
@@ -147,7 +165,7 @@ def keeps_values(source: str, to: str) -> bool:
 
 
 def needed_casts(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """The dtypes of a chain of casts without those in between that change no value; the first is that of the source.
+    """The dtypes of a chain of casts without those in between that change no value. The first is that of the source.
 
     >>> needed_casts(("bfloat16", "float32", "float16")), needed_casts(("float32", "float16", "float32"))
     (('bfloat16', 'float16'), ('float32', 'float16', 'float32'))

@@ -1,8 +1,8 @@
 """Nodes: what variables stand for, as a graph from sources through operations, and as views of sources when asked.
 
-Tensors that come about in the same way (the same operations on the same shapes) have the same views but for the names
-of their sources. So the views are found once for all of them, as a `Form`, and a node is a form and the names in it.
-A `Correspondence` answers which elements of sources are in a box of an output, and the other way round.
+Tensors from the same operations on the same shapes have the same views, except for the names of their sources. So the
+views are found once for all of them, as a `Form`, and a node is a form and the names in it. A `Correspondence` answers
+which elements of sources are in a box of an output, and the other way round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ class Form:
         self._value: ViewedTensor | None = None
 
     def through(self, parts: "_FormParts") -> "tuple[Form, ...]":
-        """The forms that operations make of forms of which this is the first."""
+        """The forms that operations make of this form as the first input."""
         made = self._made.get(parts)
         if made is None:
             # The views stay unknown here. Most variables are temporaries whose views nobody asks for.
@@ -81,7 +81,7 @@ class Form:
 
     @property
     def used(self) -> frozenset[int]:
-        """The numbers of the sources of which elements are there."""
+        """The numbers of the sources with elements here."""
         return frozenset([int(view.source) for view in self.value.views])
 
 
@@ -125,7 +125,7 @@ class Node:
 
     @property
     def value(self) -> ViewedTensor:
-        """Which element of which source each element is."""
+        """The source element of each element."""
         return _named(self.form.value, self.leaves)
 
     def value_under(self, aliases: Mapping[str, str]) -> ViewedTensor:
@@ -136,7 +136,7 @@ class Node:
 
     @property
     def used(self) -> set[str]:
-        """The sources of which elements are there; also those that have none."""
+        """The sources with elements here, and those without elements."""
         # A tensor without elements has no views that name a source. Its sources count as used all the same: otherwise
         # they would be reported as dropped.
         if len(self.leaves) == 1 or 0 in self.meta.shape:
@@ -277,7 +277,7 @@ class Correspondence:
         return self.sources[self.aliases.get(leaf, leaf)]
 
     def push(self, name: str, box: Box) -> list[Fragment]:
-        """Where the elements of a box of a source go: boxes of outputs; in several for copies, in none when dropped."""
+        """Where the elements of a box of a source go: boxes of outputs. In several for copies, in none when dropped."""
         # Loads and conversions ask the other way round, and never pay for this.
         if self._pushed is None:
             self._pushed = self._turned()

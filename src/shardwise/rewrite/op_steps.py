@@ -1,7 +1,7 @@
 """Steps: what the operations of a statement come down to once shapes and dtypes are known. Each can be undone.
 
-There are six. Whatever joins, parts or interleaves tensors along a dim that they have is one `Arrange`: it says of
-which stretches of which tensors each result consists, in order.
+There are six. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches of
+tensors that make it up, in order.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AxisSlice: TypeAlias = tuple[int, int, int]
 # tensor and for the proof.
 @dataclass(frozen=True, slots=True)
 class Permutes:
-    """Dim i of result j is dim `dims[j][i]` of tensor j; a tensor whose `dims` are None stays as it is."""
+    """Dim i of result j is dim `dims[j][i]` of tensor j. A tensor whose `dims` are None stays as it is."""
 
     dims: tuple[tuple[int, ...] | None, ...]
 

@@ -1,7 +1,7 @@
 """Patterns of names, and the index that finds what they stand for without trying every pattern on every name.
 
 Placeholders and stars stand for digits only. So a name belongs to its skeleton, the name with every run of digits
-replaced by a mark. A pattern can only match names of its own skeleton; those are told apart by their runs of digits.
+replaced by a mark. A pattern can only match names with its skeleton; their runs of digits distinguish them.
 """
 
 import re
@@ -85,9 +85,9 @@ class NamePattern:
         """Runs that are a placeholder: which, its name, its shift."""
         self.star: int | None = None
         self.mixed: list[tuple[int, re.Pattern[str]]] = []
-        """Runs that are text beside a placeholder or star: the group of the expression is what that stands for."""
+        """Runs with text next to a placeholder or star: the group of the expression has the digits."""
         self.ambiguous = False
-        """Whether digits could be told apart in several ways: only digits stand between two placeholders."""
+        """Whether digits could be split in several ways: only digits stand between two placeholders."""
         for place, run in enumerate(runs):
             # $A, the text 1, $B on 1111: is $A 1 or 11? Both read all of it.
             self.ambiguous |= sum(not isinstance(part, str) for part in run) > 1

@@ -5,10 +5,11 @@ from functools import partial
 from math import prod
 from operator import mul
 
+from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.rewrites import Checked
 from shardwise.space import Box
 from shardwise.space.boxes import row_major_strides
-from shardwise.svg import MUTED, Picture, colour
+from shardwise.svg import MUTED, Picture, colour, shortened
 
 __all__ = ["rewrite_picture"]
 
@@ -16,13 +17,13 @@ _SHOWN_OUTPUTS = 12
 
 
 def rewrite_picture(checked: Checked, names: Sequence[str] = ()) -> Picture:
-    """Sources at the left and outputs at the right; a source's colour grows darker from its first element to its last.
+    """Sources at the left and outputs at the right. A source's colour grows darker from its first element to its last.
 
     names: which outputs; none given: the first ones that are more than a source under another name.
     """
     outputs = checked.outputs
     shown = list(names) or [name for name in outputs if _is_changed(checked, name)] or list(outputs)
-    picture = Picture("where the elements of outputs come from", width=720)
+    picture = Picture("the sources of the elements of outputs", width=720)
     for words, said in (("dropped", checked.dropped), ("not in a source: these keep their value", checked.added)):
         if said:
             more = f" and {len(said) - 4} more" if len(said) > 4 else ""
@@ -50,14 +51,19 @@ def _add_output(picture: Picture, checked: Checked, name: str) -> None:
         return shade(found[0].other, found[0].offset) if found else None
 
     meta, top = checked.outputs[name], picture.y
-    picture.text(400, top, f"{name} {list(meta.shape)} {meta.dtype}")
+    picture.text(400, top, _label(name, meta, width=310))
     picture.tensor(400, top + 8, meta.shape, origin)
     for source in sources:
         given = checked.sources[source]
-        picture.text(16, picture.y, f"{source} {list(given.shape)} {given.dtype}")
+        picture.text(16, picture.y, _label(source, given, width=370))
         picture.tensor(16, picture.y + 8, given.shape, partial(shade, source))
         picture.y += 128
     picture.y = max(picture.y, top + 128)
+
+
+def _label(name: str, meta: TensorMeta, *, width: float) -> str:
+    kind = f" {list(meta.shape)} {meta.dtype}"
+    return shortened(name, width - 7 * len(kind)) + kind
 
 
 def _is_changed(checked: Checked, name: str) -> bool:

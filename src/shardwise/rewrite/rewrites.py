@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from shardwise.errors import RewriteError
 from shardwise.rewrite.explanation import explain
 from shardwise.rewrite.inversion import gives_back
-from shardwise.rewrite.metas import TensorMeta, metas_of
+from shardwise.rewrite.metas import TensorLike, TensorMeta, metas_of
 from shardwise.rewrite.nodes import Correspondence
 from shardwise.rewrite.sections import (
     BOUNDARY,
@@ -63,7 +63,7 @@ class Rewrite:
 
     def __init__(
         self,
-        source: str | Sequence[str] | Mapping[str, Any],
+        source: str | Sequence[str] | Mapping[str, object],
         *,
         parameters: TextParameters | None = None,
     ) -> None:
@@ -154,13 +154,13 @@ class Rewrite:
             parts = ["\n".join([text_of(statement) for statement in section.effective]) for section in self._sections]
         return f"\n{BOUNDARY}\n".join(parts)
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, object]:
         """JSON values from which `from_record` makes it: the statements as written, and which sections go backward."""
         # What was written is recorded, not its inverse: with a target at hand the exact inverse is found again, and
         # text is less.
         parts = ["\n".join([text_of(statement) for statement in section.statements]) for section in self.stages]
         inverted = [place for place, section in enumerate(self.stages) if section.inverted]
-        record: dict[str, Any] = {"text": f"\n{BOUNDARY}\n".join(parts)}
+        record: dict[str, object] = {"text": f"\n{BOUNDARY}\n".join(parts)}
         return {**record, "inverted": inverted} if inverted else record
 
     @classmethod
@@ -206,12 +206,12 @@ class Rewrite:
     def __rshift__(self, other: "Rewrite") -> "Rewrite":
         return self.then(other)
 
-    def inverse(self, sources: Mapping[str, Any] | None = None, *, lossy: Lossy = "refuse") -> "Rewrite":
+    def inverse(self, sources: Mapping[str, TensorLike] | None = None, *, lossy: Lossy = "refuse") -> "Rewrite":
         """Return the rewrite that undoes this one.
 
         `sources`: the tensors that this is applied to; then the inverse is exact. Without them it has what the text
         says, and takes the rest from the target that it is checked against. What cannot be undone (a drop, a cast that
-        loses values, a copy) is refused by name; with `lossy="allow"` the rest is undone: what was dropped keeps the
+        loses values, a copy) is refused by name. With `lossy="allow"` the rest is undone: what was dropped keeps the
         value that it has in the target, of copies the first counts. Raises RewriteError.
         """
         allowed = _allowed(lossy)
@@ -229,8 +229,8 @@ class Rewrite:
 
     def check(
         self,
-        sources: Mapping[str, Any],
-        target: Mapping[str, Any] | None = None,
+        sources: Mapping[str, TensorLike],
+        target: Mapping[str, TensorLike] | None = None,
         *,
         aliases: Mapping[str, str] | None = None,
     ) -> "Checked":
@@ -248,20 +248,20 @@ class Rewrite:
         if wanted is not None:
             problems = list(mismatches(checked.outputs, checked.added, checked.ties, wanted))
             if problems:
-                raise RewriteError(*problems, about="the rewrite does not make what the target wants")
+                raise RewriteError(*problems, about="the rewrite does not make the target's tensors")
         return checked
 
     def apply(
         self,
-        sources: Mapping[str, Any],
+        sources: Mapping[str, TensorLike],
         *,
-        wanted: Mapping[str, Any] | None = None,
-        recorded: Mapping[str, Any] | None = None,
+        wanted: Mapping[str, TensorLike] | None = None,
+        recorded: Mapping[str, TensorLike] | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> "Checked":
         """Do as `check` does, but leave the comparison with a target to the caller.
 
-        wanted: the tensors of the target, which resolve names and degrees, and of which those come out that were read.
+        wanted: the tensors of the target. They resolve names and degrees, and bring out those that were read.
         recorded: of an inverse, the tensors to which it leads back, where more is known of them than `wanted` says.
         """
         with uncollected():
@@ -273,13 +273,16 @@ class Rewrite:
             proved = fit(self.stages, metas, targets, metas_of(recorded or {}), other_names)
             return Checked(self, proved, targets, other_names)
 
-    def explain(self, sources: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> str:
-        """Check, and return a table of what becomes of what: target, box, source, box, operations."""
+    def explain(self, sources: Mapping[str, TensorLike], target: Mapping[str, TensorLike] | None = None) -> str:
+        """Check, and return a table of what becomes of what: target, box, source, box, operations.
+
+        Raises RewriteError as `check` does.
+        """
         return self.check(sources, target).explain()
 
 
 class Checked(Correspondence):
-    """A rewrite and the tensors that it fits: which element of which source every element of every output is."""
+    """A rewrite and the tensors that it fits: the source element of every element of every output."""
 
     def __init__(
         self,
@@ -299,9 +302,9 @@ class Checked(Correspondence):
         self.added = last.added
         """Targets that keep their current value (`_ -> b`)."""
         self.agree = agreeing(proved, aliases)
-        """Groups of sources without dims, of which one stands for all: their values have to be equal."""
+        """Groups of sources without dims; one stands for all, and their values have to be equal."""
         self.dropped = dropped_sources(proved, last.outputs, self.agree, aliases)
-        """Sources of which nothing is used, as the rewrite says (`a -> _`)."""
+        """Sources that the rewrite drops (`a -> _`)."""
         self.losses = tuple([loss for each in proved for loss in each.undoing.losses])
         """What cannot be undone, in words."""
         self.notes = tuple([note for each in proved for note in each.done.evaluation.notes])
@@ -348,7 +351,7 @@ def _other_names(aliases: object, metas: Mapping[str, TensorMeta]) -> dict[str, 
     if not isinstance(aliases, Mapping):
         raise RewriteError(f"aliases are a mapping of other names to names of sources, not {aliases!r:.100}")
     unknown = [
-        f"{alias!r:.100} is to be another name of {name!r:.100}, which is no source"
+        f"{alias!r:.100} is given as another name of {name!r:.100}, which is no source"
         for alias, name in aliases.items()
         if not isinstance(alias, str) or name not in metas
     ]

@@ -32,7 +32,7 @@ from shardwise.rewrite.syntax import needed_parameters, parse
 from shardwise.rewrite.text_inverse import inverse_of_text, textual_losses
 
 BOUNDARY = "---"
-"""A line of its own between two sections: what follows sees only what has come out so far."""
+"""A separate line between two sections: the next section sees only the outputs so far."""
 
 
 _INVERSE = "# inverse of:"
@@ -207,7 +207,7 @@ def parsed(texts: Sequence[Text]) -> tuple[Section, ...] | None:
 def refuse_losses(losses: Sequence[str]) -> None:
     """Raise RewriteError where something is lost."""
     if losses:
-        way = 'inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes what can be'
+        way = 'inverse(lossy="allow") (--lossy) of the rewrite as it is written undoes the other statements'
         about = f"the rewrite cannot be undone exactly; {way}"
         raise RewriteError(*losses, about=about)
 
@@ -372,7 +372,10 @@ def fit(
     if findings:
         problems = [str(each) for each in sorted(findings, key=lambda each: (each.place.line, each.place.column))]
         if done[-1].unfit:
-            hint = "what the target tells of this inverse could not be used, since the rewrite does not fit the target"
+            hint = (
+                "the target's names and shapes were not used for this inverse, since the rewrite does not fit the "
+                "target"
+            )
             problems.append(f"{hint}: {done[-1].unfit[0]}")
         raise RewriteError(*problems)
     for place, each in enumerate(done):
@@ -427,7 +430,7 @@ def mismatches(outputs: Metas, added: Collection[str], ties: Mapping[str, str], 
 
 
 def agreeing(proved: Sequence[Proved], aliases: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The groups of sources without dims of which one stands for all."""
+    """The groups of sources without dims; one stands for all."""
     groups = []
     for each in proved:
         for nodes in each.done.evaluation.agree:
@@ -456,8 +459,8 @@ def dropped_sources(
 def ties_of(outputs: Mapping[str, Node], aliases: Mapping[str, str], wanted: Collection[str] | None) -> dict[str, str]:
     """Return alias -> output for outputs that have the same elements as another only through a tie of the sources.
 
-    A statement that copies a tensor makes a tensor of its own. Of tied outputs the one that the target wants stands for
-    the others, else the one whose sources are no aliases.
+    A statement that copies a tensor makes a new tensor. Of tied outputs the one that the target wants stands for the
+    others, else the one whose sources are no aliases.
     """
     tied = set(aliases.values())
     groups: list[tuple[ViewedTensor, dict[tuple[str, ...], str]]] = []

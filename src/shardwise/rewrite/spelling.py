@@ -89,8 +89,8 @@ def _counted(text: str, bounds: str, place: TextPlace, faults: Faults) -> list[s
 
 def _transposed_target(body: str) -> str:
     return (
-        f"{body}^T is a view of {body}, not a tensor that can be assigned; "
-        f"transpose on the left, 'a^T -> {body}', or assign first, 'a -> {body}', and then '{body}^T -> {body}'"
+        f"{body}^T is a view of {body}, not a tensor to assign. Transpose on the left, 'a^T -> {body}', or assign "
+        f"first, 'a -> {body}', and then '{body}^T -> {body}'"
     )
 
 
@@ -148,7 +148,7 @@ def _faults_of(parts: tuple[NamePart, ...], text: str) -> Iterator[str]:
     for one, other in pairwise(parts):
         if not isinstance(one, str) and not isinstance(other, str):
             pair = f"{_symbol(one)} and {_symbol(other)} stand side by side in {text}"
-            yield f"{pair}, which does not tell where the digits of the first end; put text between them"
+            yield f"{pair}, and the digits of the first have no clear end; put text between them"
 
 
 def _symbol(part: NamePart, *, right: bool = False) -> str:

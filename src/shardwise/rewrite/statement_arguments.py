@@ -319,7 +319,7 @@ def _permute_fault(dims: tuple[int, ...]) -> str | None:
 
 def _reshape_fault(shape: tuple[int, ...]) -> str | None:
     if shape.count(-1) > 1:
-        return "only one size can be -1, which is what remains for it"
+        return "only one size can be -1, the rest"
     return "sizes are not negative, but for one -1" if min(shape, default=0) < -1 else None
 
 
@@ -354,8 +354,8 @@ def _join_or_split_of(
         faults.append(
             (
                 second.place,
-                f"{first.shown} and {second.shown} each join tensors or part them, which a statement can do once; "
-                "write two statements, with a temporary name between them",
+                f"{first.shown} and {second.shown} each join or split tensors, which a statement does once; write two "
+                "statements, with a temporary name between",
             )
         )
         return None, None
@@ -437,9 +437,7 @@ def _axis(axis: ReadArgument, sizes: ReadArgument | None, names: StatementNames,
     exact = wanted if isinstance(wanted, tuple) else None
     if names.joins:
         if wanted == "recorded" and sizes is not None:
-            faults.append(
-                (sizes.place, f"{sizes.shown}: only what parts a tensor needs recorded sizes; leave them out")
-            )
+            faults.append((sizes.place, f"{sizes.shown}: only a split needs recorded sizes; leave them out"))
         return Concat(axis.value, exact)
     return SplitStatement(axis.value, exact, recorded=wanted == "recorded")
 

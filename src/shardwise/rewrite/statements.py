@@ -1,8 +1,8 @@
 """Statements: what one line of a rewrite says, as data; and findings, what is wrong with one, shown at its place.
 
-A statement takes the tensors of its left names, carries its operations out from left to right, and gives the results to
-its right names. An operation either changes each tensor that is there (`Permute`, `Reshape`, `Cast`), or makes other
-tensors of them (the others: one joins several into one, or parts one into several).
+A statement takes the tensors of its left names, carries its operations out in order, and gives the results to its right
+names. An operation changes each tensor (`Permute`, `Reshape`, `Cast`), or makes other tensors of them: it joins several
+into one, or splits one into several.
 """
 
 from collections.abc import Iterable
@@ -171,7 +171,7 @@ class Ffn:
 
 
 JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn
-"""What makes other tensors of those that are there; a statement has at most one, and needs one for several names."""
+"""What makes other tensors of those that are there. A statement has at most one, and needs one for several names."""
 
 StatementOperation: TypeAlias = Permute | Reshape | Cast | JoinOrSplit
 
@@ -253,7 +253,7 @@ class StatementFinding:
 
 
 def _plain(line: str) -> str:
-    """As many characters, all of which are shown, each as one."""
+    """The same number of characters, each of them visible."""
     return "".join(character if character.isprintable() else " " for character in line)
 
 

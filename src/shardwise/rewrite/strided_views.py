@@ -1,8 +1,8 @@
-"""Strided views: which element of which source each element of a tensor is. The geometry of rewrites.
+"""Strided views: the source element of each element of a tensor. The geometry of rewrites.
 
-What a variable stands for is a tensor that need not exist. Disjoint boxes make it up, and each is a strided view of a
-source: one step along a dim is always the same number of row-major steps there. So dims can be permuted, boxes cut and
-joined, and shapes changed, without looking at an element.
+What a variable stands for is a tensor that need not exist. Disjoint boxes make it up, each a strided view of a source:
+a step along a dim is a fixed number of row-major steps there. So dims can be permuted, boxes cut and joined, and shapes
+changed, without looking at an element.
 
 Figure 1. `q, k, v -> qkv, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0` for heads of one element. The tensor
 qkv is six views, each of one source::
@@ -178,7 +178,7 @@ class ViewedTensor:
         return ViewedTensor(shape, self.dtype, tuple(_reshaped(self, shape)))
 
     def meeting(self, box: Box) -> Iterator[StridedView]:
-        """The parts of views that lie in a box of the tensor."""
+        """The parts of views inside a box of the tensor."""
         if len(self.views) > _FEW:
             # A stack of experts is cut along its first dim, a fused matrix along another one. Sorting along the dim
             # with the most different offsets leaves the fewest views to look at for a box.
@@ -388,8 +388,8 @@ def _regrouped(
 class Fragment(NamedTuple):
     """Elements that two tensors have in common: one was asked about, and here is a box of the other.
 
-    In memory that holds the elements asked for with `strides`, index `origin` first, the other's box is a view: its
-    shape is `shape`, its strides are `view_strides(strides)`, and its first element `view_start(strides, origin)`.
+    In memory with `strides` that begins at index `origin`, the other's box is a view. Its shape is `shape`, its strides
+    are `view_strides(strides)`, and its first element `view_start(strides, origin)`.
     """
 
     other: str

@@ -1,6 +1,6 @@
 """Syntax: the text of a rewrite, read into statements, and what to say where it cannot be read.
 
-The text is cut into tokens, the tokens into statements, and each statement is parsed alone, so that a bad one hides no
+The text is cut into tokens, the tokens into statements. Each statement is parsed alone, so that a bad one hides no
 errors of others.
 """
 
@@ -164,7 +164,7 @@ def _lines(tokens: Iterable[Token]) -> Iterator[tuple[list[Token], bool]]:
 def _carries_on(current: Sequence[Token], line: Sequence[Token]) -> bool:
     """Whether a line belongs to the statement before it.
 
-    A comma or an arrow at the end of a line or at the beginning of the next one carries on; but not when both have an
+    A comma or an arrow at the end of a line or at the beginning of the next one carries on. But not when both have an
     arrow: then the comma was left over.
     """
     if line[0].type not in _CARRYING and current[-1].type not in _CARRYING:
@@ -178,7 +178,7 @@ def _arrows(tokens: Sequence[Token]) -> int:
 
 
 def _unglued(tokens: list[Token]) -> Iterator[list[Token]]:
-    """Cut where a name follows on a whole statement without a comma, and has an arrow of its own: `a -> b c -> d`."""
+    """Cut where a name follows a whole statement without a comma, and has its own arrow: `a -> b c -> d`."""
     ahead = _arrows(tokens)
     # One arrow: nothing is glued, as in nearly every statement.
     if ahead < 2:
@@ -261,17 +261,17 @@ def _side(tokens: Sequence[Token], faults: Faults, *, right: bool) -> tuple[Name
     for token in tokens:
         if token == _NOTHING:
             what = "drop a tensor write 'a -> _'" if right else "add a tensor write '_ -> b'"
-            faults.append((place_of(token), f"'_' stands among names; to {what}, as a statement of its own"))
+            faults.append((place_of(token), f"'_' stands among names; to {what}, as a separate statement"))
         else:
             names.extend(names_of(token, faults, right=right))
     return tuple(names)
 
 
-_FORM: Final = "a statement is written 'a -> b': what is there on the left, what becomes of it on the right"
+_FORM: Final = "a statement is written 'a -> b': sources on the left, outputs on the right"
 _OTHER_ARROWS = re.compile(r"<-+|-{2,}>|=+>|[\u2190\u2192\u21d2\u27f5\u27f6]")
 _STRAYS: Final = {
-    '"': 'this quote is not closed; a name in quotes ends on its line, and has \\" for a quote of its own',
-    "'": "this quote is not closed; a name in quotes ends on its line, and has \\' for a quote of its own",
+    '"': 'this quote is not closed; a name in quotes ends on its line, and has \\" for a quote inside',
+    "'": "this quote is not closed; a name in quotes ends on its line, and has \\' for a quote inside",
     "^": "the only suffix of a name is ^T, which reverses all dims",
     "$": 'a placeholder is a dollar sign and capital letters, such as $LAYER_ID; in a name itself it is written "\\$"',
     "{": "a parameter stands for the value of an attribute, such as num_heads={num_heads}, and nowhere else",
@@ -337,7 +337,7 @@ def _stray(tokens: Sequence[Token], stray: Token, text: str) -> tuple[TextPlace,
     start = stray.start_pos or 0
     if stray == "=":
         if re.match(r"=[ \t]*[\"'\[{]", text[start:]):
-            return place, "what begins after this equals sign is not closed"
+            return place, "the value after this equals sign is not closed"
         before = next((token for token in reversed(tokens) if (token.end_pos or 0) <= start), None)
         what = (
             f"{before} has no value" if before is not None and before.type == "NAME" else "no attribute has this value"

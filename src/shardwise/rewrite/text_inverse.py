@@ -1,7 +1,7 @@
 """Text inverse: the inverse of a rewrite as its text says it, where the tensors that it was made for are not known.
 
-Statements are reversed and their sides swapped. What the text does not say (out of which dtype a cast was, of which
-sizes the parts were) is left open in the swapped statement, and is a finding when it is needed.
+Statements are reversed and their sides swapped. Facts that the text lacks (the dtype before a cast, the sizes of parts)
+are left open in the swapped statement. They are findings when they are needed.
 
 `spelled_out` writes an exact inverse, which is instances, as statements that do the same.
 """

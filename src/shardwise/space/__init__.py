@@ -1,9 +1,9 @@
 """Space: which elements of a logical tensor are where. Pure arithmetic, no tensors, no ranks that run.
 
-A `Box` is an n-d region of indices and a `Run` a range of row-major elements; each becomes the other exactly. A `Mesh`
-names the axes of the ranks, a `Piece` says what one holder has of a tensor, and a `Portion` what a rank of tensor
-parallel computes with. What moves data goes from pieces to pieces along `overlap` (contiguous copies) or `moves` (few
-strided ones), found among many by a `PieceIndex`; `check_cover` proves that pieces make up a tensor::
+A `Box` is an n-d region of indices and a `Run` a range of row-major elements. Each becomes the other exactly. A `Mesh`
+names the axes of the ranks. A `Piece` is one holder's part of a tensor, and a `Portion` is the part with which a rank
+along tp computes. Data moves from pieces to pieces along `overlap` (contiguous copies) or `moves` (few strided ones),
+and a `PieceIndex` finds the pieces among many. `check_cover` proves that pieces make up a tensor::
 
     Box((1, 0), (2, 4))      . . . .     Run(2, 7)  . . 2 3     boxes_of_run((4, 4), Run(2, 7)):
     of a tensor (4, 4)       x x x x                4 5 6 .     Box((0, 2), (1, 2)), Box((1, 0), (1, 3))

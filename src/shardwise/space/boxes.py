@@ -1,7 +1,7 @@
 """Boxes: n-d index regions, and the row-major order of their elements.
 
-All of `space` is built on integers and tuples, without numpy or torch: plans for a thousand ranks are made in one
-process, and shapes may have any size.
+All of `space` is built on integers and tuples, without numpy or torch. One process plans for a thousand ranks, and
+shapes may have any size.
 """
 
 import math
@@ -17,7 +17,7 @@ __all__ = ["Box", "index_of_element", "row_major_strides"]
 class Box:
     """The indices `offset[d] <= i[d] < offset[d] + shape[d]` of every dim d.
 
-    A box of no dims is a scalar and has one element; a box with a dim of size 0 has none.
+    A box of no dims is a scalar and has one element. A box with a dim of size 0 has none.
     Raises `PlanError` when offset and shape differ in length or hold a negative number.
 
     >>> Box((2, 0), (2, 8)).stop

@@ -92,8 +92,8 @@ def moves(source: Piece, target: Piece) -> list[Move]:
     """Return copies that bring every element which two pieces share from one storage to the other, each once.
 
     They are in the order of both storages. A box that both have is one move, where `overlap` has a pair per row. There
-    are at most `(2 * ndim - 1) ** 2`, and only one when neither piece has a run, and when both are runs of one box or
-    of the tensor itself.
+    are at most `(2 * ndim - 1) ** 2`. There is only one if no piece has a run, or if both are runs of one box or of the
+    tensor.
     Raises `PlanError` for pieces of different tensors. The dtypes may differ.
 
     >>> columns = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(0, 6), shape=(4, 2))
@@ -296,8 +296,8 @@ def blocks_of(piece: Piece) -> list[Block]:
 def _block_moves(source: Piece, target: Piece) -> list[Move]:
     """Intersect every block of the one with every block of the other.
 
-    Blocks follow one another in row-major order of the tensor's indices, whatever the boxes: so do their intersections,
-    which is the order of both storages.
+    For all boxes, blocks follow one another in row-major order of the tensor's indices. So do their intersections: it
+    is the order of both storages.
     """
     found = []
     sources = blocks_of(source)
@@ -320,9 +320,9 @@ _FEW = 4
 class PieceIndex:
     """Pieces of one tensor, ordered by where in the tensor they begin.
 
-    A search looks only at the pieces whose reach (the run from their first element to their last) meets the reach of
-    the piece asked for. For runs of the tensor and blocks of rows these are the answer itself; pieces side by side,
-    such as columns, all reach over nearly the whole tensor and are tested one by one.
+    The reach of a piece is the run from its first element to its last. A search looks only at pieces with a reach that
+    meets the reach of the given piece. For runs of the tensor and blocks of rows these are the answer itself. Pieces
+    side by side, such as columns, all reach over nearly the whole tensor and are tested one by one.
     """
 
     __slots__ = ("_furthest_stops", "_pieces", "_positions", "_starts", "_stops")

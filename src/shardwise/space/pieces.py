@@ -16,9 +16,9 @@ __all__ = ["Piece", "check_cover", "taken_in_order"]
 class Piece:
     """A box of the tensor `name`, or a run of that box's row-major elements.
 
-    The holder stores the elements of a piece row-major, one after the other. A piece may have no elements.
-    Two pieces are equal when they are described alike. Raises `PlanError`, with every problem in it, when the box does
-    not lie in the tensor or the run not in the box.
+    The holder stores the elements of a piece row-major, one after the other. A piece may have no elements. Two pieces
+    are equal when they are described alike. Raises `PlanError`, with every problem in it, when the box is not inside
+    the tensor or the run not inside the box.
 
     >>> piece = Piece(name="w", dtype="float32", global_shape=(4, 8), offset=(2, 0), shape=(2, 8), run=(3, 12))
     >>> piece.boxes()
@@ -74,8 +74,8 @@ class Piece:
         ]
         if not problems and self.run is not None and self.run.stop > math.prod(self.shape):
             problems.append(
-                f"piece of {self.name}: run {self.run} does not lie in its box of shape {self.shape}, "
-                f"which has {math.prod(self.shape)} elements"
+                f"piece of {self.name}: run {self.run} is not inside its box of shape {self.shape}, which has "
+                f"{math.prod(self.shape)} elements"
             )
         return problems
 
@@ -154,8 +154,8 @@ def taken_in_order(target: Piece, pieces: Iterable[Piece]) -> tuple[list[tuple[i
 def check_cover(pieces: Iterable[Piece]) -> list[str]:
     """Return what keeps the pieces from covering every element of every tensor exactly once; empty when they do.
 
-    A finding names the tensor, how many elements are missing or held more than once, the index of the first of them
-    and, for elements held more than once, two pieces that have it. Pieces are grouped by name; give replicas once.
+    A finding names the tensor, the number of elements that are missing or held more than once, and the first index. For
+    elements held more than once it names two pieces. Pieces are grouped by name; give replicas once.
     """
     tensors: dict[str, list[Piece]] = {}
     for piece in pieces:

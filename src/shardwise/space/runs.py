@@ -51,11 +51,11 @@ def boxes_of_run(shape: tuple[int, ...], run: Run) -> tuple[Box, ...]:
     """Return the boxes that, one after the other, have exactly the elements of `run`, a run of a tensor of `shape`.
 
     Every box is itself a stretch of the run, and there are as few as that allows: at most `2 * len(shape) - 1`.
-    Raises `PlanError` when the run does not lie in the tensor.
+    Raises `PlanError` when the run is not inside the tensor.
 
-    Figure 1. A run (the letters) of a tensor of shape (5, 6). The climb finishes the row that is begun (a), then whole
-    rows are taken at once (b), and the descent takes what is left of the last row (c). With more dims the climb
-    and the descent have one such step per dim::
+    Figure 1. A run (the letters) of a tensor of shape (5, 6). The climb finishes the first row (a), whole rows follow
+    in one step (b), and the descent takes the rest of the last row (c). With more dims the climb and the descent have
+    one such step per dim::
 
         . . . . . .
         . . a a a a
@@ -66,7 +66,7 @@ def boxes_of_run(shape: tuple[int, ...], run: Run) -> tuple[Box, ...]:
     start, stop = run
     num_elements = math.prod(shape)
     if stop > num_elements:
-        raise PlanError(f"run {run} does not lie in shape {shape}, which has {num_elements} elements")
+        raise PlanError(f"run {run} is not inside shape {shape}, which has {num_elements} elements")
     if start == stop:
         return ()
     if not shape:

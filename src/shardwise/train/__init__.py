@@ -10,13 +10,23 @@ if TYPE_CHECKING:
     from shardwise.train.config import RunConfig, read_config
     from shardwise.train.rank import run
     from shardwise.train.references import check_references
+    from shardwise.train.run_build import device_of
 
-_MODULE_OF = {"RunConfig": "config", "read_config": "config", "check_references": "references", "run": "rank"}
+_MODULE_OF = {
+    "RunConfig": "config",
+    "check_references": "references",
+    "device_of": "run_build",
+    "read_config": "config",
+    "run": "rank",
+}
 
-__all__ = ["RunConfig", "check_references", "read_config", "run"]
+__all__ = ["RunConfig", "check_references", "device_of", "read_config", "run"]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'shardwise.train' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"shardwise.train.{_MODULE_OF[name]}"), name)
+# Hidden from type checkers: a name that is not there would be an object to them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'shardwise.train' has no attribute {name!r}; it has {', '.join(__all__)}")
+        return getattr(import_module(f"shardwise.train.{_MODULE_OF[name]}"), name)

@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -15,8 +13,8 @@ from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.timeline import ideal_bubble
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
-from shardwise.train.corpus import Corpus
-from shardwise.train.observers import count
+from shardwise.train.quantities import count
+from shardwise.train.run_data import RunData
 
 _SHOWN_NAMES = 5
 _TEMPERATURE = 0.7
@@ -35,8 +33,8 @@ def changed_schedule(pipeline: PipelineRunner | None) -> list[str]:
     if schedule is None or schedule.name in SCHEDULES or ", " not in schedule.name:
         return []
     return [
-        f"schedule run: {schedule.name}; values go back to earlier stages, or ranks wait for what others announce, so "
-        "that stages cannot run ahead of each other (docs/guides/pipeline.md, Feedback)"
+        f"schedule run: {schedule.name}. Values go back to earlier stages, or ranks wait for announcements, so "
+        "stages cannot run ahead of each other. See docs/guides/pipeline.md, Models that feed values back"
     ]
 
 
@@ -44,8 +42,7 @@ def announcement(
     config: RunConfig,
     model: nn.Module,
     sizes: Mapping[str, int],
-    corpus: Corpus,
-    held_out: npt.NDArray[np.int64],
+    data: RunData,
     *,
     placement: Placement | None,
 ) -> list[str]:
@@ -57,12 +54,29 @@ def announcement(
         f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",
         *_initialisation_lines(config),
         *([] if placement is None else _stage_lines(config, sizes, placement)),
-        f"an update: {train.global_batch} rows of {corpus.sequence_length} tokens, as {num_data_ranks} (data ranks) x "
+        f"an update: {train.global_batch} rows{_length_words(data)}, as {num_data_ranks} (data ranks) x "
         f"{plan.merge.microbatches} (microbatches) x {train.microbatch} (rows)",
-        f"text: {count(len(corpus.training))} tokens to train on, of which {train.steps} updates read "
-        f"{count(train.steps * train.global_batch * corpus.sequence_length)}; {count(corpus.held_out.size)} held out, "
-        f"of which an evaluation reads {count(held_out.size)}",
+        _data_words(config, data),
     ]
+
+
+def _length_words(data: RunData) -> str:
+    return "" if data.corpus is None else f" of {data.tokens_per_row} tokens"
+
+
+def _data_words(config: RunConfig, data: RunData) -> str:
+    read = config.train.steps * config.train.global_batch * data.tokens_per_row
+    evaluated = len(data.held_out) * data.tokens_per_row
+    if data.corpus is not None:
+        return (
+            f"text: {count(len(data.corpus.training))} tokens to train on, {config.train.steps} updates read "
+            f"{count(read)}; {count(data.corpus.held_out.size)} held out, an evaluation reads {count(evaluated)}"
+        )
+    known = data.data.num_samples
+    size = "samples without a known end" if known is None else f"{count(known)} samples to train on"
+    return f"{config.data.dataset}: {size}, {config.train.steps} updates read {count(read)}; an evaluation reads " + (
+        count(evaluated)
+    )
 
 
 def abbreviated(names: Iterable[str]) -> str:
@@ -162,9 +176,8 @@ def continued(
 ) -> list[int] | None:
     """`num_tokens` tokens drawn after `row`; None when the model gives no finite logits [1, tokens, vocabulary].
 
-    The model sees as many tokens as `row` has, each time: of another length than those it has been trained on, every
-    rank with stages would have to find out the shapes of its values anew.
-    All ranks call this; they draw equal tokens.
+    The model sees as many tokens as `row` has, each time. For another length than in training, every rank with stages
+    would have to find the shapes of its values anew. All ranks call this; they draw equal tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(row)

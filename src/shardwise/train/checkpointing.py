@@ -1,4 +1,4 @@
-"""Keeping a run: saves every so many updates, of which the newest stay, and where a run goes on from.
+"""Keeping a run: regular saves, the newest ones kept, and the save from which a run goes on.
 
     update    100            200                    300 (checkpoint.every = 100, keep = 2, in the background)
     save      copy, write..  wait, commit 100;      wait, commit 200;      end: wait, commit 300;
@@ -16,18 +16,23 @@ from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint import AsyncSaver, SaveReport, State, load, prune, save, store_of
+from shardwise.checkpoint import AsyncSaver, Replicas, SaveReport, State, Store, load, prune, save, store_of
 from shardwise.checkpoint import open as look_into
 from shardwise.checkpoint.commit import check_shared_storage
+from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.saves import Listing, list_saves, read_head
+from shardwise.checkpoint.states import CURSOR_KEY
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.engine.loss_scaling import INITIAL
+from shardwise.errors import CheckpointError, ConfigError, PlanError
+from shardwise.plan import Plan
 from shardwise.plan.saved_settings import take_over
 from shardwise.train.config import BYTES, RunConfig
 from shardwise.train.loop import Position
-from shardwise.train.run_state import RandomStates, RunState, Samples, Settings
+from shardwise.train.run_data import RunData
+from shardwise.train.run_state import RandomStates, RunState, Settings, differences
 
 _TOKENIZER = "tokenizer.json"
 """Under this name readers of Hugging Face files look for the tokenizer, which an export takes along."""
@@ -36,8 +41,9 @@ _TOKENIZER = "tokenizer.json"
 class RunKeeper:
     """Saves a run as [checkpoint] asks. Used as a context, whose end waits for the last save.
 
-    samples, settings: see `RunState`. on_commit: called on every rank when a save is known to be committed; with saves
-    in the background that is when the next one begins. Every rank makes the same calls; errors are raised on all.
+    data: its cursor goes along. settings: see `RunState`. on_commit: called on every rank when a save is known to be
+    committed. With saves in the background that is when the next one begins. Every rank makes the same calls; errors
+    are raised on all.
     """
 
     def __init__(
@@ -46,19 +52,22 @@ class RunKeeper:
         engine: State,
         channel: Channel,
         *,
-        samples: Samples,
+        data: RunData,
         settings: Settings,
         on_commit: Callable[[SaveReport], None],
+        replicas: Replicas | None = None,
     ) -> None:
         self._config = config
+        self._replicas = replicas
         self._engine = engine
         self._channel = channel
-        self._samples = samples
+        self._data = data
         self._settings = settings
         self._on_commit = on_commit
         self._mesh = str(config.plan.mesh)
         self._step = 0
         self._saved_step = 0
+        self._has_replica = False
         table = config.checkpoint
         if table.every is not None and config.data.tokenizer != BYTES:
             self._lay_tokenizer_beside()
@@ -77,11 +86,25 @@ class RunKeeper:
         table = self._config.checkpoint
         if table.every is not None and (position.step % table.every == 0 or position.step == self._config.train.steps):
             self._save(position)
+        # Its own calls are not counted: a copy is made at the same updates in a run that was started again. Only the
+        # first is made at once, since after a loss what is left is on one host alone.
+        if self._replicas is not None and (position.step % (table.replicas or 1) == 0 or not self._has_replica):
+            self._replicas.save(self._engine, extra=self._extra(position), data=self._data.data)
+            self._has_replica = True
 
     def leave(self, position: Position) -> None:
-        """Save, unless this update is saved or nothing is to be saved at all: the run stops here."""
+        """Save, unless this update is saved or the run has no saves: the run stops here.
+
+        Raises what a save in the background has failed with, on all ranks.
+        """
+        if self._background is not None:
+            self._committed(self._background.wait())
         if self._config.checkpoint.every is not None and self._saved_step != position.step:
             self._save(position)
+
+    def has_failed(self) -> bool:
+        """Whether this rank knows of a save in the background that failed: all ranks leave after the same update."""
+        return self._background is not None and self._background.has_failed
 
     def words(self) -> str:
         """How far the run is, and whether that is saved."""
@@ -96,11 +119,18 @@ class RunKeeper:
         extra = self._extra(position)
         if self._background is None:
             self._committed(
-                save(self._config.saves, self._engine, extra=extra, layout=table.layout, channel=self._channel)
+                save(
+                    self._config.saves,
+                    self._engine,
+                    extra=extra,
+                    layout=table.layout,
+                    channel=self._channel,
+                    data=self._data.data,
+                )
             )
         else:
             self._committed(self._background.wait())
-            self._background.save(self._engine, extra=extra)
+            self._background.save(self._engine, extra=extra, data=self._data.data)
 
     def __enter__(self) -> Self:
         return self
@@ -120,11 +150,11 @@ class RunKeeper:
         elapsed_s = self._channel.exchange(repr(position.elapsed_s).encode(), purpose="time of a save")[0]
         random = RandomStates.gathered(self._channel, self._mesh)
         at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
-        return RunState.of(at, self._samples, self._settings, random).to_extra()
+        return RunState.of(at, self._data.samples, self._settings, random).to_extra()
 
     def _lay_tokenizer_beside(self) -> None:
         """Let the folder of the saves have the tokenizer; raises the same error on all ranks."""
-        with agreed(self._channel, purpose="verdict on the tokenizer beside the saves"):
+        with agreed(self._channel, purpose="verdict on the tokenizer of the saves"):
             if self._channel.rank == 0:
                 try:
                     store = store_of(self._config.saves)
@@ -141,7 +171,8 @@ class RunKeeper:
             return
         with agreed(self._channel, purpose="verdict on removing old saves"):
             if self._channel.rank == 0:
-                prune(self._config.saves, keep=self._config.checkpoint.keep)
+                table = self._config.checkpoint
+                prune(self._config.saves, keep=table.keep, keep_every=table.keep_every)
         self._on_commit(report)
 
 
@@ -157,8 +188,12 @@ class Start:
     """The save to go on from; empty for a fresh start."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The `extra` of that save."""
+    plan: str = ""
+    """The text of the plan that made it."""
     older: str = ""
     """The save before it, for the case that it is damaged."""
+    replica: Store | None = None
+    """That save, where it is a replica; as each rank reaches it."""
     words: str = ""
     """The line to print about it."""
 
@@ -168,17 +203,24 @@ class Start:
         return not self.address
 
 
-def find_start(config: RunConfig, resume: str | None, channel: Channel) -> Start:
+def find_start(config: RunConfig, resume: str | None, channel: Channel, *, replicas: Replicas | None = None) -> Start:
     """Find where the run begins; rank 0 looks, and all ranks know.
 
     resume: None for a fresh start, "auto" for the newest save of the run, if there is one, else a path or address.
+    replicas: of the run. "auto" takes the newest of them where no save is newer. Otherwise they go: what comes is
+    another run.
     Raises ConfigError for a fresh start where saves are, and for a path without any; CheckpointError for damage.
     """
+    newest = replicas.newest() if replicas is not None and resume == AUTO else None
+    replica = newest if isinstance(newest, KeeperStore) else None
     # Rank 0 alone looks: a folder that changes meanwhile would show different saves to different ranks.
-    with agreed(channel, purpose="where the run begins", only=0) as agreement:
+    with agreed(channel, purpose="first step of the run", only=0) as agreement:
         if channel.rank == 0:
-            agreement.value = json.dumps(asdict(_looked_up(config, resume))).encode()
-    return Start(**json.loads(agreement.values[0]))
+            found = _looked_up(config, resume) if replica is None else _in_memory(replica)
+            agreement.value = json.dumps(asdict(found)).encode()
+    if replicas is not None and resume != AUTO:
+        replicas.forget()
+    return replace(Start(**json.loads(agreement.values[0])), replica=replica)
 
 
 def settings_of(engine: Engine) -> Settings:
@@ -192,28 +234,32 @@ def take_up(
     engine: Engine,
     channel: Channel,
     *,
-    samples: Samples,
+    data: RunData,
     fresh: Settings,
 ) -> tuple[Position, list[str]]:
-    """Restore the engine and the random numbers of the save; returns the position, and lines to print.
+    """Restore the engine, the place in the data and the random numbers; returns the position, and lines to print.
 
-    fresh: the settings of the optimizers as the configuration made them: where they are others than those of the run
-    that was saved, they win. Raises ConfigError for a run that reads other samples, CheckpointError for a save that
-    does not fit or is damaged.
+    fresh: the settings of the optimizers by the configuration. They win over other settings of the saved run. Raises
+    ConfigError for a run that reads other samples, CheckpointError for a save that does not fit or is damaged.
     """
     state = RunState.from_extra(start.extra, start.address)
     # A step number means a place in one order of samples. In another order the run would see some text twice and
     # some never.
-    if differences := state.samples.differences(samples):
+    seed_key = "train.seed" if config.data.seed is None else "data.seed"
+    if found := differences(state.samples, data.samples, seed_key=seed_key):
         raise ConfigError(
-            f"--resume: {start.address} was saved by a run that reads other samples: {'; '.join(differences)}. "
-            f"Step {state.step} is no place in this run; resume with what that run had, or begin a run of its own"
+            f"--resume: {start.address} was saved by a run that reads other samples: {'; '.join(found)}. Step "
+            f"{state.step} is no step of this run; resume with the settings of that run, or begin another run"
         )
+    has_cursor = CURSOR_KEY in start.extra
     try:
-        load(start.address, engine, channel=channel)
+        source = start.address if start.replica is None else start.replica
+        load(source, engine, channel=channel, data=data.data if has_cursor else None)
     except CheckpointError as error:
         raise _with_way_out(error, start.older) from error
-    words = [start.words, *_settle_settings(engine, state.settings, fresh)]
+    if not has_cursor:  # of an earlier version, whose samples were counted by steps alone
+        data.data.resume({**data.data.cursor(), "epoch": 0, "position": state.step * config.train.global_batch})
+    words = [start.words, *_settle_settings(engine, state.settings, fresh), *_scale_words(start.plan, config.plan)]
     reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
     if state.step >= config.train.steps:
         words.append(
@@ -231,8 +277,8 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
         # Refused, not continued: the saves of a run that is started twice by mistake must not be lost.
         if listing.committed:
             raise ConfigError(
-                f"{address} holds saves of an earlier run, {_named(listing.committed)}: go on with it (--resume auto), "
-                "write elsewhere (--set train.output=FOLDER), or remove the folder"
+                f"{address} holds saves of an earlier run, {_named(listing.committed)}. Go on with it (--resume "
+                "auto), write elsewhere (--set train.output=FOLDER), or remove the folder"
             )
         return Start()
     if resume == AUTO and not listing.committed:
@@ -249,8 +295,20 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
     return Start(
         address=chosen,
         extra=catalogue.extra,
+        plan=catalogue.contents.settings.get("plan", ""),
         older=older,
         words=f"goes on from step {catalogue.step}, saved in {chosen}",
+    )
+
+
+def _in_memory(replica: Store) -> Start:
+    """The start from a replica."""
+    catalogue = look_into(replica)
+    return Start(
+        address=replica.location,
+        extra=catalogue.extra,
+        plan=catalogue.contents.settings.get("plan", ""),
+        words=f"goes on from step {catalogue.step}, out of {replica.location}",
     )
 
 
@@ -287,6 +345,19 @@ def _named(numbers: Sequence[int]) -> str:
 def _with_way_out(error: CheckpointError, older: str) -> CheckpointError:
     """The error, with the advice to take the save before, where there is one."""
     return CheckpointError(f"{error}\nto take the save before it: --resume {older}" if older else str(error))
+
+
+def _scale_words(saved: str, plan: Plan) -> list[str]:
+    """A line where losses are scaled otherwise than in the saved run."""
+    try:
+        was, now = Plan.parse(saved).precision.loss_scale, plan.precision.loss_scale
+    except PlanError:
+        return []  # of another version; the load understood what it needs
+    if was == now:
+        return []
+    begins = f", beginning at {INITIAL:g}" if now == "dynamic" else ""
+    then, here = ("left out" if each is None else str(each) for each in (was, now))
+    return [f"precision.loss_scale was {then} in the saved run and is {here} from here on{begins}"]
 
 
 def _settle_settings(engine: Engine, then: Settings, fresh: Settings) -> list[str]:

@@ -7,6 +7,7 @@ The trainer itself reads [model], [data], [train] and [checkpoint], whose classe
 strategies of a plan, and are read by `plan.specs`.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from shardwise.space import Mesh
 
 PYTHON_DOCS = "python-docs"
 BYTES = "bytes"
+_SHIPPED = Path(__file__).parents[1] / "configs"
 Decay = Literal["cosine", "linear", "constant"]
 
 
@@ -45,8 +47,9 @@ class ModelTable(Table):
     config: dict[str, object] = Field(default_factory=dict)
     """Keyword arguments of the factory; of its configuration class for a model class of transformers."""
     initialise: Literal["whole", "by module"] = "whole"
-    """"whole": `factory` gives the initial parameters, drawn one after the other; "by module": each module draws its
-    own (`reset_parameters`, `_init_weights`), from `train.seed` and its name, so that no rank needs the others'."""
+    """"whole": `factory` gives the initial parameters, drawn one after the other. "by module": each module draws its
+    own (`reset_parameters`, `_init_weights`), from `train.seed` and its name, so that no rank needs those of others.
+    """
     loss: str | None = None
     """A callable f(output, batch) -> scalar, named like `factory`; left out: the model's output carries `.loss`."""
 
@@ -62,11 +65,27 @@ class DataTable(Table):
     sequence_length: int = Field(default=256, ge=2)
     """Tokens in a row of a batch."""
     held_out: float = Field(default=0.05, gt=0, le=0.5)
-    """Fraction of the text that is never trained on and serves for evaluation."""
+    """Fraction of the text, or of `dataset`, that is never trained on and serves for evaluation."""
+    dataset: str | None = None
+    """In the place of a text: a callable f(**dataset_options) -> any dataset of `sw.Data`, named like `model.factory`.
+    """
+    dataset_options: dict[str, object] = Field(default_factory=dict)
+    """Keyword arguments of `dataset`."""
+    held_out_dataset: str | None = None
+    """A callable like `dataset`, with the same arguments, whose samples serve for evaluation; left out: `held_out`."""
+    collate: str | None = None
+    """A callable f(list of samples) -> a dict of tensors, named like `model.factory`; left out: torch's
+    `default_collate`."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes per rank that read ahead."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Decides the order of the samples; left out: `train.seed`."""
 
     @property
     def unit(self) -> str:
-        """What a token is called."""
+        """What a run reads: a token of a text, or a row of another dataset."""
+        if self.dataset is not None:
+            return "row"
         return "byte" if self.tokenizer == BYTES else "token"
 
 
@@ -80,7 +99,7 @@ class TrainTable(Table):
     microbatch: int = Field(default=4, ge=1)
     """Rows that one rank computes at a time."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the initial parameters and the order of the samples."""
+    """Decides the initial parameters, and the order of the samples if `data.seed` is left out."""
     optimizer: str = "torch.optim:AdamW"
     """A callable f(parameter groups, lr=..., **optimizer_options) -> optimizer, named like `model.factory`."""
     optimizer_options: dict[str, object] = Field(default_factory=dict)
@@ -103,14 +122,28 @@ class TrainTable(Table):
     """Global batches of held-out rows that one evaluation reads, at most; always the same ones."""
     log_every: int = Field(default=10, ge=1)
     """Updates between two lines of progress where there is no terminal."""
+    device: str = "auto"
+    """Where ranks compute: "auto" (the accelerator of the host, else the CPU), "cpu", or a kind of device as torch
+    names it, such as "cuda" or "xpu": each rank takes the one of its number on its host, or the only one that it sees.
+    One process may name a device by number, such as "cuda:1".
+    """
     output: str | None = None
-    """Folder of metrics and pictures, relative to where the command runs; they are replaced by the next run, unless it
+    """Folder of metrics and pictures, relative to where the command runs. They are replaced by the next run, unless it
     resumes this one. Left out: "runs/<name of the config>"."""
     trace: bool = False
-    """Measure what each stage of the pipeline does and when; a picture of the last update, and a trace of the last 20
-    for Perfetto or Chrome, are left in `output`."""
+    """Measure the timeline of each rank. A picture of the last update, and a trace of the last 20 for Perfetto or
+    Chrome, are left in `output`.
+    """
     timeout_seconds: float = Field(default=120.0, gt=0)
     """How long a rank waits for another before it gives up."""
+    interface: str | None = None
+    """Name or address of the network interface on which ranks listen, such as "ib0". SHARDWISE_INTERFACE of the
+    environment comes first. Left out: the one on the way to the store.
+    """
+    ports: str | None = Field(default=None, pattern=r"^\d{1,5}(-\d{1,5})?$")
+    """Ports on which ranks listen, such as "20000-20100". SHARDWISE_PORTS of the environment comes first. Left out:
+    free ones that the kernel chooses.
+    """
 
 
 class CheckpointTable(Table):
@@ -120,19 +153,39 @@ class CheckpointTable(Table):
     """Updates between two saves; there is one after the last update too. Left out: nothing is saved."""
     keep: int = Field(default=2, ge=1)
     """Newest saves that stay. While the next one is written there is one more."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Saves after a multiple of so many updates stay as well. Left out: only the newest stay."""
     layout: Literal["pieces", "whole"] = "pieces"
-    """"pieces": each rank writes what it holds; "whole": every tensor lies whole in one file."""
+    """"pieces": each rank writes its own elements; "whole": every tensor is whole in one file."""
     background: bool = True
     """Training goes on while a save is written, from a copy in memory of what this rank writes."""
+    replicas: int | None = Field(default=None, ge=1)
+    """Updates between two copies of the run in memory of its hosts, which survive the loss of one; `--resume auto` goes
+    on from the newer of copy and save. On a single host they survive the loss of ranks alone. Left out: no copies."""
     path: str | None = None
-    """Folder of the saves, relative to where the command runs, or an address such as "s3://bucket/run"; all ranks see
+    """Folder of the saves, relative to where the command runs, or an address such as "s3://bucket/run". All ranks see
     it. Left out: "checkpoints" in `train.output`."""
+
+
+def dataset_problems(data: DataTable | None) -> list[str]:
+    """Settings of [data] that another one makes meaningless."""
+    if data is None:
+        return []
+    given = data.model_fields_set
+    if data.dataset is None:
+        needing = [key for key in ("dataset_options", "held_out_dataset", "collate") if key in given]
+        return [f"data.{key}: given without data.dataset, which it belongs to" for key in needing]
+    of_text = [key for key in ("source", "tokenizer", "sequence_length") if key in given]
+    problems = [f"data.{key}: given with data.dataset, which is no text; leave one out" for key in of_text]
+    if data.held_out_dataset is not None and "held_out" in given:
+        problems.append("data.held_out: given with data.held_out_dataset; leave one out")
+    return problems
 
 
 def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path) -> list[str]:
     """Problems of files that the tables name and the disk does not have."""
     problems: list[str] = []
-    if data is not None:
+    if data is not None and data.dataset is None:
         if data.source != PYTHON_DOCS and "*" not in data.source and not (folder / data.source).exists():
             problems.append(f'data.source: no file or directory {folder / data.source}; "{PYTHON_DOCS}" needs none')
         if data.tokenizer != BYTES and not (folder / data.tokenizer).is_file():
@@ -181,6 +234,11 @@ class RunConfig:
         return self.path.stem
 
     @property
+    def order_seed(self) -> int:
+        """The seed that decides the order of the samples."""
+        return self.train.seed if self.data.seed is None else self.data.seed
+
+    @property
     def output(self) -> Path:
         """Where the run writes."""
         return Path(self.train.output) if self.train.output is not None else Path("runs") / self.name
@@ -191,11 +249,29 @@ class RunConfig:
         return self.checkpoint.path if self.checkpoint.path is not None else str(self.output / "checkpoints")
 
 
-def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int = 1) -> RunConfig:
+def find_config(path: Path) -> Path:
+    """`path`, or the configuration of this name that comes with the library: `demo`.
+
+    >>> find_config(Path("demo")).name, find_config(Path("my.toml")).name
+    ('demo.toml', 'my.toml')
+    """
+    # A folder of that name hides none: no configuration is a folder.
+    return _SHIPPED / f"{path}.toml" if is_shipped(path) and not path.is_file() else path
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether `path` is the name of a configuration that comes with the library."""
+    # A name has no folder and no suffix, so that a slip in the path of a file is never taken for one.
+    return path.name == str(path) and (_SHIPPED / f"{path}.toml").is_file()
+
+
+def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int | None = 1) -> RunConfig:
     """The configuration in `path`, changed by `overrides` ("train.steps=5"), for `num_processes` processes.
 
-    Without a [mesh] table the mesh is `dp_shard = num_processes`. Raises `ConfigError` with every problem found.
+    path: see `find_config`. num_processes: None for as many as the mesh has ranks, where none are started. Without a
+    [mesh] table the mesh is `dp_shard = num_processes`. Raises `ConfigError` with every problem found.
     """
+    path = find_config(path)
     problems: list[str] = []
     tables = _with_overrides(_read_toml(path), overrides, problems)
     problems += [unknown_setting(name, _KNOWN) for name in tables if name not in _KNOWN]
@@ -205,12 +281,15 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     checkpoint = _table(CheckpointTable, "checkpoint", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
     # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
-    problems += file_problems(model, data, path.parent)
+    problems += dataset_problems(data) + file_problems(model, data, path.parent)
     if train is not None and train.warmup_steps > train.steps:
-        problems.append(f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}")
+        problems.append(
+            f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
+        )
+    problems += _device_problems(train, num_processes or 1)
     if plan is not None and train is not None:
         # Only a plan that holds has a schedule to check: its faults would be explained twice otherwise.
-        problems += _pipeline_problems(plan, train)
+        problems += _pipeline_problems(plan)
     if problems or model is None or data is None or train is None or checkpoint is None or plan is None:
         raise ConfigError(*problems)
     return RunConfig(path=path, model=model, data=data, train=train, checkpoint=checkpoint, plan=plan)
@@ -220,7 +299,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the config {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"the config {path} cannot be read: {error.strerror}; give a TOML file, or demo, which comes with shardwise"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the config {path} is not UTF-8 text, as TOML must be") from error
     except tomllib.TOMLDecodeError as error:
@@ -252,7 +333,7 @@ def _with_overrides(tables: dict[str, Any], overrides: Sequence[str], problems: 
 
 
 def _toml_value(text: str) -> object:
-    """The value `text` has in TOML; a bare word is a string, so that the shell's quotes are not needed twice."""
+    """The value `text` has in TOML. A bare word is a string, so that the shell's quotes are not needed twice."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -296,11 +377,13 @@ def _spec(name: str, tables: Mapping[str, Any], problems: list[str]) -> Any:
         return None
 
 
-def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: int, problems: list[str]) -> Plan | None:
+def _plan(
+    tables: Mapping[str, Any], train: TrainTable | None, num_processes: int | None, problems: list[str]
+) -> Plan | None:
     """The plan, or None when some part of it, already among `problems`, does not hold."""
     # Ranks without a word on their use share the parameters: the least memory per rank, and the same results.
-    mesh = _spec("mesh", tables, problems) if "mesh" in tables else Mesh(dp_shard=num_processes)
-    if mesh is not None:
+    mesh = _spec("mesh", tables, problems) if "mesh" in tables else Mesh(dp_shard=num_processes or 1)
+    if mesh is not None and num_processes is not None:
         try:
             mesh.check_world(num_processes)
         except PlanError as error:
@@ -330,11 +413,29 @@ def _plan(tables: Mapping[str, Any], train: TrainTable | None, num_processes: in
         return None
 
 
-def _pipeline_problems(plan: Plan, train: TrainTable) -> list[str]:
+def _device_problems(train: TrainTable | None, num_processes: int) -> list[str]:
+    """Problems of `train.device` that do not depend on the host."""
+    if train is None:
+        return []
+    kind, colon, number = train.device.partition(":")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*(:[0-9]+)?", train.device) or (kind == "auto" and colon):
+        return [
+            f"train.device: {train.device!r} given; it must be auto, cpu, or a kind of device as torch names it, "
+            "which a colon and a number may follow"
+        ]
+    if number and kind != "cpu" and num_processes > 1:
+        # Two ranks on one device hang in the first collective of most backends, or are refused by it.
+        return [
+            f"train.device: {train.device} given for {num_processes} processes, and no two can share a device. Give "
+            f"{kind}, and each takes the one of its number on its host"
+        ]
+    return []
+
+
+def _pipeline_problems(plan: Plan) -> list[str]:
     """Problems of the schedule that do not depend on the values that cross between stages."""
     if plan.mesh.pp * plan.pipeline.num_chunks == 1:
-        wanted = "train.trace: true given, but the model is not cut into stages to measure; give mesh.pp ranks"
-        return [wanted] if train.trace else []
+        return []
     try:
         schedule = make_schedule(
             plan.pipeline.schedule,
@@ -357,7 +458,7 @@ def _microbatches(train: TrainTable, num_data_ranks: int, problems: list[str]) -
     near = f"{below} or {above}" if below else str(above)
     problems.append(
         f"train.global_batch: {train.global_batch} rows cannot be cut into microbatches of {train.microbatch} rows on "
-        f"{num_data_ranks} data rank{'s' if num_data_ranks > 1 else ''}, which take {rows} at a time; "
-        f"{near} can, or another train.microbatch"
+        f"{num_data_ranks} data rank{'s' if num_data_ranks > 1 else ''}, {rows} at a time; give {near}, or another "
+        "train.microbatch"
     )
     return None

@@ -1,18 +1,18 @@
 """The text of a run as tokens in memory, a part of it held out, and which sample reads which tokens.
 
-Which text makes which sample is a pure function of (seed, sample number), whatever the layout: so a run can go on
-under another number of ranks and read what it would have read. Samples are numbered through the whole run. An epoch
-is a permutation of the windows of the training text, computed element by element, so no shuffled list is held or sent.
+The text of a sample is a pure function of (seed, sample number), for every layout. So a run can go on under another
+number of ranks and read the same samples. Samples are numbered through the whole run. An epoch is a permutation of the
+windows of the training text, computed element by element, so no shuffled list is held or sent.
 
     sample number   0 ... 999           1000 ... 1999        of 1000 windows: epoch 0, epoch 1
     position        0 ... 999           0 ... 999            permuted with a key of (seed, epoch)
     window          417, 3, 880 (say)   52, 998, 6 (say)     start = window * length + phase of the epoch
 
-    update u, global batch 8, 2 data ranks:  samples 8u ... 8u+3 on data rank 0, 8u+4 ... 8u+7 on data rank 1
+`sw.Data` reads `TextSamples` in the order of their numbers, and gives each data rank its part of a global batch.
 """
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
 from itertools import pairwise
@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from shardwise.data.permutation import NUM_ROUNDS, Indices, epoch_key, mixed, permuted
 from shardwise.errors import DataError
 from shardwise.train.config import BYTES, PYTHON_DOCS, DataTable
 
 Tokens = npt.NDArray[np.integer[Any]]
-Indices = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
-_NUM_ROUNDS = 6
+Row = npt.NDArray[np.int64]
 _MAX_BLOCKS = 64
 _WINDOWS_PER_BLOCK = 4
 _NOT_PROSE = frozenset(
@@ -122,9 +122,9 @@ def split(tokens: Tokens, *, fraction: float, window: int) -> tuple[Tokens, Toke
     kept = np.concatenate(training)
     if needed == 0 or len(kept) < window:
         raise DataError(
-            f"data: {len(tokens)} tokens are too few: with held_out = {fraction:g}, {len(kept)} are left to train on "
-            f"and {needed * window} for evaluation, and each needs a row of {window}; give more text, another held_out "
-            "or a shorter sequence_length"
+            f"data: {len(tokens)} tokens are too few. With held_out = {fraction:g}, {len(kept)} are left to train on "
+            f"and {needed * window} for evaluation, and each needs a row of {window}. Give more text, another "
+            "held_out or a shorter sequence_length"
         )
     return kept, np.concatenate(held_out)
 
@@ -206,55 +206,38 @@ class SampleOrder:
         return self.num_tokens // self.window
 
     def starts(self, samples: Indices) -> Indices:
-        """The first token of each sample; a window may run over the end of the text and on at its beginning.
+        """The first token of each sample. A window may run over the end of the text and on at its beginning.
 
-        Every epoch visits each window once. Windows begin at another phase in each epoch, so that a text which is read
-        several times is not always cut at the same places.
+        Every epoch visits each window once. Windows begin at another phase in each epoch, so that several readings of a
+        text cut it at other places.
         """
         epochs, positions = np.divmod(samples.astype(np.uint64), np.uint64(self.num_windows))
         starts = np.empty(samples.shape, dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            key = _mixed(_mixed(np.array([self.seed], np.uint64)) ^ epoch)
-            phase = int(_mixed(key ^ np.uint64(_NUM_ROUNDS))[0] % np.uint64(self.window))
-            windows = _permuted(positions[chosen], key, self.num_windows)
+            key = epoch_key(self.seed, int(epoch))
+            phase = int(mixed(key ^ np.uint64(NUM_ROUNDS))[0] % np.uint64(self.window))
+            windows = permuted(positions[chosen], key, self.num_windows)
             starts[chosen] = (windows.astype(np.int64) * self.window + phase) % self.num_tokens
         return starts
 
 
-def rank_samples(*, update: int, global_batch: int, data_rank: int, num_data_ranks: int) -> Indices:
-    """The samples of one data rank in one update (both counted from 0): its part, in order, of the global batch."""
-    rows = global_batch // num_data_ranks
-    first = update * global_batch + data_rank * rows
-    return np.arange(first, first + rows, dtype=np.int64)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSamples:
+    """The training text as a dataset without an end: sample i is row i of the run."""
+
+    corpus: Corpus
+    seed: int
+
+    def __getitem__(self, number: int) -> Row:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: list[int]) -> list[Row]:
+        """Those of a batch together, as torch's DataLoader asks for them."""
+        return list(self.corpus.rows(np.asarray(numbers, dtype=np.int64), seed=self.seed))
 
 
-def _permuted(positions: Words, key: Words, size: int) -> Words:
-    """A permutation of range(size), chosen by `key`, applied to `positions`."""
-    # The smallest domain of two halves of equal bits that holds `size`: at most four times as large, so the walk
-    # below takes four turns at most on average.
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    values = _feistel(positions, key, half)
-    while (outside := values >= np.uint64(size)).any():
-        # A bijection of the larger domain, walked until it lands inside, is a bijection of range(size).
-        values[outside] = _feistel(values[outside], key, half)
-    return values
-
-
-def _feistel(values: Words, key: Words, half: int) -> Words:
-    """A bijection of range(4 ** half) (Luby and Rackoff, 1988)."""
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    left, right = values >> shift, values & mask
-    for turn in range(_NUM_ROUNDS):
-        # Whatever the round function gives, this can be undone: that makes it a bijection, hence an order without
-        # repeats.
-        left, right = right, left ^ (_mixed(right ^ key + np.uint64(turn)) & mask)
-    return (left << shift) | right
-
-
-def _mixed(values: Words) -> Words:
-    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014): every bit of the input reaches every bit."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def text_batch(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Rows as causal language models of transformers take them: the model shifts the labels itself."""
+    tokens = torch.from_numpy(np.stack(rows))
+    return {"input_ids": tokens, "labels": tokens}

@@ -15,7 +15,7 @@ from shardwise.plan.plan_pictures import bucket_picture, mesh_picture, step_pict
 from shardwise.rewrite import find_rewrite
 from shardwise.rewrite.rewrite_picture import rewrite_picture
 from shardwise.svg import Picture, stacked
-from shardwise.train.config import RunConfig, read_config
+from shardwise.train.config import RunConfig, find_config, is_shipped, read_config
 from shardwise.train.run_build import build_model
 
 __all__ = ["draw"]
@@ -27,28 +27,39 @@ def draw(
     rewrite: str | None = None,
     parameters: Mapping[str, int | str] | None = None,
     names: Sequence[str] = (),
-    num_processes: int = 1,
+    num_processes: int | None = None,
     overrides: Sequence[str] = (),
 ) -> str:
     """The SVG text of a picture of `source`.
 
-    source: a TOML file: a plan (`Plan.text()`), or a configuration of `shardwise train`, whose buckets are drawn too
-    where the model is cut neither along pp nor along tp. Else a checkpoint of any format.
+    source: a plan (`Plan.text()`) or a configuration of `shardwise train`, as a TOML file. The buckets of a
+        configuration are drawn too if pp and tp are 1. Else a checkpoint of any format.
     rewrite: of a checkpoint, the file of a rewrite or the name of one that comes along; its outputs are drawn.
-    names: which tensors. num_processes, overrides: of a configuration, as for `shardwise train`.
+    names: which tensors. num_processes, overrides: of a configuration, as for `shardwise train`. None: as many
+        processes as its mesh has ranks.
     Raises PlanError, ConfigError, CheckpointError or RewriteError.
     """
-    if source.endswith(".toml") and Path(source).is_file():
+    path = Path(source)
+    found = path if path.is_dir() else find_config(path)  # a folder may be a checkpoint
+    if found.suffix == ".toml" and found.is_file():
         if rewrite is not None or names or parameters:
             raise ConfigError(
                 f"{source} is a plan or a configuration; a rewrite and names of tensors go with a checkpoint"
             )
-        return stacked(_of_toml(Path(source), num_processes, overrides))
-    if overrides or num_processes != 1:
+        return stacked(_of_toml(found, num_processes, overrides))
+    if overrides or num_processes is not None:
         raise ConfigError(f"{source} is no configuration; settings and a number of processes go with one")
     if parameters and rewrite is None:
         raise ConfigError("parameters belong to a rewrite; name one")
-    contents = open_checkpoint(source).contents
+    try:
+        contents = open_checkpoint(source).contents
+    except CheckpointError as error:
+        if is_shipped(path):
+            raise CheckpointError(
+                f"{error}. This folder hides the configuration {source!r} that comes with shardwise: draw that one in "
+                "another folder"
+            ) from error
+        raise
     if rewrite is None:
         known = contents.tensors
         pictures = [contents_picture(contents, names)] if _all_known(names, known, source) else []
@@ -67,14 +78,18 @@ def _all_known(names: Sequence[str], known: Mapping[str, object], where: str) ->
     return True
 
 
-def _of_toml(path: Path, num_processes: int, overrides: Sequence[str]) -> list[Picture]:
+def _of_toml(path: Path, num_processes: int | None, overrides: Sequence[str]) -> list[Picture]:
     try:
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
+    if not tables:
+        raise ConfigError(
+            f"{path} has no settings; write a plan there (such as mesh.dp_shard = 2) or a configuration (with [model])"
+        )
     is_configuration = not tables.keys().isdisjoint(("model", "data", "train", "checkpoint"))
-    if not is_configuration and (overrides or num_processes != 1):
+    if not is_configuration and (overrides or num_processes is not None):
         raise ConfigError(f"{path} is a plan; settings and a number of processes go with a configuration")
     config = read_config(path, overrides=overrides, num_processes=num_processes) if is_configuration else None
     plan = Plan.parse(text) if config is None else config.plan

@@ -1,26 +1,25 @@
 """The loop: batches in, updates and evaluations, metrics out. It knows nothing of how an update is made.
 
-    for each update    rows of this data rank  ->  engine.step  ->  learning rates  ->  evaluation, when it is time
+    for each update    batch of this data rank ->  engine.step  ->  learning rates  ->  evaluation, when it is time
                        ->  observers (rank 0 has some)  ->  keeper (saves)  ->  stop, if a rank asked for it
 
 All ranks run it with equal settings, and everything that decides its course (skipped, stop, the position) is equal on
-all: they make the same calls of the engine.
+all. So they make the same calls of the engine.
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.engine.batches import Batch
+from shardwise.engine.rank_times import RankTimes
 from shardwise.errors import DivergedError
 from shardwise.train.config import Decay, TrainTable
-from shardwise.train.corpus import Corpus, rank_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +86,14 @@ class Stepped(Protocol):
     def stop(self) -> bool:
         """Some rank has asked to stop."""
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the losses were multiplied by for their backward; None where they were not."""
+
+    @property
+    def ranks(self) -> tuple[RankTimes, ...]:
+        """What each rank did with its time."""
+
 
 # A protocol, so that the loop is tested with an engine of ten lines, and `Tracer` can stand in the engine's place.
 class Trainee(Protocol):
@@ -96,10 +103,10 @@ class Trainee(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers that `step` runs."""
 
-    def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> Stepped:
+    def step(self, batch: Batch, *, stop: Callable[[], bool] | None = None) -> Stepped:
         """One update from this data rank's rows. stop: whether this rank asks to stop; the report says it of all."""
 
-    def evaluate(self, batch: dict[str, torch.Tensor]) -> Evaluated:
+    def evaluate(self, batch: Batch) -> Evaluated:
         """The loss over the rows of all data ranks; this one may have none of them."""
 
 
@@ -115,13 +122,17 @@ class StepMetrics:
     grad_norm: float
     """2-norm of the averaged gradient, before clipping."""
     tokens_per_second: float
-    """Of all ranks together, since the last update; evaluation not counted."""
+    """Of all ranks together, since the last update; evaluation not counted. Rows, where the data are no text."""
     skipped: bool
     """The gradient was not finite, and the update was left out."""
     held_out_loss: float | None
     """Mean over the evaluation windows, after the update; None when not evaluated."""
     elapsed_s: float
     """Since training began."""
+    loss_scale: float | None = None
+    """The factor on the losses of this update; None where the plan has none."""
+    ranks: tuple[RankTimes, ...] = ()
+    """What each rank did with its time, up to the norm of this update."""
 
 
 class Observer(Protocol):
@@ -132,14 +143,6 @@ class Observer(Protocol):
 
     def close(self) -> None:
         """No more updates come, because all are done or because the run stops."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataPlace:
-    """Which rows are this rank's."""
-
-    data_rank: int = 0
-    num_data_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +178,10 @@ class Keeper(Protocol):
 def fit(
     engine: Trainee,
     train: TrainTable,
-    corpus: Corpus,
-    held_out: npt.NDArray[np.int64],
+    batches: Iterator[Batch],
+    held_out: Sequence[Batch],
     *,
-    place: DataPlace,
+    tokens_per_row: int,
     observers: Sequence[Observer],
     begin: Position = BEGINNING,
     keeper: Keeper | None = None,
@@ -187,33 +190,28 @@ def fit(
 ) -> float | None:
     """Make the updates up to `train.steps` and return the held-out loss after the last one.
 
-    held_out: [num_rows, sequence_length], the same on every rank. begin: where an earlier run was, whose values the
-    engine holds; its groups then have the full learning rate as `initial_lr`. When no update is left, it evaluates.
-    stop: whether this rank asks to stop; once any rank does, all return None after the same update.
+    batches: this data rank's rows of each update, from `begin` on. held_out: its rows of each batch of an evaluation.
+    begin: where an earlier run was, whose values the engine holds; its groups then have the full learning rate as
+    `initial_lr`. When no update is left, it evaluates. stop: whether this rank asks to stop; once any rank does, all
+    return None after the same update.
     """
     position = begin
     # A save of the last update was resumed. The run still reports its held-out loss, as it would have at its end.
     if position.step >= train.steps:
-        return evaluate(engine, held_out, place, global_batch=train.global_batch)
+        return evaluate(engine, held_out)
     schedulers = [
         # With `last_epoch` -1 a scheduler begins; with more it takes `initial_lr` from the groups, which a resumed
         # run has.
         LambdaLR(optimizer, LearningRateSchedule.of(train), last_epoch=position.num_taken - 1)
         for optimizer in engine.optimizers
     ]
-    tokens_per_update = train.global_batch * corpus.sequence_length
+    tokens_per_update = train.global_batch * tokens_per_row
     # As if the run had begun so long ago: the time between two parts of it does not count.
     began_s = now_s() - position.elapsed_s
     for update in range(position.step, train.steps):
         update_began_s = now_s()
-        samples = rank_samples(
-            update=update,
-            global_batch=train.global_batch,
-            data_rank=place.data_rank,
-            num_data_ranks=place.num_data_ranks,
-        )
         learning_rate = float(schedulers[0].get_last_lr()[0])
-        batch = as_batch(corpus.rows(samples, seed=train.seed))
+        batch = next(batches)
         # The wish to stop travels in the exchange that the step makes anyway, so all ranks know of it after the same
         # update.
         report = engine.step(batch) if stop is None else engine.step(batch, stop=stop)
@@ -221,7 +219,8 @@ def fit(
         if num_skipped == PATIENCE_UPDATES:
             raise DivergedError(
                 f"the gradient has not been finite since step {update + 2 - num_skipped}: {num_skipped} updates in a "
-                "row were skipped; lower train.learning_rate, lengthen train.warmup_steps, or set train.clip_grad_norm"
+                "row were skipped. Lower train.learning_rate, lengthen train.warmup_steps, or set "
+                f"train.clip_grad_norm{_scale_advice(report.loss_scale)}"
             )
         # A skipped update does not use up a learning rate: else a run whose first updates are skipped would miss its
         # warm-up.
@@ -231,7 +230,7 @@ def fit(
         update_s = now_s() - update_began_s
         step = update + 1
         evaluated = step % train.evaluate_every == 0 or step == train.steps
-        found = evaluate(engine, held_out, place, global_batch=train.global_batch) if evaluated else None
+        found = evaluate(engine, held_out) if evaluated else None
         position = Position(
             step=step,
             num_taken=position.num_taken + (not report.skipped),
@@ -248,6 +247,8 @@ def fit(
             skipped=report.skipped,
             held_out_loss=found,
             elapsed_s=position.elapsed_s,
+            loss_scale=report.loss_scale,
+            ranks=report.ranks if observers else (),
         )
         for observer in observers:
             observer.on_step(metrics)
@@ -261,20 +262,13 @@ def fit(
     return position.held_out_loss
 
 
-def evaluate(engine: Trainee, held_out: npt.NDArray[np.int64], place: DataPlace, *, global_batch: int) -> float:
-    """The mean loss over the held-out rows, `global_batch` of them at a time, each batch cut over the data ranks."""
-    reports = []
-    for start in range(0, len(held_out), global_batch):
-        batch = held_out[start : start + global_batch]
-        # Parts may differ by one row, and a rank may have none: `weight` in the reports says how much each loss
-        # counts.
-        borders = [len(batch) * rank // place.num_data_ranks for rank in (place.data_rank, place.data_rank + 1)]
-        # All ranks make the call, those without rows too: it exchanges sums.
-        reports.append(engine.evaluate(as_batch(batch[slice(*borders)])))
+def _scale_advice(loss_scale: float | None) -> str:
+    return "" if loss_scale is None else f". Losses were scaled by {loss_scale:.10g}: see precision.loss_scale"
+
+
+def evaluate(engine: Trainee, held_out: Sequence[Batch]) -> float:
+    """The mean loss over the rows of all data ranks; this one may have none of a batch."""
+    # Parts may differ by one row: `weight` in the reports says how much each loss counts. All ranks make each call,
+    # those without rows too: it exchanges sums.
+    reports = [engine.evaluate(batch) for batch in held_out]
     return sum(report.loss * report.weight for report in reports) / sum(report.weight for report in reports)
-
-
-def as_batch(rows: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """Rows as causal language models of transformers take them: the model shifts the labels itself."""
-    tokens = torch.from_numpy(rows)
-    return {"input_ids": tokens, "labels": tokens}

@@ -1,7 +1,8 @@
 """One rank's part of a training run, from the configuration to the last line.
 
+    Replicas     copies in memory of the hosts, if asked for
     find_start   which save to go on from            all ranks agree; nothing is loaded yet
-    _built       corpus, model                       `agreed`: one rank's error is raised on all
+    _built       data, model                         `agreed`: one rank's error is raised on all
     parallelize  the engine under the plan
     take_up      load, if there is a save            position, settings, random numbers
     fit          the loop, with observers and keeper
@@ -14,22 +15,26 @@ import textwrap
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.text import Text
 from torch import nn
 
+from shardwise.checkpoint import Replicas
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.engine import Engine, parallelize
+from shardwise.comm.timed import Timed
+from shardwise.data import DataPlace
+from shardwise.engine import parallelize
+from shardwise.engine.batches import Batch
 from shardwise.train.announcement import announcement, changed_schedule, continued, sizes_of
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
-from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, rank_samples, read_corpus
-from shardwise.train.loop import BEGINNING, DataPlace, as_batch, fit
-from shardwise.train.observers import Audience, count
+from shardwise.train.corpus import Corpus, frequency_loss
+from shardwise.train.loop import BEGINNING, fit
+from shardwise.train.observers import Audience
+from shardwise.train.quantities import count
 from shardwise.train.run_build import build_loss, build_model, optimizer_factory
-from shardwise.train.run_state import Samples
+from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
 
@@ -51,26 +56,65 @@ def run(
     Every rank of `channel` makes this call. What is wrong before the first update is raised alike on all ranks.
     """
     signals = signals if signals is not None else StopSignals()
-    start = find_start(config, resume, channel)
+    channel = Timed(channel) if config.train.trace else channel
+    if config.checkpoint.replicas is None:
+        _train(config, channel, console, resume, signals, None)
+        return
+    with Replicas(
+        config.saves,
+        every=1,
+        channel=channel,
+        timeout_seconds=config.train.timeout_seconds,
+        interface=config.train.interface,
+        ports=config.train.ports,
+    ) as replicas:
+        _train(config, channel, console, resume, signals, replicas)
+
+
+def _train(
+    config: RunConfig,
+    channel: Channel,
+    console: Console,
+    resume: str | None,
+    signals: StopSignals,
+    replicas: Replicas | None,
+) -> None:
+    start = find_start(config, resume, channel, replicas=replicas)
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
-        model, corpus, held_out = _built(config)
+        data, model, sample, held_out = _built(config, channel.rank)
     sizes = sizes_of(model)
-    place = _place(config, channel.rank)
-    engine = _parallelized(model, config, corpus, place, channel)
+    engine = parallelize(
+        model,
+        config.plan,
+        optimizer=optimizer_factory(config),
+        loss=build_loss(config),
+        channel=channel,
+        seed=config.train.seed,
+        sample=sample,
+    )
     # Before `take_up`: loading puts the settings of the save in the place of those that the configuration made.
-    samples, settings = Samples.of(config, corpus), settings_of(engine)
+    settings = settings_of(engine)
     begin, words = BEGINNING, [start.words] if start.words else []
     if not start.is_fresh:
-        begin, words = take_up(start, config, engine, channel, samples=samples, fresh=settings)
-    baseline = frequency_loss(corpus.training, held_out, corpus.vocabulary_size)
-    title = f"{config.name}: {count(sum(sizes.values()))} parameters, {channel.size} ranks"
-    tracer = Tracer(engine) if config.train.trace else None
+        begin, words = take_up(start, config, engine, channel, data=data, fresh=settings)
+    baseline = _baseline(data)
+    if replicas is not None:
+        words.append(replicas.words)
+    num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
+    title = f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}"
+    tracer = Tracer(engine, channel) if isinstance(channel, Timed) else None
     # The order of these contexts is that of their ends: the keeper waits for its save first, then signals end the
     # process at once again, then files are closed.
     with Audience() as audience, signals.noted(channel) as stop:
         with RunKeeper(
-            config, engine, channel, samples=samples, settings=settings, on_commit=audience.on_commit
+            config,
+            engine,
+            channel,
+            data=data,
+            settings=settings,
+            on_commit=audience.on_commit,
+            replicas=replicas,
         ) as keeper:
             # A signal during the long set-up: nothing has been trained, so nothing is saved. All ranks take part in
             # the exchange, because a signal may reach some of them only.
@@ -78,73 +122,62 @@ def run(
                 raise Stopped(number, "before the first update")
             if channel.rank == 0:
                 placement = None if engine.pipeline is None else engine.pipeline.placement
-                _say(console, *announcement(config, model, sizes, corpus, held_out, placement=placement), *words)
+                _say(console, *announcement(config, model, sizes, data, placement=placement), *words)
                 audience.open(config, console, begin, title=title, baseline=baseline)
             loss = fit(
                 tracer or engine,
                 config.train,
-                corpus,
+                batches_of(data.data, engine),
                 held_out,
-                place=place,
+                tokens_per_row=data.tokens_per_row,
                 observers=audience.observers,
                 begin=begin,
                 keeper=keeper,
-                stop=stop,
+                stop=lambda: stop() or keeper.has_failed(),
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.
         if number := signals.of_all(channel):
+            if replicas is not None and config.checkpoint.every is not None:
+                replicas.close()  # all is saved in files, and the memory of the hosts is given back
             raise Stopped(number, keeper.words())
     assert loss is not None, "only a signal ends the loop before the last update"
-    trace = None if tracer is None else tracer.gathered(channel)
-    row = held_out[0].tolist()
+    trace = None if tracer is None else tracer.gathered()
+    row = [] if data.corpus is None else data.held_out[0].tolist()
     # On all ranks, although rank 0 alone prints it: the stages of the model are on several.
-    goes_on = continued(engine, model, row, num_tokens=_SAMPLE_TOKENS, seed=config.train.seed)
+    goes_on = continued(engine, model, row, num_tokens=_SAMPLE_TOKENS, seed=config.train.seed) if row else None
     if channel.rank == 0:
         if trace is not None:
             _say(console, *leave(trace, config.output, title=title, width=console.width))
         _say(console, *changed_schedule(engine.pipeline), *audience.last_words(config))
-        _show_sample(console, corpus, row, goes_on)
-        _say(console, f"held-out loss {loss:.4f}, {config.data.unit}-frequency loss {baseline:.4f}")
+        known = (
+            "" if baseline is None else f"; of a model that knows only {config.data.unit} frequencies: {baseline:.4f}"
+        )
+        if data.corpus is not None:
+            _show_sample(console, data.corpus, row, goes_on)
+        _say(console, f"held-out loss {loss:.4f}{known}")
 
 
-def _built(config: RunConfig) -> tuple[nn.Module, Corpus, npt.NDArray[np.int64]]:
-    corpus = read_corpus(config.data, config.folder)
-    held_out = evaluation_rows(corpus, config.train.global_batch * config.train.evaluate_batches)
-    return build_model(config), corpus, held_out
-
-
-def _place(config: RunConfig, rank: int) -> DataPlace:
+def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, list[Batch]]:
+    """The data and the model; of this rank, the rows of the first update and those of every evaluation."""
+    data = build_data(config)
     mesh = config.plan.mesh
-    at = mesh.coordinates(rank)
-    # Ranks along pp and tp compute parts of the same rows: only the two data axes decide which rows these are.
-    return DataPlace(
-        data_rank=at["dp_replicate"] * mesh.dp_shard + at["dp_shard"],
-        num_data_ranks=mesh.num_data_ranks,
-    )
-
-
-def _parallelized(model: nn.Module, config: RunConfig, corpus: Corpus, place: DataPlace, channel: Channel) -> Engine:
+    place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
-    first = rank_samples(
-        update=0,
-        global_batch=config.train.global_batch,
-        data_rank=place.data_rank,
-        num_data_ranks=place.num_data_ranks,
-    )
-    return parallelize(
-        model,
-        config.plan,
-        optimizer=optimizer_factory(config),
-        loss=build_loss(config),
-        channel=channel,
-        seed=config.train.seed,
-        sample=as_batch(corpus.rows(first, seed=config.train.seed)),
-    )
+    sample, held_out = sample_batch(data.data, place), data.evaluation(place, config.train.global_batch)
+    return data, build_model(config), sample, held_out
+
+
+def _baseline(data: RunData) -> float | None:
+    """The held-out loss of a model that knows only how frequent each token of the text is."""
+    if data.corpus is None:
+        return None
+    return frequency_loss(data.corpus.training, np.asarray(data.held_out), data.corpus.vocabulary_size)
 
 
 def _say(console: Console, *lines: str) -> None:
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        # A terminal breaks lines between words; a file keeps them whole.
+        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def _show_sample(console: Console, corpus: Corpus, row: Sequence[int], sample: Sequence[int] | None) -> None:

@@ -22,6 +22,9 @@ def check_references(config: RunConfig) -> None:
         "model.factory": config.model.factory,
         "model.loss": config.model.loss,
         "train.optimizer": config.train.optimizer,
+        "data.dataset": config.data.dataset,
+        "data.held_out_dataset": config.data.held_out_dataset,
+        "data.collate": config.data.collate,
     }
     for key, reference in wanted.items():
         if reference is not None:
@@ -43,7 +46,9 @@ def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: no file {folder / source}") from error
     except Exception as error:  # a foreign module may raise anything while it is imported
-        raise ConfigError(f"{key}: {source} cannot be imported: {in_words(error)}") from error
+        is_left_out = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
+        hint = '; pip install "shardwise[train]" brings it' if is_left_out else ""
+        raise ConfigError(f"{key}: {source} cannot be imported: {in_words(error)}{hint}") from error
     try:
         found = getattr(module, name)
     except AttributeError as error:

@@ -2,14 +2,17 @@
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.comm.devices import named_device
+from shardwise.engine.batches import LossFunction
 from shardwise.engine.meta_init import Initialisation, forget_initialised
-from shardwise.errors import ConfigError, ModelError
+from shardwise.engine.optimizers import OptimizerFunction
+from shardwise.errors import ConfigError, ModelError, PlanError
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve
 
@@ -19,8 +22,8 @@ def build_model(config: RunConfig) -> nn.Module:
 
     A model class of transformers gets its configuration class made from `model.config`, any other callable gets
     `model.config` as keyword arguments. Raises `ConfigError` for keys that the configuration class does not know,
-    `ModelError` when the factory raises or gives something else than a module. Where modules are to initialise
-    themselves the model has no values yet (it is on the meta device), and one that leaves a gap raises `ModelError`.
+    `ModelError` when the factory raises or gives something else than a module. If modules initialise themselves, the
+    model has no values yet (it is on the meta device), and one that leaves a gap raises `ModelError`.
     """
     reference = config.model.factory
     factory = resolve(reference, folder=config.folder, key="model.factory")
@@ -50,16 +53,26 @@ def _leave_to_modules(model: nn.Module, seed: int) -> None:
         forget_initialised(model)
         Initialisation(model, seed)
     except ModelError as error:
-        raise ModelError(f'model.initialise = "by module": {error}\n"whole" takes what model.factory gives') from error
+        raise ModelError(
+            f'model.initialise = "by module": {error}\n"whole" takes the values of model.factory'
+        ) from error
 
 
-def build_loss(config: RunConfig) -> Callable[[Any, Mapping[str, Any]], torch.Tensor] | None:
+def device_of(config: RunConfig) -> torch.device | None:
+    """The device that `train.device` names; None for that of the host. Raises `ConfigError` for one that is absent."""
+    try:
+        return named_device(config.train.device)
+    except PlanError as error:
+        raise ConfigError(f"train.device: {error}") from error
+
+
+def build_loss(config: RunConfig) -> LossFunction | None:
     """The loss function that [model] names, if it names one."""
     reference = config.model.loss
     return None if reference is None else resolve(reference, folder=config.folder, key="model.loss")
 
 
-def optimizer_factory(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Any]:
+def optimizer_factory(config: RunConfig) -> OptimizerFunction:
     """A function from parameters to the optimizer that [train] asks for, or to several."""
     train = config.train
     factory = resolve(train.optimizer, folder=config.folder, key="train.optimizer")

@@ -17,6 +17,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwise.comm import Channel
+from shardwise.comm.accelerators import random_states, set_random_states
 from shardwise.errors import ConfigError
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus
@@ -27,8 +28,8 @@ Settings = list[list[dict[str, Any]]]
 
 _KEY = "run"
 _WORDS = {
-    "seed": "train.seed",
     "global_batch": "train.global_batch",
+    "num_samples": "the number of samples to train on",
     "sequence_length": "data.sequence_length",
     "num_tokens": "the number of tokens of the training text",
     "text": "the digest of the training text",
@@ -54,7 +55,7 @@ class Samples(_StatePart):
     def of(cls, config: RunConfig, corpus: Corpus) -> "Samples":
         """Those of a run."""
         return cls(
-            seed=config.train.seed,
+            seed=config.order_seed,
             global_batch=config.train.global_batch,
             sequence_length=corpus.sequence_length,
             num_tokens=len(corpus.training),
@@ -62,13 +63,31 @@ class Samples(_StatePart):
             text=xxhash.xxh3_128_hexdigest(corpus.training.tobytes()),
         )
 
-    def differences(self, now: "Samples") -> list[str]:
-        """Everything in which another run reads other samples, with both values."""
-        return [
-            f"{words} was {getattr(self, name)} and is {getattr(now, name)}"
-            for name, words in _WORDS.items()
-            if getattr(self, name) != getattr(now, name)
-        ]
+
+class OtherSamples(_StatePart):
+    """The same for a dataset that the configuration names. What its samples are is not looked into."""
+
+    seed: int
+    global_batch: int
+    num_samples: int | None
+    """In an epoch; None where that is not known."""
+
+    @classmethod
+    def of(cls, config: RunConfig, num_samples: int | None) -> "OtherSamples":
+        """Those of a run."""
+        return cls(seed=config.order_seed, global_batch=config.train.global_batch, num_samples=num_samples)
+
+
+def differences(then: Samples | OtherSamples, now: Samples | OtherSamples, *, seed_key: str) -> list[str]:
+    """Everything in which another run reads other samples, with both values. seed_key: the setting that decides now."""
+    if type(then) is not type(now):
+        words = {Samples: "a text", OtherSamples: "a dataset of your own"}
+        return [f"it read {words[type(then)]}, and this one reads {words[type(now)]}"]
+    return [
+        f"{seed_key if name == 'seed' else _WORDS[name]} was {value} and is {getattr(now, name)}"
+        for name, value in then
+        if value != getattr(now, name)
+    ]
 
 
 class RandomStates(BaseModel):
@@ -78,9 +97,9 @@ class RandomStates(BaseModel):
 
     mesh: str
     device: str
-    """Kind of the device on which ranks compute: "cpu" or "cuda"."""
+    """Kind of the device on which ranks compute, as torch calls it."""
     ranks: list[dict[str, str]]
-    """By rank: generator ("cpu", "cuda") -> its state in base64."""
+    """By rank: kind of device that a generator is for -> its state in base64. The CPU's, and that of `device`."""
 
     @classmethod
     def gathered(cls, channel: Channel, mesh: str) -> "RandomStates":
@@ -102,30 +121,27 @@ class RandomStates(BaseModel):
                 return None
             torch.manual_seed(derived_seed(seed, step))
             return (
-                "random numbers that are drawn outside of the model, as by an optimizer, are seeded anew: the run was "
-                f"saved under mesh {self.mesh} on {self.device}, and goes on under mesh {mesh} on {channel.device.type}"
+                "random numbers outside of the model, as in an optimizer, are seeded anew. The run was saved under "
+                f"mesh {self.mesh} on {self.device}, and goes on under mesh {mesh} on {channel.device.type}"
             )
-        for name, text in self.ranks[channel.rank].items():
-            state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            if name == "cuda":
-                torch.cuda.set_rng_state(state, channel.device)
-            else:
-                torch.set_rng_state(state)
+        states = self.ranks[channel.rank].items()
+        set_random_states(
+            channel.device,
+            {kind: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for kind, text in states},
+        )
         return None
 
 
 def derived_seed(seed: int, step: int) -> int:
-    """A seed of its own for each step of a run, the same on all ranks: replicas have to draw alike."""
+    """Another seed for each step of a run, the same on all ranks: replicas have to draw alike."""
     digest = hashlib.sha256(f"{seed} {step}".encode()).digest()
     # At most 2**63 - 1, as `train.seed` is.
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _states_here(channel: Channel) -> dict[str, str]:
-    states = {"cpu": torch.get_rng_state()}
-    if channel.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(channel.device)
-    return {name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in states.items()}
+    states = random_states(channel.device)
+    return {kind: base64.b64encode(state.numpy().tobytes()).decode() for kind, state in states.items()}
 
 
 class RunState(_StatePart):
@@ -136,13 +152,15 @@ class RunState(_StatePart):
     num_skipped: int
     held_out_loss: float | None
     elapsed_s: float
-    samples: Samples
+    samples: Samples | OtherSamples
     settings: Settings
     """As the configuration made the optimizers, before any schedule."""
     random: RandomStates
 
     @classmethod
-    def of(cls, position: Position, samples: Samples, settings: Settings, random: RandomStates) -> "RunState":
+    def of(
+        cls, position: Position, samples: Samples | OtherSamples, settings: Settings, random: RandomStates
+    ) -> "RunState":
         """The state of a run that is at `position`."""
         loss = position.held_out_loss
         return cls(
@@ -181,6 +199,6 @@ class RunState(_StatePart):
             return cls.model_validate({"step": extra["step"], **extra[_KEY]})
         except (KeyError, TypeError, ValidationError) as error:
             raise ConfigError(
-                f"--resume: {location} holds tensors, but not how far a run of `shardwise train` was (extra has no "
-                f'"{_KEY}" with a position, samples and random numbers); name a save that `shardwise train` made'
+                f'--resume: {location} holds tensors, but no position of a run: extra has no "{_KEY}" with a step, '
+                "samples and random numbers. Name a save that `shardwise train` made"
             ) from error

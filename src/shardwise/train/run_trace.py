@@ -1,4 +1,4 @@
-"""The forwards and backwards of every rank of a pipeline in time: measured in each update, kept of the last ones.
+"""What every rank does in time: measured in each update, kept of the last ones.
 
 Spans are times on the clock of their rank. At the end of the run, the clocks are compared and all spans moved to that
 of rank 0:
@@ -16,16 +16,20 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from shardwise.comm import Channel
+from shardwise.comm.timed import CallSpan, Timed
 from shardwise.engine import Engine
+from shardwise.engine.batches import Batch
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, seconds_text, simulate_schedule
-from shardwise.train.timeline_files import save_picture, save_trace
+from shardwise.train.timeline_files import TraceBar, save_picture, save_trace
+from shardwise.train.unit_bars import UnitBars
 
 _KEPT_UPDATES = 20
 _CLOCK_ROUNDS = 5
@@ -40,16 +44,19 @@ class RunTrace:
 
     updates: tuple[Timeline, ...]
     """One for each; their ranks are those of the world."""
-    schedule: Schedule
-    """The schedule of the last one."""
+    bars: tuple[TraceBar, ...]
+    """What ranks did besides forwards and backwards, in all updates."""
+    schedule: Schedule | None
+    """The schedule of the last one; None without stages."""
     transfers: tuple[tuple[int, int], ...]
 
     def simulated(self) -> Timeline | None:
         """The last update as it would be with its mean times of stages, transfers that take no time, and no overhead.
 
-        None where its schedule is not one for the transfers that were last seen: they depend on the data.
+        None without stages, and where its schedule is not one for the transfers that were last seen: they depend on
+        the data.
         """
-        if check(self.schedule, self.transfers):
+        if self.schedule is None or check(self.schedule, self.transfers):
             return None
         times = stage_times(self.updates[-1])
         stages = range(self.schedule.num_stages)
@@ -62,49 +69,71 @@ class RunTrace:
 
 
 class Tracer:
-    """An engine with stages whose updates are measured. Stands in its place in the loop."""
+    """An engine whose updates are measured. Stands in its place in the loop.
 
-    def __init__(self, engine: Engine) -> None:
-        assert engine.pipeline is not None, "configurations that ask for a trace have stages"
+    channel: through which the engine talks.
+    """
+
+    def __init__(self, engine: Engine, channel: Timed) -> None:
         self._engine = engine
-        self._runner = engine.pipeline
+        self._channel = channel
+        self._recorder = engine.recorder
+        # Stages have bars of their own, and run a module in parts.
+        self._units = UnitBars(engine.model, engine.recorder.now_s) if engine.pipeline is None else None
         # Some hundred spans per update: those of a whole run would fill the memory.
-        self._updates: deque[list[TimeSpan]] = deque(maxlen=_KEPT_UPDATES)
+        self._updates: deque[_TracedUpdate] = deque(maxlen=_KEPT_UPDATES)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """See `loop.Trainee`."""
         return self._engine.optimizers
 
-    def step(self, batch: dict[str, torch.Tensor], *, stop: Callable[[], bool] | None = None) -> StepReport:
+    def step(self, batch: Batch, *, stop: Callable[[], bool] | None = None) -> StepReport:
         """One update, recorded on this rank."""
-        # A list switches the recording on. Evaluations are not recorded, for they have no backward to compare with.
-        spans = self._runner.spans = []
+        # Lists switch the recording on. Evaluations are not recorded, for they have no backward to compare with.
+        spans: list[TimeSpan] = []
+        calls: list[CallSpan] = []
+        notes: list[tuple[str, str, float]] = []
+        updates: list[tuple[float, float]] = []
+        self._recorder.spans, self._recorder.updates, self._channel.log.spans = spans, updates, calls
+        if self._units is not None:
+            self._units.notes = notes
+        start_s = self._recorder.now_s()
         try:
             report = self._engine.step(batch, stop=stop)
+            stop_s = self._recorder.now_s()
         finally:
-            self._runner.spans = None
-        self._updates.append(spans)
+            self._recorder.spans = self._recorder.updates = self._channel.log.spans = None
+            if self._units is not None:
+                self._units.notes = None
+        bars = [_OwnBar("step", "step", start_s, stop_s, {})]
+        bars += [_OwnBar("optimizer", "optimizer", *each, {}) for each in updates]
+        bars += [_bar_of(each) for each in calls]
+        bars += unit_bars(notes, [span for span in spans if span.kind == "B"])
+        self._updates.append(_TracedUpdate(spans, bars))
         return report
 
-    def evaluate(self, batch: dict[str, torch.Tensor]) -> EvaluationReport:
+    def evaluate(self, batch: Batch) -> EvaluationReport:
         """See `loop.Trainee`."""
         return self._engine.evaluate(batch)
 
-    def gathered(self, channel: Channel) -> RunTrace | None:
+    def gathered(self) -> RunTrace | None:
         """The last updates on all ranks, which call this together; None when none was made."""
+        if self._units is not None:
+            self._units.take_off()
+        channel = self._channel
         # Clocks drift: they are compared now, since the last updates are what is kept.
         mine = {
-            "rounds": _clock_rounds(channel),
+            "rounds": clock_rounds(channel, self._recorder.clock),
             "updates": [
-                [(span.kind, span.microbatch, span.stage, span.start_s, span.stop_s) for span in spans]
-                for spans in self._updates
+                [(span.kind, span.microbatch, span.stage, span.start_s, span.stop_s) for span in each.spans]
+                for each in self._updates
             ],
+            "bars": [bar for each in self._updates for bar in each.bars],
         }
         ranks = [json.loads(each) for each in channel.exchange(json.dumps(mine).encode(), purpose="spans of a trace")]
-        schedule, transfers = self._runner.schedule, self._runner.transfers
         # No update was made. All ranks know that, and leave together, after the exchange.
-        if schedule is None or transfers is None:
+        if not self._updates:
             return None
         offsets = [clock_offset(each["rounds"], ranks[0]["rounds"]) for each in ranks]
         updates = [
@@ -118,20 +147,89 @@ class Tracer:
             )
             for at in range(len(self._updates))
         ]
-        return RunTrace(updates=tuple(updates), schedule=schedule, transfers=transfers)
+        bars = tuple(
+            TraceBar(
+                rank=rank,
+                name=name,
+                category=category,
+                start_s=start_s - offsets[rank],
+                stop_s=stop_s - offsets[rank],
+                arguments=arguments,
+            )
+            for rank, each in enumerate(ranks)
+            for name, category, start_s, stop_s, arguments in each["bars"]
+        )
+        runner = self._engine.pipeline
+        return RunTrace(
+            updates=tuple(updates),
+            bars=bars,
+            schedule=None if runner is None else runner.schedule,
+            transfers=() if runner is None else runner.transfers or (),
+        )
+
+
+class _OwnBar(NamedTuple):
+    """A `TraceBar` on its way."""
+
+    name: str
+    category: str
+    start_s: float
+    stop_s: float
+    arguments: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedUpdate:
+    """What one update was on this rank, on its own clock."""
+
+    spans: list[TimeSpan]
+    bars: list[_OwnBar]
+
+
+def _bar_of(span: CallSpan) -> _OwnBar:
+    call = span.call
+    arguments: dict[str, object] = {
+        "ranks": list(call.peers),
+        "sent bytes": call.bytes_sent,
+        "received bytes": call.bytes_received,
+    }
+    verb = "wait for " if span.is_wait else ""
+    return _OwnBar(f"{verb}{call.operation}: {call.purpose}", call.operation, span.start_s, span.stop_s, arguments)
+
+
+def unit_bars(notes: Sequence[tuple[str, str, float]], backwards: Sequence[TimeSpan]) -> list[_OwnBar]:
+    """Bars of the parts of a model, from what `UnitBars` has noted; backwards: of the microbatches."""
+    bars = []
+    open_at: list[tuple[str, float]] = []
+    for name, what, at_s in notes:
+        if what == "begin":
+            open_at.append((name, at_s))
+        elif what == "end":
+            # A forward that has raised has a beginning alone.
+            while open_at and (begun := open_at.pop())[0] != name:
+                pass
+            bars.append(_OwnBar(f"forward {name}", "unit", begun[1], at_s, {}))
+    for span in backwards:
+        begins = [(name, at_s) for name, what, at_s in notes if what == "backward" and span.start_s <= at_s]
+        begins = [(name, at_s) for name, at_s in begins if at_s <= span.stop_s]
+        stops = [*(at_s for _, at_s in begins), span.stop_s][1:]
+        bars += [
+            _OwnBar(f"backward {name}", "unit", at_s, end, {}) for (name, at_s), end in zip(begins, stops, strict=True)
+        ]
+    return bars
 
 
 def leave(trace: RunTrace, folder: Path, *, title: str, width: int) -> list[str]:
     """Write `timeline.png` and `trace.json` into `folder`; returns the timeline in words, `width` columns wide."""
     last = trace.updates[-1]
     lines = ["the last update on all ranks, as it was measured:", *draw_timeline(last, width=width).splitlines()]
-    if (simulated := trace.simulated()) is not None:
+    if trace.schedule is not None and (simulated := trace.simulated()) is not None:
         lines.append(
             f"{trace.schedule.name} simulated with these times of stages, and transfers that take none: "
             f"{seconds_text(simulated.makespan_s)}, bubble {simulated.bubble:.1%}"
         )
     whole = Timeline(last.num_ranks, tuple(span for update in trace.updates for span in update.spans))
-    save_trace(whole, folder / "trace.json", title=title)
+    save_trace(whole, folder / "trace.json", title=title, bars=trace.bars)
     if importlib.util.find_spec("matplotlib") is None:
         lines.append("no picture of the timeline: matplotlib is not installed")
     else:
@@ -159,7 +257,7 @@ def stage_times(timeline: Timeline) -> dict[tuple[str, int], float]:
 def clock_offset(rounds: Rounds, reference: Rounds) -> float:
     """How far a clock is ahead of a reference clock, by the rounds that both took part in; 0 where that may be.
 
-    Nobody leaves an exchange before all have entered it, which bounds the offset from both sides (Cristian, 1989).
+    No rank leaves an exchange before all have entered it, which bounds the offset from both sides (Cristian, 1989).
     Ranks on one host have one clock, to which no estimate would do any good.
     """
     low = max(before - left for (before, _), (_, left) in zip(rounds, reference, strict=True))
@@ -167,11 +265,12 @@ def clock_offset(rounds: Rounds, reference: Rounds) -> float:
     return 0.0 if low <= 0 <= high else (low + high) / 2
 
 
-def _clock_rounds(channel: Channel) -> Rounds:
+def clock_rounds(channel: Channel, now_s: Callable[[], float] = time.perf_counter) -> Rounds:
+    """The times around some exchanges on a clock of this rank; all ranks of the channel call it together."""
     # Several rounds: each bounds the offset, and the luckiest exchange bounds it most.
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
-        before_s = time.perf_counter()
+        before_s = now_s()
         channel.exchange(b"", purpose="clocks of a trace")
-        rounds.append((before_s, time.perf_counter()))
+        rounds.append((before_s, now_s()))
     return rounds

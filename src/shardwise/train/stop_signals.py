@@ -4,6 +4,8 @@
     while it trains            the update under way is finished and saved on all ranks, then the run ends
     a second signal            the run ends at once
 
+A context inside of another takes the signals first, and passes them on to the outer one.
+
     SIGTERM ->  rank 1: number = 15      rank 1's next step says "stop"  ->  all ranks: same update, save, Stopped
                 rank 0: no signal
 
@@ -20,15 +22,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from shardwise.launchers import ONE_REQUEST_SECONDS
+
 if TYPE_CHECKING:
     from shardwise.comm import Channel
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Schedulers send SIGTERM; SLURM sends SIGUSR1 for `--signal=USR1@...`. Both kill a process without a handler."""
-
-_ONE_REQUEST_SECONDS = 1.0
-"""Signals that follow each other so closely are one request: a scheduler sends it to all processes of a job, and the
-launchers among them pass it on to their own."""
 
 
 class Stopped(BaseException):
@@ -47,22 +47,32 @@ class Stopped(BaseException):
 class StopSignals:
     """The stop signals of this process, while its context lasts; signals with a handler of others are left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_at_first: bool = True) -> None:
+        """ends_at_first: a first signal outside of `noted` ends the run; else it is noted there too."""
+        self._ends_at_first = ends_at_first
         self.number = 0
         """Of the signal that has come; 0 while there was none."""
         self._came_s = 0.0
-        self._channel: Channel | None = None
+        self.channel: Channel | None = None
         """Of the ranks that train together, which learn of a sudden end. None: the first signal ends the run."""
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
+        self._outer: StopSignals | None = None
+        """The context around this one."""
 
     def __enter__(self) -> Self:
         # Python allows handlers in the main thread only; simulated ranks are other threads.
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 # A handler that was installed before (by a launcher, a notebook) stays.
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    self._previous[number] = signal.signal(number, self._came)
+                handler = signal.getsignal(number)
+                if isinstance(outer := getattr(handler, "__self__", None), StopSignals):
+                    self._outer = outer
+                elif handler != signal.SIG_DFL:
+                    continue
+                self._previous[number] = signal.signal(number, self._came)
+            if self._outer is not None:
+                self.number, self._came_s = self._outer.number, self._outer._came_s
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,23 +80,31 @@ class StopSignals:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether another context around this one takes note of the same signals."""
+        return self._outer is not None
+
     def has_come(self) -> bool:
         """Whether this process is asked to stop."""
         return self.number != 0
 
     def of_all(self, channel: "Channel") -> int:
         """The signal that has come on any rank, the same on all ranks, which call this together; 0 for none."""
-        numbers = channel.exchange(str(self.number).encode(), purpose="signals that ask to stop")
-        return next((number for number in map(int, numbers) if number), 0)
+        from shardwise.comm.agreement import understood
+
+        purpose = "signals that ask to stop"
+        numbers = channel.exchange(str(self.number).encode(), purpose=purpose)
+        return next((number for number in understood(numbers, int, purpose=purpose) if number), 0)
 
     @contextlib.contextmanager
     def noted(self, channel: "Channel") -> Iterator[Callable[[], bool]]:
         """While this lasts a first signal is only noted; a second one tells the peers and ends the process."""
-        self._channel = channel
+        self.channel = channel
         try:
             yield self.has_come
         finally:
-            self._channel = None
+            self.channel = None
         if self.number:  # it came when the ranks had agreed to go on
             raise Stopped(self.number)
 
@@ -97,17 +115,24 @@ class StopSignals:
             return
         now_s = time.monotonic()
         if not self.number:
-            self.number, self._came_s = number, now_s
-            if self._channel is None:
+            self._note(number, now_s)
+            if self.channel is None and self._ends_at_first:
                 raise Stopped(number)
-        elif now_s - self._came_s > _ONE_REQUEST_SECONDS:
+        elif now_s - self._came_s > ONE_REQUEST_SECONDS:
             self._end(number)
+
+    def _note(self, number: int, now_s: float) -> None:
+        if not self.number:
+            self.number, self._came_s = number, now_s
+        if self._outer is not None:
+            self._outer._note(number, now_s)
 
     def _end(self, number: int) -> None:
         """End at once: nothing is unwound, because a save under way would be waited for."""
+        channel = self.channel or (self._outer.channel if self._outer is not None else None)
         try:
-            if self._channel is not None:
+            if channel is not None:
                 # Peers learn of it at once; without it they would wait for this rank until their time limit.
-                self._channel.abort(f"{signal.Signals(number).name} came twice")
+                channel.abort(f"{signal.Signals(number).name} came twice")
         finally:
             os._exit(128 + number)

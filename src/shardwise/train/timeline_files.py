@@ -6,6 +6,8 @@ it too.
 
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -99,8 +101,21 @@ def _unit(seconds: float) -> tuple[str, float]:
     return "us", 1e6
 
 
-def save_trace(timeline: Timeline, path: Path, *, title: str) -> None:
-    """Write the timeline as JSON of complete events, in microseconds since its start.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceBar:
+    """Anything else that a rank did, in seconds on the clock of the timeline."""
+
+    rank: int
+    name: str
+    category: str
+    start_s: float
+    stop_s: float
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    """What a click on the bar shows."""
+
+
+def save_trace(timeline: Timeline, path: Path, *, title: str, bars: Sequence[TraceBar] = ()) -> None:
+    """Write the timeline, and more bars, as JSON of complete events, in microseconds since its start.
 
     Source: Google's "Trace Event Format". Viewers nest the spans of one rank, so they either contain each other or
     do not overlap.
@@ -109,18 +124,30 @@ def save_trace(timeline: Timeline, path: Path, *, title: str) -> None:
     for rank in range(timeline.num_ranks):
         events.append(_named("thread_name", rank, f"rank {rank}"))
         events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+    begin_s = min([timeline.start_s] * bool(timeline.spans) + [bar.start_s for bar in bars], default=0.0)
+    spans = [
+        TraceBar(
+            rank=span.rank,
+            name=f"{span.kind}{' ' if len(span.kind) > 1 else ''}{span.microbatch}.{span.stage}",
+            category=span.kind,
+            start_s=span.start_s,
+            stop_s=span.stop_s,
+            arguments={"microbatch": span.microbatch, "stage": span.stage},
+        )
+        for span in timeline.spans
+    ]
     events += [
         {
-            "name": f"{span.kind}{' ' if len(span.kind) > 1 else ''}{span.microbatch}.{span.stage}",
-            "cat": span.kind,
+            "name": bar.name,
+            "cat": bar.category,
             "ph": "X",
             "pid": 0,
-            "tid": span.rank,
-            "ts": (span.start_s - timeline.start_s) * 1e6,
-            "dur": (span.stop_s - span.start_s) * 1e6,
-            "args": {"microbatch": span.microbatch, "stage": span.stage},
+            "tid": bar.rank,
+            "ts": (bar.start_s - begin_s) * 1e6,
+            "dur": (bar.stop_s - bar.start_s) * 1e6,
+            "args": dict(bar.arguments),
         }
-        for span in timeline.spans
+        for bar in [*bars, *spans]
     ]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="ascii")
 

@@ -11,7 +11,8 @@ from tests.engine.expected import seeded
 from tests.engine.oracle import Batch
 from tests.engine.pipeline.oracle import Case
 
-ROWS = 10
+ROWS = 12
+"""Even microbatches where k divides it: what a stage infers of modules elsewhere, it infers for each shape."""
 NUM_WORDS = 11
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.plan import split_rows
+from tests.engine.expected import adamw as adamw
 from tests.engine.oracle import Batch, Loss, Optimizers, factors_of
 
 State = dict[str, torch.Tensor]
@@ -49,11 +50,6 @@ class Trajectory:
     """After every update. AdamW's first moment is a multiple of the gradient after one update."""
     held_out: float = math.nan
     """The evaluated loss at the end."""
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Steps large enough to see, and decay, which moves what an update too many would move."""
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
 @cache

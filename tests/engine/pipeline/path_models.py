@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from tests.engine.expected import seeded
-from tests.engine.pipeline.models import NUM_WORDS, Block, case, on_words, sentences, vectors
+from tests.engine.pipeline.models import NUM_WORDS, ROWS, Block, case, on_words, sentences, vectors
 from tests.engine.pipeline.oracle import Case
 
 
@@ -141,7 +141,13 @@ class Sometimes(nn.Module):
 SOMETIMES = {"first": 0, "side": 1, "unused": 2, "main": 2, "last": 3}
 USES = [
     torch.tensor(use, dtype=torch.float32)
-    for use in ([2] * 10, [0, 0, 0, 2, 2, 2, 1, 1, 0, 0], [0] * 10, [1] * 10, [1, 1, 1, 0, 0, 0, 0, 0, 2, 2])
+    for use in (
+        [2] * ROWS,
+        [0, 0, 0, 2, 2, 2, 1, 1, 1, 0, 0, 0],
+        [0] * ROWS,
+        [1] * ROWS,
+        [1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 2, 2],
+    )
 ]
 
 
@@ -191,6 +197,36 @@ class Variable(nn.Module):
 VARIABLE = {"embed": 0, "mixers.0": 1, "mixers.1": 2, "out": 3}
 
 
+class Turning(nn.Module):
+    """Blocks in an order that the first row of a microbatch says."""
+
+    ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3), (3, 1, 0, 2), (0, 1, 0, 2, 3), (1, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        for number in self.ORDERS[int(way[0])]:
+            h = self.blocks[number](h)
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+TURNING = {"first": 0, **{f"blocks.{number}": number for number in range(4)}, "last": 3}
+
+
+def turning(seed: int) -> Case:
+    """Straight on at first; then each of twelve rows says which way."""
+    generator = torch.Generator().manual_seed(seed)
+    straight = torch.zeros(ROWS, dtype=torch.long)
+    ways = [straight, *(torch.randint(len(Turning.ORDERS), (ROWS,), generator=generator) for _ in range(3)), straight]
+    return case(Turning, TURNING, batches=[{**vectors(number), "way": way} for number, way in enumerate(ways)])
+
+
 CASES: dict[str, Case] = {
     "recurrent": on_words(Recurrent, RECURRENT),
     "recurrent, returning": on_words(Returning, RECURRENT, make_oracle=seeded(ReturningInOrder)),
@@ -206,6 +242,7 @@ CASES: dict[str, Case] = {
         SOMETIMES,
         batches=[{**vectors(seed), "use": use} for seed, use in enumerate(USES)],
     ),
+    "turning": turning(0),
     "under no_grad": case(UnderNoGrad, UNDER_NO_GRAD),
     "variable lengths": case(
         Variable, VARIABLE, batches=[sentences(seed, 3 + seed % 3) for seed in range(4)], loss=None

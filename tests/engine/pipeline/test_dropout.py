@@ -32,7 +32,7 @@ def assert_same_on_one_rank(case: Case, *, schedule: str, pp: int, k: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "k", "checkpointing"), [("1f1b", 2, 3, True), ("1f1b", 4, 2, False), ("interleaved", 2, 2, True)]
+    ("schedule", "pp", "k", "checkpointing"), [("1f1b", 2, 4, True), ("1f1b", 4, 2, False), ("interleaved", 2, 2, True)]
 )
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "bert with dropout"])
 def test_models_with_their_own_dropout(name: str, schedule: str, pp: int, k: int, checkpointing: bool) -> None:
@@ -47,7 +47,7 @@ def test_models_with_their_own_dropout_and_ties(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "bert with dropout"])
 def test_recomputed_activations_have_the_masks_of_the_first_time(name: str) -> None:
     kept, recomputed = (
-        trained(case_of(name, tied=False, checkpointing=checkpointing), pp=2, k=3) for checkpointing in (False, True)
+        trained(case_of(name, tied=False, checkpointing=checkpointing), pp=2, k=2) for checkpointing in (False, True)
     )
     assert_same(recomputed, kept)
 

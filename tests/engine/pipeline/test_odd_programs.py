@@ -9,7 +9,7 @@ from torch import nn
 import shardwise as sw
 from tests.engine.expected import seeded
 from tests.engine.oracle import Batch
-from tests.engine.pipeline.models import CHAIN, Block, Chain, square, vectors
+from tests.engine.pipeline.models import CHAIN, ROWS, Block, Chain, square, vectors
 from tests.engine.pipeline.oracle import Case, adamw
 from tests.engine.pipeline.stages import assert_equals_one_process
 
@@ -113,7 +113,7 @@ def test_a_data_rank_whose_microbatches_all_weigh_nothing_computes_nothing() -> 
             seeded(Chain)(), plan, optimizer=adamw, loss=square, loss_weight=weight, channel=channel
         )
         data_rank = channel.rank % 2
-        batches = [{**vectors(seed + data_rank), "weight": torch.full((10,), data_rank)} for seed in (0, 2)]
+        batches = [{**vectors(seed + data_rank), "weight": torch.full((ROWS,), data_rank)} for seed in (0, 2)]
         return [engine.step(batch).loss for batch in batches]
 
     expected = sw.simulate(2, lambda channel: run(channel, 1))[0]
@@ -187,3 +187,25 @@ def test_ranks_of_one_process_may_share_a_module_object(schedule: str) -> None:
         return [engine.step(batch).loss for batch in BATCHES]
 
     assert sw.simulate(2, run) == [sw.simulate(1, run)[0]] * 2
+
+
+class Ignored(nn.Module):
+    """A stage computes on what the loss needs, and its result is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.ignored = Block()
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.ignored(h)
+        out: torch.Tensor = self.last(h.detach())
+        return out
+
+
+def test_a_stage_without_a_backward_of_its_own_answers_the_stage_before() -> None:
+    stages = {"first": 0, "ignored": 1, "last": 2}
+    case = Case(make=seeded(Ignored), batches=BATCHES[:1], stages=stages, num_stages=3, loss=square)
+    assert_equals_one_process(case, schedule="1f1b", pp=3, k=2)

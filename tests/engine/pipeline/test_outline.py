@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 from shardwise.engine.pipeline.module_placement import count_work, outline_of
 from shardwise.errors import ModelError
@@ -124,7 +125,7 @@ def test_a_compiled_module_is_placed_whole_and_a_compiled_model_is_refused() -> 
     model = nn.Sequential(wrapped, in_place)
     assert dict(place(outline_of(model), Pipeline(), num_ranks=2).modules) == {"0": 0, "1": 1}
     for whole in (wrapped, in_place):
-        with pytest.raises(ModelError, match=r"compiled as a whole.*compile the modules in it"):
+        with pytest.raises(ModelError, match=r"compiled as a whole.*Compile the modules in it"):
             outline_of(whole)
     work, order = count_work(model, lambda: model(torch.ones(2, 3)), kind="flops")
     assert (work, order) == ({"": 144.0, "0": 72.0, "1": 72.0}, ["", "0", "1"])
@@ -162,6 +163,16 @@ def test_flops_count_fused_attention() -> None:
     )
     # Queries with keys, and weights with values: 2 heads of 8 values, 5 times 5 words.
     assert work["model.layers.0.self_attn"] == linears + 2 * (2 * 2 * 2 * 5 * 5 * 8)
+
+
+def test_an_operation_that_torch_cannot_count_stops_no_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise AssertionError("shapes are incompatible")
+
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, refuse)
+    model = nn.Linear(3, 4)
+    work, _ = count_work(model, lambda: model(torch.zeros(5, 3)), kind="flops")
+    assert work[""] == 5 * 4  # an operation for each element that comes out
 
 
 class Products(nn.Module):

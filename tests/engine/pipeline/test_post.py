@@ -7,6 +7,7 @@ import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.engine.pipeline.post import Key, MessageKind, Post
 from shardwise.errors import MismatchError
+from tests.moving.watched import Watched
 
 CONTENTS = [
     torch.arange(24.0).view(2, 3, 4),
@@ -110,6 +111,65 @@ def test_both_may_send_first() -> None:
         return body
 
     assert two_ranks(swap(1.0, 1), swap(2.0, 0)) == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("num_messages", [4, 64])
+def test_what_was_received_does_not_stay_with_its_sender(num_messages: int) -> None:
+    def body(channel: Channel) -> int:
+        watched = Watched(channel)
+        post = Post(watched)
+        for number in range(num_messages):
+            value, gradient = (Key(kind, number, 0) for kind in (MessageKind.VALUE, MessageKind.GRADIENT))
+            sent, taken = (value, gradient) if channel.rank == 0 else (gradient, value)
+            if channel.rank == 1:
+                post.take(0, taken)
+            post.send(1 - channel.rank, sent, torch.ones(1 << 12))
+            if channel.rank == 0:
+                post.take(1, taken)
+        post.settle()
+        return watched.most_under_way
+
+    # This message and the one before, with their headers, and the one that is received.
+    assert max(sw.simulate(2, body)) <= 3 * ((4 << 12) + 1024)
+
+
+def test_what_followed_the_last_time_comes_in_one_message_and_what_did_not_comes_all_the_same() -> None:
+    sizes = [3, 3, 5, 5, None, None, 0, 5, (1 << 16) + 1, (1 << 16) + 1, 5]
+    sent = [None if size is None else torch.arange(size, dtype=torch.float32) for size in sizes]
+    keys = [Key(MessageKind.GRADIENT, number, 0) for number in range(len(sent))]
+
+    def first(post: Post) -> int:
+        for key, content in zip(keys, sent, strict=True):
+            post.send(1, key, content)
+        return post.num_joined
+
+    def second(post: Post) -> list[torch.Tensor | None]:
+        return [post.take(0, key).content for key in keys]
+
+    num_joined, got = two_ranks(first, second)
+    for one, other in zip(sent, got, strict=True):  # type: ignore[call-overload]
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    # The second 5. Nothing is recorded behind the first message, and nothing is expected behind none or a large one.
+    assert num_joined == 1
+
+
+def test_each_kind_and_number_has_a_successor_of_its_own() -> None:
+    order = [(MessageKind.VALUE, 0, 4), (MessageKind.GRADIENT, 1, 7), (MessageKind.VALUE, 2, 9)] * 3
+
+    def first(post: Post) -> int:
+        for at, (kind, number, size) in enumerate(order):
+            post.send(1, Key(kind, at // 3, number), torch.full((size,), float(at)))
+        return post.num_joined
+
+    def second(post: Post) -> list[float]:
+        taken = [post.take(0, Key(kind, at // 3, number)).content for at, (kind, number, _) in enumerate(order)]
+        return [float(each.sum()) for each in taken if each is not None]
+
+    num_joined, got = two_ranks(first, second)
+    assert got == [float(at * size) for at, (_, _, size) in enumerate(order)]
+    # All of the second and third time, but the very first message, which has another one before it.
+    assert num_joined == 5
 
 
 def test_a_sender_that_went_past_the_wanted_value_is_noticed() -> None:

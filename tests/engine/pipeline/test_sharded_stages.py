@@ -8,12 +8,14 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import BatchError
+from tests.engine.expected import adamw
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import Trained, rows_of
 from tests.engine.ranks import assert_same_bits
-from tests.engine.test_stages import Net, adamw
+from tests.engine.sharded_nets import Net
 
-BATCHES = [word_batch(seed, 16) for seed in range(2)]
+ROWS = 12
+BATCHES = [word_batch(seed, ROWS) for seed in range(2)]
 STAGES = {
     "embedding": 0,
     "blocks.0": 0,
@@ -26,8 +28,10 @@ STAGES = {
 }
 
 
-def trained(plan: sw.Plan, kind: str, batches: list[dict[str, torch.Tensor]], loss_weight: Any = None) -> Trained:
-    """What rank 0 has; data ranks take shares of the batches."""
+def trained(
+    plan: sw.Plan, kind: str, batches: list[dict[str, torch.Tensor]], loss_weight: Any = None, *, between: bool = False
+) -> Trained:
+    """What rank 0 has; data ranks take shares of the batches; `between`: evaluates and predicts after each update."""
 
     def run(channel: sw.Channel) -> Trained:
         torch.manual_seed(0)
@@ -36,13 +40,14 @@ def trained(plan: sw.Plan, kind: str, batches: list[dict[str, torch.Tensor]], lo
         data_rank = plan.mesh.peers(channel.rank, ("dp_shard",)).index(channel.rank)
         result = Trained()
         for batch in batches:
-            rows = 16 // plan.mesh.dp_shard
+            rows = ROWS // plan.mesh.dp_shard
             share = rows_of(batch, range(data_rank * rows, (data_rank + 1) * rows))
             report = engine.step(share)
             result.losses.append(report.loss)
             result.grad_norms.append(report.grad_norm)
-            engine.evaluate(rows_of(share, range(3 - 2 * data_rank)))
-            engine.predict({"words": batch["words"][:2]}, lambda inputs: model(inputs["words"]))
+            if between:
+                engine.evaluate(rows_of(share, range(3 - 2 * data_rank)))
+                engine.predict({"words": batch["words"][:2]}, lambda inputs: model(inputs["words"]))
         result.parameters = dict(sw.full(engine, channel=channel))
         return result
 
@@ -74,7 +79,7 @@ def plan_of(stage: int, schedule: str, k: int, *, pp: int = 2, **sharding: Any) 
 def test_stages_of_pipelines_train_alike_however_they_are_cut(kind: str, schedule: str, k: int) -> None:
     first = trained(plan_of(2, schedule, k), kind, BATCHES)
     for keeps in (False, True):
-        other = trained(plan_of(3, schedule, k, keep_gathered=keeps), kind, BATCHES)
+        other = trained(plan_of(3, schedule, k, keep_gathered=keeps), kind, BATCHES, between=True)
         assert_same_bits(other, first)
         assert (other.losses, other.grad_norms) == (first.losses, first.grad_norms)
     if k == 1:
@@ -96,7 +101,7 @@ def words_to_predict(batch: Mapping[str, Any]) -> float:
 def with_gaps(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Data rank 0 has nothing to predict in the first of two microbatches."""
     targets = batch["targets"].clone()
-    targets[:4] = -100
+    targets[: ROWS // 4] = -100
     return {**batch, "targets": targets}
 
 

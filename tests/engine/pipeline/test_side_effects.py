@@ -264,11 +264,11 @@ class Momentum(Two):
 
 
 def test_values_of_a_stage_written_into_a_buffer_of_all_ranks_are_refused() -> None:
-    assert "to a buffer of a module that runs on all ranks" in refusal(Centre)
+    assert "to a buffer of a module of all ranks" in refusal(Centre)
 
 
 def test_values_of_a_stage_written_into_a_parameter_of_another_are_refused() -> None:
-    assert "which the model keeps on stage 0" in refusal(Momentum)
+    assert "which is on stage 0" in refusal(Momentum)
 
 
 class Borrowing(Block):

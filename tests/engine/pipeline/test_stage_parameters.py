@@ -244,13 +244,13 @@ def test_stages_that_are_given_different_batches_refuse_together() -> None:
         engine.step(batch)
 
     for change, difference in {
-        "value": "rank 0 has 'y' [4, 1] float32 with digest ",
+        "value": "Rank 0 has 'y' [4, 1] float32 with digest ",
         "dtype": "rank 1 has 'y' [4, 1] float64",
-        "entry": "rank 0 has nothing, rank 1 has 'z' 3",
+        "entry": "Rank 0 has nothing, rank 1 has 'z' 3",
     }.items():
         error = same_error_everywhere(2, lambda channel, change=change: run(channel, change))  # type: ignore[misc]
         assert type(error) is MismatchError
-        assert "rank 1 got another one than the first of them" in str(error)
+        assert "rank 1 got another one than the first" in str(error)
         assert difference in str(error)
 
 

@@ -9,12 +9,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from tests.engine.channels import GoesOnAlone
 from tests.engine.expected import seeded
 from tests.engine.oracle import Batch
 from tests.engine.pipeline.oracle import Case, adamw
 from tests.engine.pipeline.stages import assert_equals_one_process, share_of
 from tests.engine.refusals import same_error_everywhere
-from tests.engine.test_backward import GoesOnAlone
 
 WIDTH = 5
 

@@ -36,33 +36,31 @@ TIED = [
 UNTIED = [
     ("llama", "fthenb", 4, 2),
     ("llama", "interleaved", 2, 5),
-    ("gpt2", "1f1b", 2, 4),
-    ("gpt2", "interleaved", 2, 3),
-    ("qwen3", "1f1b", 4, 6),
-    ("gemma", "1f1b", 4, 5),
-    ("gemma3", "interleaved", 2, 3),
-    ("phi", "fthenb", 4, 7),
+    ("gpt2", "1f1b", 2, 3),
+    ("gpt2", "interleaved", 2, 4),
+    ("qwen3", "1f1b", 4, 8),
+    ("gemma", "1f1b", 2, 5),
+    ("gemma3", "interleaved", 2, 2),
+    ("phi", "fthenb", 2, 7),
     ("mixtral", "1f1b", 4, 2),
-    ("mixtral", "interleaved", 2, 4),
-    ("qwen3-moe", "fthenb", 4, 2),
-    ("falcon", "1f1b", 4, 3),
-    ("bloom", "1f1b", 2, 3),
+    ("mixtral", "interleaved", 2, 3),
+    ("qwen3-moe", "fthenb", 2, 4),
+    ("falcon", "1f1b", 4, 4),
+    ("bloom", "1f1b", 2, 2),
     ("opt", "1f1b", 4, 4),
     ("bart", "1f1b", 4, 2),
     ("bert", "interleaved", 2, 2),
-    ("hrm", "interleaved", 2, 3),
-    ("perceiver", "1f1b", 2, 3),
+    ("hrm", "interleaved", 2, 4),
+    ("perceiver", "1f1b", 2, 2),
     ("vit", "1f1b", 4, 8),
     ("mamba", "interleaved", 2, 2),
 ]
 
 BY_NAMES = [
     ("t5 apart", "1f1b", 4, 1),
-    ("llama", "1f1b", 4, 9),
-    ("llama", "interleaved", 2, 8),
-    ("t5", "1f1b", 2, 4),
+    ("llama", "1f1b", 4, 8),
     ("t5", "1f1b", 4, 3),
-    ("t5", "fthenb", 4, 2),
+    ("t5", "fthenb", 2, 2),
     ("bart", "1f1b", 4, 4),
 ]
 
@@ -89,7 +87,6 @@ def test_modules_placed_by_their_names(cut: str, schedule: str, pp: int, k: int)
 @pytest.mark.parametrize(
     ("name", "schedule", "pp", "k"),
     [
-        ("llama", "1f1b", 2, 3),
         ("llama", "interleaved", 2, 2),
         ("gpt2", "1f1b", 4, 2),
         ("qwen3-moe", "1f1b", 2, 2),
@@ -110,10 +107,10 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("name", "tied", "schedule", "pp", "k"),
     [
-        ("llama", True, "1f1b", 2, 9),
-        ("gpt2", None, "1f1b", 4, 3),
+        ("llama", True, "1f1b", 2, 8),
+        ("gpt2", None, "1f1b", 4, 4),
         ("t5", None, "1f1b", 2, 2),
-        ("bart", None, "interleaved", 2, 3),
+        ("bart", None, "interleaved", 2, 4),
         ("bert", None, "1f1b", 2, 4),
     ],
 )
@@ -159,7 +156,7 @@ def test_outputs_of_every_layer_are_collected(name: str) -> None:
     everything = {"output_hidden_states": True, "output_attentions": True, "attn_implementation": "eager"}
     make = MAKERS[name](tie_word_embeddings=False, **everything)
     case = Case(make=make, batches=[sentences(seed) for seed in range(2)], loss=loss_of_every_layer)
-    got, wanted = train(case, plan_for(case, pp=4, k=3), sgd), expected(case, 3, optimizer_of=sgd)
+    got, wanted = train(case, plan_for(case, pp=4, k=4), sgd), expected(case, 4, optimizer_of=sgd)
     assert got.losses[0] == wanted.losses[0]
     assert got.losses == pytest.approx(wanted.losses, rel=1e-6)
     for at, (state, other) in enumerate(zip(got.states, wanted.states, strict=True)):
@@ -169,14 +166,14 @@ def test_outputs_of_every_layer_are_collected(name: str) -> None:
 def test_outputs_as_tuples() -> None:
     batches = [{**sentences(seed), "return_dict": False} for seed in range(2)]
     case = Case(make=MAKERS["qwen3"](), batches=batches, loss=loss_of_a_tuple)
-    assert_equals_one_process(case, schedule="1f1b", pp=2, k=3)
+    assert_equals_one_process(case, schedule="1f1b", pp=2, k=4)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_sentences_of_another_length_at_every_update(schedule: str) -> None:
-    batches = [sentences(seed, length=4 + seed % 3, padded=seed != 1) for seed in range(4)]
+    batches = [sentences(seed, length=4 + seed % 3, padded=seed != 1) for seed in range(3)]
     case = Case(make=MAKERS["llama"](), batches=batches)
-    assert_equals_one_process(case, schedule=schedule, pp=2, k=3)
+    assert_equals_one_process(case, schedule=schedule, pp=2, k=4)
 
 
 # torch's compiler looks at the gradient of values that are no leaves, and is warned by torch about it.
@@ -186,8 +183,7 @@ def test_compiled_layers() -> None:
 
     def build() -> nn.Module:
         model: Any = make()
-        for layer in model.model.layers[:2]:
-            layer.compile(backend="eager")
+        model.model.layers[1].compile(backend="eager")
         return model  # type: ignore[no-any-return]
 
     case = Case(make=build, batches=[sentences(seed, padded=False) for seed in range(2)])

@@ -19,7 +19,7 @@ LARGEST = 1 << 20
 """Sums of smaller whole numbers are exact in float32."""
 
 KINDS = [each.__name__ for each in MODULES]
-REFUSED = r"write to a copy|write to the tensor itself|return the new values|lives on no known stage|keeps on stage"
+REFUSED = r"rite to a copy|Write to the tensor itself|return the new values|its stage is not known|which is on stage"
 """What has to be refused: writes that only one rank, or only one of two copies, would show."""
 
 

@@ -2,18 +2,19 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
 import torch
-import transformers as tf
 from torch import nn
 
 from tests.engine.expected import seeded
 from tests.engine.pipeline.oracle import Case
 
 VOCABULARY = 37
-ROWS = 9
+ROWS = 8
+"""Even microbatches where k divides it: what a stage infers of modules elsewhere, it infers for each shape."""
 
 DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -59,17 +60,21 @@ def images(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _model(kind: Any, config: Any, **settings: Any) -> Callable[[], nn.Module]:
-    return seeded(lambda: kind(config(**settings)).train())
+def _model(kind: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    """Copies of one model: to build it, with first values that nobody keeps, takes longer."""
+    import transformers as tf  # seconds: neither to collect tests takes them, nor a rank while others wait
+
+    built: nn.Module = seeded(lambda: getattr(tf, kind)(getattr(tf, config)(**settings)).train())()
+    return lambda: deepcopy(built)
 
 
 def llama(**settings: Any) -> Callable[[], nn.Module]:
-    return _model(tf.LlamaForCausalLM, tf.LlamaConfig, **DECODER, **settings)
+    return _model("LlamaForCausalLM", "LlamaConfig", **DECODER, **settings)
 
 
 def gpt2(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
-    return _model(tf.GPT2LMHeadModel, tf.GPT2Config, **sizes, bos_token_id=0, eos_token_id=0, **settings)
+    return _model("GPT2LMHeadModel", "GPT2Config", **sizes, bos_token_id=0, eos_token_id=0, **settings)
 
 
 def gpt2_still(**settings: Any) -> Callable[[], nn.Module]:
@@ -77,41 +82,41 @@ def gpt2_still(**settings: Any) -> Callable[[], nn.Module]:
 
 
 def qwen3(**settings: Any) -> Callable[[], nn.Module]:
-    return _model(tf.Qwen3ForCausalLM, tf.Qwen3Config, **DECODER, head_dim=8, **settings)
+    return _model("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=8, **settings)
 
 
 def gemma(**settings: Any) -> Callable[[], nn.Module]:
-    return _model(tf.GemmaForCausalLM, tf.GemmaConfig, **DECODER, head_dim=8, **settings)
+    return _model("GemmaForCausalLM", "GemmaConfig", **DECODER, head_dim=8, **settings)
 
 
 def gemma3(**settings: Any) -> Callable[[], nn.Module]:
     kinds = ["sliding_attention", "full_attention"] * 2
     sizes = {**DECODER, "head_dim": 8, "sliding_window": 3}
-    return _model(tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, **sizes, layer_types=kinds, **settings)
+    return _model("Gemma3ForCausalLM", "Gemma3TextConfig", **sizes, layer_types=kinds, **settings)
 
 
 def phi(**settings: Any) -> Callable[[], nn.Module]:
-    return _model(tf.PhiForCausalLM, tf.PhiConfig, **{**DECODER, "num_key_value_heads": 2}, **settings)
+    return _model("PhiForCausalLM", "PhiConfig", **{**DECODER, "num_key_value_heads": 2}, **settings)
 
 
 def mixtral(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {**DECODER, "num_local_experts": 4}
-    return _model(tf.MixtralForCausalLM, tf.MixtralConfig, **sizes, output_router_logits=True, **settings)
+    return _model("MixtralForCausalLM", "MixtralConfig", **sizes, output_router_logits=True, **settings)
 
 
 def qwen3_moe(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {**DECODER, "head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
-    return _model(tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig, **sizes, output_router_logits=True, **settings)
+    return _model("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes, output_router_logits=True, **settings)
 
 
 def falcon(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-    return _model(tf.FalconForCausalLM, tf.FalconConfig, **sizes, bos_token_id=0, eos_token_id=0, **settings)
+    return _model("FalconForCausalLM", "FalconConfig", **sizes, bos_token_id=0, eos_token_id=0, **settings)
 
 
 def bloom(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 4, "n_head": 2}
-    return _model(tf.BloomForCausalLM, tf.BloomConfig, **sizes, **settings)
+    return _model("BloomForCausalLM", "BloomConfig", **sizes, **settings)
 
 
 def opt(**settings: Any) -> Callable[[], nn.Module]:
@@ -124,13 +129,13 @@ def opt(**settings: Any) -> Callable[[], nn.Module]:
         "num_attention_heads": 2,
         "max_position_embeddings": 32,
     }
-    return _model(tf.OPTForCausalLM, tf.OPTConfig, **sizes, dropout=0.0, **settings)
+    return _model("OPTForCausalLM", "OPTConfig", **sizes, dropout=0.0, **settings)
 
 
 def t5(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
     return _model(
-        tf.T5ForConditionalGeneration, tf.T5Config, **sizes, decoder_start_token_id=0, dropout_rate=0.0, **settings
+        "T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0, dropout_rate=0.0, **settings
     )
 
 
@@ -146,12 +151,12 @@ def bart(**settings: Any) -> Callable[[], nn.Module]:
         "decoder_attention_heads": 2,
         "max_position_embeddings": 32,
     }
-    return _model(tf.BartForConditionalGeneration, tf.BartConfig, **sizes, dropout=0.0, **settings)
+    return _model("BartForConditionalGeneration", "BartConfig", **sizes, dropout=0.0, **settings)
 
 
 def bert(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"}
-    return _model(tf.BertForMaskedLM, tf.BertConfig, **sizes, **settings)
+    return _model("BertForMaskedLM", "BertConfig", **sizes, **settings)
 
 
 def bert_still(**settings: Any) -> Callable[[], nn.Module]:
@@ -161,13 +166,13 @@ def bert_still(**settings: Any) -> Callable[[], nn.Module]:
 def vit(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
     return _model(
-        tf.ViTForImageClassification, tf.ViTConfig, **sizes, image_size=8, patch_size=4, num_labels=3, **settings
+        "ViTForImageClassification", "ViTConfig", **sizes, image_size=8, patch_size=4, num_labels=3, **settings
     )
 
 
 def mamba(**settings: Any) -> Callable[[], nn.Module]:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "state_size": 4}
-    return _model(tf.MambaForCausalLM, tf.MambaConfig, **sizes, **settings)
+    return _model("MambaForCausalLM", "MambaConfig", **sizes, **settings)
 
 
 def hrm(**settings: Any) -> Callable[[], nn.Module]:
@@ -180,8 +185,8 @@ def hrm(**settings: Any) -> Callable[[], nn.Module]:
         "head_dim": 8,
     }
     return _model(
-        tf.HrmTextForCausalLM,
-        tf.HrmTextConfig,
+        "HrmTextForCausalLM",
+        "HrmTextConfig",
         **sizes,
         num_hidden_layers=4,
         num_layers_per_stack=2,
@@ -195,7 +200,7 @@ def perceiver(**settings: Any) -> Callable[[], nn.Module]:
     channels = dict.fromkeys(("d_latents", "d_model", "qk_channels", "v_channels", "max_position_embeddings"), 8)
     heads = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "num_self_attends_per_block": 2}
     sizes = {"vocab_size": VOCABULARY, "num_latents": 4, "num_blocks": 1, "attention_probs_dropout_prob": 0.0}
-    return _model(tf.PerceiverForMaskedLM, tf.PerceiverConfig, **sizes, **channels, **heads, **settings)
+    return _model("PerceiverForMaskedLM", "PerceiverConfig", **sizes, **channels, **heads, **settings)
 
 
 MAKERS: dict[str, Callable[..., Callable[[], nn.Module]]] = {

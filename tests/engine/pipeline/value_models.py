@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from transformers.utils.generic import ModelOutput
 
 from tests.engine.pipeline.models import CHAIN, NUM_WORDS, Chain, case, on_words
 from tests.engine.pipeline.oracle import Case
@@ -20,16 +19,6 @@ class Halves:
     left: torch.Tensor
     right: torch.Tensor | None
     note: str
-
-
-@dataclass
-class Result(ModelOutput):
-    """What models of a well-known library return."""
-
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    hidden: tuple[torch.Tensor, ...] | None = None
-    missing: torch.Tensor | None = None
 
 
 class Splitter(nn.Module):
@@ -59,6 +48,13 @@ class Joiner(nn.Module):
         return Halves(left=h, right=h.tanh() if scale > 1 else None, note="joined")
 
 
+def result(**values: Any) -> Any:
+    """What models of transformers return; without attentions."""
+    from transformers.modeling_outputs import CausalLMOutput  # seconds, which to collect tests does not take
+
+    return CausalLMOutput(**values)
+
+
 class Reporter(nn.Module):
     """Takes a dataclass, gives a ModelOutput."""
 
@@ -66,11 +62,11 @@ class Reporter(nn.Module):
         super().__init__()
         self.layer = nn.Linear(7, 7)
 
-    def forward(self, halves: Halves, *, factors: list[Any]) -> Result:
+    def forward(self, halves: Halves, *, factors: list[Any]) -> Any:
         assert halves.right is not None
         assert halves.note == "joined"
         h = self.layer(halves.left) * factors[1]
-        return Result(logits=h, hidden=(halves.left, halves.right))
+        return result(logits=h, hidden_states=(halves.left, halves.right))
 
 
 class Nested(nn.Module):
@@ -82,14 +78,14 @@ class Nested(nn.Module):
         self.splitter, self.joiner, self.reporter = Splitter(), Joiner(), Reporter()
         self.last = nn.Linear(7, 3)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Result:
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         whole, parts, extra = self.splitter(self.first(x))
         halves = self.joiner(whole, parts, extra=extra, scale=1.5)
-        result = self.reporter(halves, factors=["two", 2.0, None])
-        assert result.missing is None
-        assert result.hidden is not None
-        logits = self.last(result[0] + result.hidden[1])
-        return Result(loss=F.mse_loss(logits, y), logits=logits, hidden=(*result.hidden, logits))
+        reported = self.reporter(halves, factors=["two", 2.0, None])
+        assert reported.attentions is None
+        assert reported.hidden_states is not None
+        logits = self.last(reported[0] + reported.hidden_states[1])
+        return result(loss=F.mse_loss(logits, y), logits=logits, hidden_states=(*reported.hidden_states, logits))
 
 
 NESTED = {"first": 0, "splitter": 1, "joiner": 2, "reporter": 3, "last": 3}

@@ -164,37 +164,45 @@ class Program(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Seen]:
         """The loss, and what could be seen of every register after every instruction."""
         registers: Registers = [x * 1, self.last(x)]  # one that all ranks have
+        of_modules = [False, False]
         seen: Seen = []
         for step in self.steps:
-            self._take(registers, step)
+            self._take(registers, of_modules, step)
             seen.append([_seen(each) for each in registers])
-        seen.append([[one is other for one in registers[1:]] for other in registers[1:]])
+        # A module that gives its input itself gives another object across stages, of the same memory: see `describe`.
+        plain = [each for each, is_given in zip(registers, of_modules, strict=True) if not is_given][1:]
+        seen.append([[one is other for one in plain] for other in plain])
         sums = [each.sum() * (at + 1) for at, each in enumerate(registers)]
         return torch.stack(sums).sum() + self.last(registers[-1].sum()).sum(), seen
 
     def valid(self, x: torch.Tensor) -> list[Step]:
         """The instructions that one process runs."""
         registers: Registers = [x * 1, self.last(x)]
+        of_modules = [False, False]
         found = []
         for step in self.steps:
             try:
-                self._take(registers, step)
+                self._take(registers, of_modules, step)
             except (RuntimeError, IndexError, TypeError):
                 continue
             found.append(step)
         return found
 
-    def _take(self, registers: Registers, step: Step) -> None:
-        x, y = (registers[-1 - at % len(registers)] for at in (step.first, step.second))
+    def _take(self, registers: Registers, of_modules: list[bool], step: Step) -> None:
+        """`of_modules`: which registers modules gave, or operations on such ones."""
+        first, second = (-1 - at % len(registers) for at in (step.first, step.second))
+        x, y = registers[first], registers[second]
+        is_given = of_modules[first] or of_modules[second] or step.name in CALLS
         made: Any
         with torch.no_grad() if step.has_no_grad else nullcontext():
             if step.name in UNARY:
                 made = UNARY[step.name](x, step.number)
             elif step.name in BINARY:
-                made = BINARY[step.name](x, y, step.number)
+                made = BINARY["broadcast" if step.name == "is" and is_given else step.name](x, y, step.number)
             else:
                 made = self.blocks[int(step.name.removeprefix("module "))](x)
         registers += made if isinstance(made, tuple | list) else [] if made is None else [made]
+        of_modules += [is_given] * (len(registers) - len(of_modules))
 
 
 def _seen(x: torch.Tensor) -> tuple[Any, ...]:

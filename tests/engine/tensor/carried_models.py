@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 _SMALL = {
     **{"vocab_size": 41, "hidden_size": 32, "num_hidden_layers": 2, "num_layers": 2, "max_position_embeddings": 64},
@@ -22,6 +21,8 @@ _SMALL = {
 
 def tiny_model(model_type: str) -> nn.Module:
     """A model of this type with two layers, or one of each kind of layer."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # seconds, which to collect tests does not take
+
     kind = CONFIG_MAPPING[model_type]
     standard: Any = kind()
     settings: dict[str, Any] = {key: value for key, value in _SMALL.items() if hasattr(standard, key)}

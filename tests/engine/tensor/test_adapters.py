@@ -151,5 +151,7 @@ def test_what_is_no_linear_adapter_is_refused() -> None:
             model, sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")), optimizer=adamw, channel=channel
         )
 
-    with pytest.raises(PlanError, match=r"layers.1.up' \(Adapted, colwise\): beside its base_layer it has .*magnitude"):
+    with pytest.raises(
+        PlanError, match=r"layers.1.up' \(Adapted, colwise\): apart from its base_layer it has .*magnitude"
+    ):
         sw.simulate(2, make)

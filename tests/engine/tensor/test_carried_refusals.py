@@ -1,12 +1,12 @@
 """Plans that models of transformers carry and that do not fit their forwards: right with rules that beat them."""
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -24,6 +24,8 @@ _SIZES: dict[str, Any] = {
 
 def gemma3n() -> nn.Module:
     """Takes mean and deviation of all hidden values, where the first layers are sparse."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # seconds, which to collect tests does not take
+
     settings: dict[str, Any] = {
         **{"vocab_size_per_layer_input": 41, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4, "head_dim": 8},
         **{"num_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "laurel_rank": 4},
@@ -36,6 +38,8 @@ def gemma3n() -> nn.Module:
 
 def esmc() -> nn.Module:
     """Norms query and key over all heads."""
+    from transformers import CONFIG_MAPPING, AutoModelForMaskedLM  # seconds, which to collect tests does not take
+
     config = CONFIG_MAPPING["esmc"](**{**_SIZES, "num_hidden_layers": 2, "num_key_value_heads": 4})
     model: nn.Module = AutoModelForMaskedLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
@@ -52,10 +56,12 @@ def doge() -> nn.Module:
 
 
 def train(make: Callable[[], nn.Module], rules: Mapping[str, str], num_ranks: int) -> list[float]:
+    torch.manual_seed(0)
+    built = make().train()
+
     def on_rank(channel: sw.Channel) -> list[float]:
-        torch.manual_seed(0)
         engine = sw.parallelize(
-            make().train(),
+            deepcopy(built),
             sw.Plan(mesh=sw.Mesh(tp=num_ranks), tensor=sw.Tensor(rules=rules if num_ranks > 1 else None)),
             optimizer=adamw,
             channel=channel,

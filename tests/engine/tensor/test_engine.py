@@ -16,7 +16,7 @@ def train(channel: sw.Channel, mesh: sw.Mesh, head: str, merge: int = 2) -> tupl
     model = SequenceModel().double()
     entropy = VocabularyCrossEntropy(model.head)
 
-    def loss(logits: torch.Tensor, batch: sw.engine.batches.Batch) -> torch.Tensor:
+    def loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return entropy(logits[:, :-1], batch["targets"][:, 1:])
 
     words = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(1))

@@ -170,7 +170,7 @@ def test_without_a_sample_a_model_that_says_nothing_of_its_inputs_is_refused() -
             channel=channel,
         )
 
-    with pytest.raises(PlanError, match=r"give one, parallelize\(\.\.\., sample=batch\)"):
+    with pytest.raises(PlanError, match=r"on a batch: give parallelize\(\.\.\., sample=batch\)"):
         sw.simulate(2, run)
 
 
@@ -205,7 +205,7 @@ def test_a_model_is_as_before_when_nothing_can_be_cut() -> None:
             sample={"input": torch.ones(2, 4)},
         )
 
-    with pytest.raises(PlanError, match="finds nothing in it that can be cut"):
+    with pytest.raises(PlanError, match="finds nothing in it to cut"):
         sw.simulate(2, run)
     for model in models:
         assert model.training

@@ -1,11 +1,11 @@
 """`rules="auto"` for models of transformers that carry no plan, against one process."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import shardwise as sw
 from shardwise.engine.tensor.rule_inference import sample_for
@@ -17,26 +17,26 @@ TEXT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attent
 PARTS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 WIDE = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
 
-MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gpt2": (AutoModelForCausalLM, {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
-    "opt": (AutoModelForCausalLM, {**TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 16}),
-    "bloom": (AutoModelForCausalLM, {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 4}),
-    "falcon": (AutoModelForCausalLM, {**TEXT, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "gptj": (AutoModelForCausalLM, {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("AutoModelForCausalLM", {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}),
+    "opt": ("AutoModelForCausalLM", {**TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 16}),
+    "bloom": ("AutoModelForCausalLM", {"vocab_size": 40, "hidden_size": 16, "n_layer": 2, "n_head": 4}),
+    "falcon": ("AutoModelForCausalLM", {**TEXT, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gptj": ("AutoModelForCausalLM", {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}),
     "t5": (
-        AutoModelForSeq2SeqLM,
+        "AutoModelForSeq2SeqLM",
         {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
     ),
-    "bart": (AutoModelForSeq2SeqLM, {"vocab_size": 40, **WIDE, **PARTS, "max_position_embeddings": 16}),
-    "bert": (AutoModelForMaskedLM, {**TEXT, "intermediate_size": 24, "max_position_embeddings": 16}),
-    "vit": (AutoModel, {**TEXT, "intermediate_size": 24, "image_size": 8, "patch_size": 4}),
+    "bart": ("AutoModelForSeq2SeqLM", {"vocab_size": 40, **WIDE, **PARTS, "max_position_embeddings": 16}),
+    "bert": ("AutoModelForMaskedLM", {**TEXT, "intermediate_size": 24, "max_position_embeddings": 16}),
+    "vit": ("AutoModel", {**TEXT, "intermediate_size": 24, "image_size": 8, "patch_size": 4}),
     "whisper": (
-        AutoModel,
+        "AutoModel",
         {"vocab_size": 40, **WIDE, **PARTS, "num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16}
         | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
     ),
     "wav2vec2": (
-        AutoModel,
+        "AutoModel",
         {**TEXT, "intermediate_size": 24, "conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2]}
         | {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
     ),
@@ -45,14 +45,16 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def tiny(kind: str) -> nn.Module:
     """A model of random values, none of which is zero or one for all."""
+    import transformers as tf  # seconds, which to collect tests does not take
+
     torch.manual_seed(0)
-    make, settings = MODELS[kind]
-    config = CONFIG_MAPPING[kind](**settings)
+    auto, settings = MODELS[kind]
+    config = tf.CONFIG_MAPPING[kind](**settings)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     config.apply_spec_augment = False
-    model: nn.Module = make.from_config(config).double()
+    model: nn.Module = getattr(tf, auto).from_config(config).double()
     with torch.no_grad():
         for each in model.parameters():
             each.add_(torch.randn_like(each) * 0.05)
@@ -61,9 +63,10 @@ def tiny(kind: str) -> nn.Module:
 
 def trained(kind: str, num_ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Losses and parameters after two updates; the rules."""
+    built = tiny(kind)
 
     def run(channel: sw.Channel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        model = tiny(kind)
+        model = deepcopy(built)
         batch = sample_for(model)
         assert batch is not None
         engine = sw.parallelize(

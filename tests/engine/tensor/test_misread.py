@@ -49,7 +49,7 @@ def run(model: nn.Module) -> torch.Tensor:
 
 
 CUT = {"up": "column", "down": "row"}
-WHOLE = "what '{}' gives is whole on every rank along tp, and is {}read by each rank for its own part"
+WHOLE = "what '{}' gives is whole along tp, and {}each rank reads it for its own part"
 
 
 def read_twice() -> nn.Module:
@@ -119,5 +119,5 @@ def test_a_value_that_is_misread_on_another_stage_is_refused() -> None:
         )
         engine.step({"x": torch.ones(2, 6, 4)})
 
-    with pytest.raises(ModelError, match="what 'inner' gives is whole on every rank along tp"):
+    with pytest.raises(ModelError, match="what 'inner' gives is whole along tp"):
         sw.simulate(4, train)

@@ -218,7 +218,7 @@ def test_a_planted_fault_is_found_in_every_dtype(fault: str, dtype: str) -> None
     plan = plan_of(rules, compute=compute)
     with pytest.raises(ModelError, match=r"'block.*' .* gives other numbers when it is cut") as caught:
         sw.simulate(2, lambda channel: train(channel, make, plan, double=dtype == "float64"))
-    numbers = re.search(r"differs by (\S+) .* rounding makes (\S+)\. What the rules do", str(caught.value))
+    numbers = re.search(r"differs by (\S+) .* rounding gives (\S+)\. The rules in it", str(caught.value))
     assert numbers is not None
     # Half precision is computed as float32: rounding does not hide a fault.
     assert float(numbers[2]) < 1e-5 < 100 * float(numbers[2]) + 1e-2 < 1e-1 + float(numbers[1])

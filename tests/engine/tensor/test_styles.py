@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
 
@@ -90,6 +89,8 @@ def test_a_tied_embedding_is_cut_once_for_both(padding_idx: int | None) -> None:
 
 def transposed(num_outputs: int, num_inputs: int) -> nn.Module:
     """A linear map whose weight is (inputs, outputs)."""
+    from transformers.pytorch_utils import Conv1D  # seconds, which to collect tests does not take
+
     made: nn.Module = Conv1D(num_outputs, num_inputs)  # type: ignore[no-untyped-call]
     return made
 

@@ -139,6 +139,13 @@ def test_a_norm_whose_gradient_nobody_sums_is_found_in_the_graph() -> None:
     assert_close(got, compute_whole(Latent, run))
 
 
+def test_a_rule_that_sums_what_is_whole_already_sums_nothing() -> None:
+    got = compute_cut(Latent, {**LATENT, "norm": "replicated_with_grad_allreduce"}, 2, run, is_completed=True)
+    assert got.plan is not None
+    assert got.plan.summed == {"last_norm.weight"}
+    assert_close(got, compute_whole(Latent, run))
+
+
 def test_a_value_that_is_shared_without_a_rule_is_refused() -> None:
     rules = {name: rule for name, rule in LATENT.items() if name != "down"}
     with pytest.raises(ModelError, match=r"made with 'down.weight', 'down.bias' are read by all ranks alike"):

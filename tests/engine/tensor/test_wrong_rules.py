@@ -54,7 +54,7 @@ def test_an_error_of_a_cut_module_names_it_and_its_rules(rules: dict[str, str], 
     with pytest.raises(ModelError, match="fails when it is cut, and runs with whole parameters: mat1") as caught:
         train(rules, evaluates=evaluates)
     assert re.search(said, str(caught.value)), caught.value
-    assert "'row'" not in rules or "What the rules do in it: 'down': row." in str(caught.value)
+    assert "'row'" not in rules or "The rules in it: 'down': row." in str(caught.value)
 
 
 @pytest.mark.parametrize("rule", ["row(scatter=9)", "row(scatter=1)"])

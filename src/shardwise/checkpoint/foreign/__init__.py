@@ -2,7 +2,11 @@
 
     manifest.json, save-00000007/manifest.json    a save of ours
     .metadata                                     `dcp`: what torch.distributed.checkpoint wrote
+    latest, *mp_rank_*_states.pt                  `deepspeed`: what its save_checkpoint wrote, all stages of ZeRO
     *.safetensors, *.safetensors.index.json       `huggingface`: with or without an index
+    pytorch_model*.bin, *.bin.index.json          `torch_folders`: the same, as torch.save wrote it
+    one file *.pt, *.pth, *.ckpt, *.bin           `torch_folders`: whatever torch.save wrote
+    one file *.gguf                               `gguf`: a model of llama.cpp, without quantised tensors
     anything else                                 refused, in words that name the program that made it and the way on
 
 Formats are known by names of files alone: listing is cheap on every store, and nothing unknown is opened.
@@ -14,22 +18,27 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from shardwise.checkpoint.contents import Contents, printable
-from shardwise.checkpoint.foreign import dcp, huggingface
+from shardwise.checkpoint.foreign import dcp, deepspeed, gguf, huggingface, torch_folders
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import OneFile, Store
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = ["Format", "format_of", "no_checkpoint", "read_foreign", "recognise"]
 
-Format = Literal["shardwise", "safetensors", "dcp"]
+Format = Literal["shardwise", "safetensors", "dcp", "deepspeed", "torch", "gguf"]
 
 _MANIFEST = re.compile(r"(save-([0-9]{8}|[1-9][0-9]{8,199})/)?manifest\.json")
 
 
 def recognise(store: Store) -> Format | None:
     """Return the format of the checkpoint in a store; None when it is none that we know."""
-    if isinstance(store, OneFile) and not store.name.endswith(".safetensors"):
-        return None  # of no use without the other files
+    if isinstance(store, OneFile):
+        if torch_folders.is_torch_file(store.name):
+            return "torch"
+        if store.name.endswith(".gguf"):
+            return "gguf"
+        if not store.name.endswith(".safetensors"):
+            return None  # of no use without the other files
     return format_of(list(store.names()))
 
 
@@ -41,9 +50,14 @@ def format_of(names: Sequence[str]) -> Format | None:
         return "shardwise"
     if ".metadata" in names:
         return "dcp"
+    # Before models of Hugging Face: its trainer puts both into one folder, and these have the optimizer too.
+    if deepspeed.is_deepspeed(names):
+        return "deepspeed"
     # Not below: a folder that holds models in folders is no model.
     if any("/" not in name and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return "safetensors"
+    if any(torch_folders.is_torch_model(name) for name in names):
+        return "torch"
     return None
 
 
@@ -52,8 +66,15 @@ def read_foreign(store: Store) -> Contents:
     kind = recognise(store)
     if kind == "dcp":
         return dcp.read_contents(store)
+    if kind == "deepspeed":
+        return deepspeed.read_contents(store)
     if kind == "safetensors":
-        return huggingface.read_contents(store, file=store.name if isinstance(store, OneFile) else None)
+        contents = huggingface.read_contents(store, file=store.name if isinstance(store, OneFile) else None)
+        return torch_folders.with_optimizer(contents, store) if torch_folders.has_optimizer(store) else contents
+    if kind == "gguf" and isinstance(store, OneFile):
+        return gguf.read_contents(store)
+    if kind == "torch":
+        return torch_folders.read_contents(store)
     raise CheckpointError(no_checkpoint(store))
 
 
@@ -77,28 +98,21 @@ _AS_SAFETENSORS = "write its tensors as safetensors with the library that made i
 _KINDS = (
     _kind(
         r"zero_to_fp32\.py|(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+\w*_(?:model|optim)_states\.pt",
-        "a checkpoint of DeepSpeed",
-        "its zero_to_fp32.py, in the folder of the saves, writes whole weights: python zero_to_fp32.py FOLDER OUT "
-        "--safe_serialization; then "
-        "name OUT",
+        "a folder with files of DeepSpeed, but neither a save nor a folder of saves with the file `latest`",
+        "name the folder of one save (global_step100)",
     ),
     _kind(
         r"latest_checkpointed_iteration\.txt|mp_rank_\d+(?:_\d+)*/\w+\.pt",
         "a checkpoint of Megatron-LM",
-        "export it with its own tools (tools/checkpoint/convert.py), or save it there with --ckpt-format torch_dist, "
-        "and name the folder of an iteration",
+        "export it with Megatron's tools/checkpoint/convert.py, or save it with --ckpt-format torch_dist and name "
+        "the folder of an iteration",
     ),
     _kind(
         r"__\d+_\d+\.distcp",
         "data of torch.distributed.checkpoint without the .metadata, which is written last",
         "the save was interrupted or copied in part: name another save, or copy all of it",
     ),
-    _kind(
-        r"(?:pytorch_model|adapter_model|diffusion_pytorch_model)(?:[-.]\w+)*\.bin(?:\.index\.json)?",
-        "a model of Hugging Face as pickles of torch, which are not read yet",
-        "save_pretrained(FOLDER, safe_serialization=True) writes it as safetensors",
-    ),
-    _kind(r".*\.gguf", "a model of llama.cpp (GGUF), which is not read yet", "name the safetensors of the same model"),
+    _kind(r".*\.gguf", "a folder of models of llama.cpp (GGUF)", "name the file of one"),
     _kind(
         r"saved_model\.pb|tf_model\.h5|.*\.ckpt\.index|.*\.data-\d+-of-\d+",
         "a model of TensorFlow, which is not read yet",
@@ -113,9 +127,12 @@ _KINDS = (
     _kind(r".*\.onnx", "a model of ONNX, which is not read yet", _AS_SAFETENSORS),
     _kind(r".*\.np[yz]", "arrays of numpy, which are not read yet", "write them as safetensors (safetensors.numpy)"),
     _kind(
-        r".*\.(?:pt|pth|ckpt|bin|pkl|pickle)",
-        "a pickle, such as torch.save writes, and no pickle is run here",
-        "load it with torch.load(FILE, weights_only=True), and give its tensors to sw.save",
+        r".*\.(?:pt|pth|ckpt|bin)", "a folder of files that torch.save may have written", "name the file of the model"
+    ),
+    _kind(
+        r".*\.(?:pkl|pickle)",
+        "a pickle, and no pickle is run here",
+        "load it with the program that made it, and write its tensors with torch.save or as safetensors",
     ),
 )
 
@@ -152,8 +169,8 @@ def _nothing_in_words(store: Store) -> str:
     # A name such as org/model is most often meant for the hub, but not where the folder org is there.
     if _HUB_NAME.fullmatch(relative) and not os.path.lexists(relative.split("/")[0]):
         return (
-            f"it does not exist; if {relative} is a model on the Hugging Face hub, download it first "
-            f"(hf download {relative} --local-dir FOLDER) and name that folder"
+            f"it does not exist. If {relative} is on the Hugging Face hub, run `hf download {relative} --local-dir "
+            "FOLDER` first, and name that folder"
         )
     return "it does not exist"
 

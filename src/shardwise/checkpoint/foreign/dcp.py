@@ -13,24 +13,18 @@ importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
-from shardwise.checkpoint.foreign.torch_files import (
-    SIGNATURE,
-    NotPlainError,
-    TensorPlace,
-    find_tensor,
-    ints,
-    read_value,
-)
+from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of, row_major_strides
+from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor, ints, read_value
+from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
+from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
 
 __all__ = ["Blob", "DcpChunk", "Metadata", "SavedTensor", "parse_metadata", "read_contents"]
@@ -54,6 +48,8 @@ _OTHERS = frozenset(
         Named("torch", "Size"),
         Named("torch.serialization", "_get_layout"),
         Named("collections", "OrderedDict"),
+        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as getattr(class, name). Nothing of it is called.
+        Named("builtins", "getattr"),
         *(
             Named(module, kind)
             for module in ("pathlib", "pathlib._local")
@@ -204,9 +200,9 @@ _MAX_OBJECTS_BYTES = 1 << 30
 def read_contents(store: Store) -> Contents:
     """Return what the checkpoint of `torch.distributed.checkpoint` in a store holds.
 
-    What is no tensor is in `extra["objects"]` by name, as JSON values; names of what JSON cannot hold are in
-    `extra["skipped"]`. Raises `CheckpointError`, with all findings, for whatever is missing, truncated or damaged, and
-    for a `.metadata` that names anything but the classes of such metadata: nothing of it is ever run.
+    What is no tensor is in `extra["objects"]` by name, as JSON values. Names of what JSON cannot hold are in
+    `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
+    refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
     data = read_whole(store, _METADATA)
     place = f"{store.location}/{_METADATA}"
@@ -273,11 +269,11 @@ def _unplaced(metadata: Metadata) -> Iterator[str]:
     """What the metadata names without saying where it is."""
     for name in metadata.objects:
         if (name, None) not in metadata.blobs:
-            yield f"it does not say where the object {name} lies"
+            yield f"it gives no place for the object {name}"
     for name, saved in metadata.tensors.items():
         for chunk in saved.chunks:
             if 0 not in chunk.shape and (name, chunk.offset) not in metadata.blobs:
-                yield f"it does not say where the chunk of {name} at {chunk.offset} lies"
+                yield f"it gives no place for the chunk of {name} at {chunk.offset}"
 
 
 def _stored(
@@ -333,52 +329,22 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     if offset is not None and offset != chunk.offset:
         raise CheckpointError(f"it holds the chunk at {offset}, not that at {chunk.offset}")
     entry = entries[name]
-    strides = [1]
-    for size in entry.shape[:0:-1]:
-        strides.append(strides[-1] * size)
-    row_major = tuple(reversed(strides)) if entry.shape else ()
-    return TensorPlace(dtype=dtype_of(entry.code), shape=entry.shape, strides=row_major, start=blob.start + entry.start)
+    return TensorPlace(
+        dtype=dtype_of(entry.code),
+        shape=entry.shape,
+        strides=row_major_strides(entry.shape),
+        start=blob.start + entry.start,
+    )
 
 
 def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
-    """The pieces of a chunk: one, or as many boxes as are row-major in the file where the chunk is not."""
+    """The pieces of a chunk."""
     if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
         raise CheckpointError(
             f"it is {place.dtype} of shape {place.shape}, but by the metadata {saved.dtype} of shape {chunk.shape}"
         )
-    # torch.save keeps strides, and pieces are row-major: a transposed
-    # chunk becomes one piece for each of its rows in the file.
-    together = _dims_together(place)
-    shape = [size if dim in together else 1 for dim, size in enumerate(chunk.shape)]
-    steps = [range(1) if dim in together else range(size) for dim, size in enumerate(chunk.shape)]
-    for index in product(*steps):
-        offset = [at + step for at, step in zip(chunk.offset, index, strict=True)]
-        start = sum(step * stride for step, stride in zip(index, place.strides, strict=True))
-        piece = Piece(name=name, dtype=saved.dtype, global_shape=saved.shape, offset=offset, shape=shape)
-        yield StoredPiece(
-            piece=piece, file=file, start=place.start + start * itemsize_bytes(saved.dtype), checksums=None
-        )
-
-
-def _dims_together(place: TensorPlace) -> set[int]:
-    """The dims along which elements are row-major, one behind the other; CheckpointError for strides with holes."""
-    dims = sorted((dim for dim, size in enumerate(place.shape) if size > 1), key=lambda dim: place.strides[dim])
-    end = 1
-    for dim in dims:
-        # Innermost first, each dim has to begin where those inside of
-        # it end: then the elements fill their bytes exactly.
-        if place.strides[dim] != end:
-            raise CheckpointError(f"its strides {place.strides} for shape {place.shape} leave holes or overlap")
-        end *= place.shape[dim]
-    together = {dim for dim, size in enumerate(place.shape) if size == 1}
-    last = len(place.shape)
-    for dim in dims:
-        # From here on the order in the file is not that of the dims: each index is a piece of its own.
-        if dim > last:
-            break
-        together.add(dim)
-        last = dim
-    return together
+    piece = Piece(name=name, dtype=saved.dtype, global_shape=saved.shape, offset=chunk.offset, shape=chunk.shape)
+    yield from pieces_of(place, piece, file)
 
 
 def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
 
-__all__ = ["boxes_in", "read_contents", "saved_offsets"]
+__all__ = ["boxes_in", "read_contents", "read_index", "saved_offsets"]
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -30,10 +30,10 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
 
     Ties that the metadata of the files names are aliases. The metadata is in `extra["metadata"]`; what files say
     differently is there under `"key (file)"`.
-    Raises `CheckpointError`, with all findings, when a file is missing or malformed, when a tensor is in several
-    files, and when index and files do not say the same.
+    Raises `CheckpointError`, with all findings, when a file is missing or malformed, a tensor is in several files, or
+    index and files disagree.
     """
-    weight_map = None if file is not None else _weight_map(store)
+    weight_map = None if file is not None else read_index(store, _INDEX_SUFFIX)
     files = [file] if file is not None else _files(store, weight_map)
     problems: list[str] = []
     sizes: dict[str, int] = {}
@@ -96,13 +96,16 @@ def saved_offsets(name: str, boxes: Mapping[str, Any] | None) -> tuple[int, ...]
     box = boxes.get(name)
     offsets = box.get("saved_offsets") if isinstance(box, dict) else None
     if not isinstance(offsets, list) or not all(type(each) is int and 0 <= each <= MAX_INDEX for each in offsets):
-        raise CheckpointError(f"{_SHARDING_INFO} in its metadata does not say where the box of {name} starts")
+        raise CheckpointError(f"{_SHARDING_INFO} in its metadata has no start for the box of {name}")
     return tuple(offsets)
 
 
-def _weight_map(store: Store) -> dict[str, str] | None:
-    """The file of every tensor, as the index says it; None without an index."""
-    indices = [name for name in store.names() if "/" not in name and name.endswith(_INDEX_SUFFIX)]
+def read_index(store: Store, suffix: str) -> dict[str, str] | None:
+    """The file of every tensor, as the index says it; None without an index, whose name ends with `suffix`.
+
+    Raises `CheckpointError` for several, and for a damaged one.
+    """
+    indices = [name for name in store.names() if "/" not in name and name.endswith(suffix)]
     if not indices:
         return None
     if len(indices) > 1:
@@ -137,7 +140,7 @@ def _index_problems(
     for key, file in weight_map.items():
         # Of a file that could not be read there is a finding already.
         if file in sizes and file not in [name for name, _ in places.get(key, ())]:
-            yield f"tensor {key} is not in {file}, where the index has it"
+            yield f"the index says that tensor {key} is in {file}, but it is not"
     for key, found in places.items():
         for file, _ in found:
             if weight_map.get(key, "") != file:

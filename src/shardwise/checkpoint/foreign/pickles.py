@@ -2,7 +2,7 @@
 
 A pickle is a program for a stack machine (https://github.com/python/cpython/blob/main/Lib/pickletools.py describes its
 instructions). This machine knows those that `pickle` and `torch.save` write. Where the program names a class or
-function, it gets a `Named`; where it calls one, a `MadeObject` that says what was called with what.
+function, it gets a `Named`. Where it calls one, a `MadeObject` that says what was called with what.
 
     program                stack behind it
     c torch, Size          Named(torch.Size)
@@ -10,7 +10,9 @@ function, it gets a `Named`; where it calls one, a `MadeObject` that says what w
     R                      MadeObject(of=torch.Size, args=(2, 3))       pickle would call torch.Size here
     .                      the value
 
-So the worst that a hostile pickle can do is to take time and memory in proportion to its bytes.
+So the worst that a hostile pickle can do is to take time and memory in proportion to its bytes. Every instruction has
+a price, about the bytes of what it makes, and a pickle that costs much more than its length is refused. Whole numbers
+of more than 60 bits are no keys: Python puts chosen ones of them into one slot of a dict.
 """
 
 import struct
@@ -21,7 +23,13 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["MadeObject", "Named", "Persistent", "parse"]
+__all__ = ["CutShortError", "MadeObject", "Named", "Persistent", "parse", "parse_first"]
+
+_FREE_BYTES = 16 << 20
+_BYTES_PER_BYTE = 32
+"""A pickle may make so much, and so much for each of its bytes. Those of torch make two thirds of the second."""
+_MAX_KEY = 1 << 60
+_MAX_LINE_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +66,29 @@ class Persistent:
     key: object
 
 
+class CutShortError(CheckpointError):
+    """The bytes end before the pickle does."""
+
+
 def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
     """Return the value that a pickle describes, its objects as `MadeObject`.
 
     Raises `CheckpointError` when it names something that is not `allowed(module, name)`, and when it is damaged.
     """
-    machine = _Machine(data, allowed)
+    return parse_first(data, allowed)[0]
+
+
+def parse_first(data: bytes, allowed: Callable[[str, str], bool], *, start: int = 0) -> tuple[Any, int]:
+    """As `parse`, of the pickle that begins at `start`; returns also where it ends. More may follow it.
+
+    Raises `CutShortError` when the bytes end before it does.
+    """
+    machine = _Machine(data, allowed, start)
     try:
-        return machine.run()
-    # A damaged program fails anywhere in the machine: instructions
-    # check nothing themselves, and all it may be is caught here.
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        return machine.run(), machine.at
+    # A damaged program fails anywhere in the machine: instructions check nothing
+    # themselves, and all it may be is caught here. RecursionError: keys in keys.
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, RecursionError) as error:
         kind = type(error).__name__
         raise CheckpointError(f"it is no pickle, or a damaged one: {kind} at byte {machine.at:,} of it") from None
 
@@ -76,37 +96,58 @@ def parse(data: bytes, allowed: Callable[[str, str], bool]) -> Any:
 class _Machine:
     """The stack machine. Methods after `run` are instructions; they raise anything at all on a damaged program."""
 
-    def __init__(self, data: bytes, allowed: Callable[[str, str], bool]) -> None:
-        self.at = 0
+    def __init__(self, data: bytes, allowed: Callable[[str, str], bool], start: int) -> None:
+        self.at = start
         self._data = data
         self._allowed = allowed
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []  # the stacks under each mark
-        self._memo: dict[int, Any] = {}
+        # Writers number what they remember one after the other; a place far away costs an entry of the dict alone.
+        self._memo: list[Any] = []
+        self._far_memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         """Execute up to STOP."""
-        data = self._data
+        data, size = self._data, len(self._data)
+        left = _FREE_BYTES + _BYTES_PER_BYTE * size
         while True:
+            if self.at >= size:
+                raise CutShortError(f"it is no pickle, or a damaged one: it has no end in {size:,} bytes")
             code = data[self.at]
             self.at += 1
             if code == _STOP:
                 return self._stack.pop()
-            # KeyError for an instruction that is not known, such as those that import by number.
-            _INSTRUCTIONS[code](self)
+            instruction = _INSTRUCTIONS.get(code)
+            if instruction is None:
+                raise CheckpointError(
+                    f"it has the instruction {code:#04x} at byte {self.at - 1:,}, which no checkpoint needs; nothing "
+                    "of it was run"
+                )
+            left -= _PRICES[code]
+            if left < 0:
+                raise CheckpointError(
+                    f"it would make more than {_BYTES_PER_BYTE} times its own {size:,} bytes; that is no checkpoint"
+                )
+            instruction(self)
 
     def _take(self, num_bytes: int) -> bytes:
         start, self.at = self.at, self.at + num_bytes
         # A slice past the end would be short without a word, and a number read from it wrong.
         if self.at > len(self._data):
-            raise IndexError
+            raise CutShortError(
+                f"it is no pickle, or a damaged one: at byte {start:,} it has {num_bytes:,} bytes more, which is "
+                f"beyond its {len(self._data):,}"
+            )
         return self._data[start : self.at]
 
     def _number(self, num_bytes: int) -> int:
         return int.from_bytes(self._take(num_bytes), "little")
 
     def _line(self) -> str:
-        end = self._data.index(b"\n", self.at)
+        # No name is longer: a search through all that follows, at each of many names, would take long.
+        end = self._data.find(b"\n", self.at, self.at + _MAX_LINE_BYTES)
+        if end < 0:
+            raise CutShortError(f"it is no pickle, or a damaged one: a name at byte {self.at:,} has no end")
         line = self._data[self.at : end].decode()
         self.at = end + 1
         return line
@@ -118,6 +159,15 @@ class _Machine:
 
     def skip(self, num_bytes: int) -> None:
         self._take(num_bytes)
+
+    def frame(self) -> None:
+        # Only looked at: a frame is a hint for readers of streams.
+        num_bytes = self._number(8)
+        if self.at + num_bytes > len(self._data):
+            raise CutShortError(
+                f"it is no pickle, or a damaged one: a frame of {num_bytes:,} bytes at byte {self.at:,} is beyond its "
+                f"{len(self._data):,}"
+            )
 
     def push(self, value: object) -> None:
         self._stack.append(value)
@@ -140,6 +190,12 @@ class _Machine:
 
     def raw(self, num_bytes: int) -> None:
         self._stack.append(self._take(self._number(num_bytes)))
+
+    def drop(self) -> None:
+        self._stack.pop()
+
+    def twice(self) -> None:
+        self._stack.append(self._stack[-1])
 
     def mark(self) -> None:
         self._below.append(self._stack)
@@ -224,14 +280,23 @@ class _Machine:
         self._stack.append(Persistent(self._stack.pop()))
 
     def remember(self, num_bytes: int) -> None:
-        self._memo[self._number(num_bytes)] = self._stack[-1]
+        at = self._number(num_bytes)
+        if at == len(self._memo):
+            self._memo.append(self._stack[-1])
+        elif at < len(self._memo):
+            self._memo[at] = self._stack[-1]
+        else:
+            self._far_memo[at] = self._stack[-1]
 
     def remember_next(self) -> None:
         # As pickle numbers them: by how many there are.
-        self._memo[len(self._memo)] = self._stack[-1]
+        if self._far_memo:
+            raise ValueError
+        self._memo.append(self._stack[-1])
 
     def recall(self, num_bytes: int) -> None:
-        self._stack.append(self._memo[self._number(num_bytes)])
+        at = self._number(num_bytes)
+        self._stack.append(self._memo[at] if at < len(self._memo) else self._far_memo[at])
 
 
 _STOP = ord(".")
@@ -242,9 +307,17 @@ _PLAIN = (str, int, float, bool, bytes, type(None), MadeObject, Named)
 def _keys(values: list[Any]) -> list[Any]:
     """What may be a key. Tuples in tuples may not: Python hashes them by recursion without a bound."""
     for value in values:
-        if type(value) not in _PLAIN and not (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
-            raise TypeError
+        if type(value) is tuple:
+            _check_key(*value)
+        else:
+            _check_key(value)
     return values
+
+
+def _check_key(*values: Any) -> None:
+    for value in values:
+        if type(value) not in _PLAIN or (type(value) is int and abs(value) >= _MAX_KEY):
+            raise TypeError
 
 
 _Instruction = Callable[[_Machine], None]
@@ -256,6 +329,8 @@ def _table() -> Mapping[int, _Instruction]:
     constants = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
     table: dict[int, _Instruction] = {
         0x28: machine.mark,
+        0x30: machine.drop,
+        0x32: machine.twice,
         0x47: machine.real,
         0x4A: machine.signed,
         0x51: machine.persistent,
@@ -273,18 +348,20 @@ def _table() -> Mapping[int, _Instruction]:
         0x92: machine.call_with_keywords,
         0x93: machine.named_on_stack,
         0x94: machine.remember_next,
+        0x95: machine.frame,
     }
     for code, value in constants.items():
         table[code] = _with(machine.push, value)
     for code, kind in {0x5D: list, 0x7D: dict, 0x8F: set}.items():
         table[code] = _with(machine.empty, kind)
     sized: list[tuple[Callable[[_Machine, int], None], dict[int, int]]] = [
-        # The number of the protocol and the lengths of frames say nothing about the value.
-        (machine.skip, {0x80: 1, 0x95: 8}),
+        # The number of the protocol says nothing about the value.
+        (machine.skip, {0x80: 1}),
         (machine.number, {0x4B: 1, 0x4D: 2}),
         (machine.long, {0x8A: 1, 0x8B: 4}),
-        (machine.text, {0x58: 4, 0x8C: 1, 0x8D: 8}),
-        (machine.raw, {0x42: 4, 0x43: 1, 0x8E: 8}),
+        # T and U are texts of Python 2, in whatever encoding: torch takes them as UTF-8.
+        (machine.text, {0x54: 4, 0x55: 1, 0x58: 4, 0x8C: 1, 0x8D: 8}),
+        (machine.raw, {0x42: 4, 0x43: 1, 0x8E: 8, 0x96: 8}),
         (machine.tuple_of, {0x85: 1, 0x86: 2, 0x87: 3}),
         (machine.remember, {0x71: 1, 0x72: 4}),
         (machine.recall, {0x68: 1, 0x6A: 4}),
@@ -300,3 +377,13 @@ def _with(instruction: Callable[[_Machine, Any], None], argument: object) -> _In
 
 
 _INSTRUCTIONS = _table()
+
+_PRICES: Mapping[int, int] = MappingProxyType(
+    # A price for what each makes, the place on the stack included; the bytes of texts are in the pickle itself.
+    dict.fromkeys(_INSTRUCTIONS, 72)
+    | dict.fromkeys((0x4E, 0x88, 0x89, 0x29, 0x30, 0x32, 0x4B, 0x61, 0x65, 0x68, 0x6A, 0x71, 0x75, 0x80, 0x94), 16)
+    | dict.fromkeys((0x72, 0x73), 120)
+    | dict.fromkeys((0x51, 0x52, 0x7D, 0x81, 0x92), 200)
+    | dict.fromkeys((0x8F, 0x91), 240)
+)
+"""About the bytes of memory that an instruction takes."""

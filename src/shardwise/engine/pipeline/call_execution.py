@@ -1,7 +1,7 @@
 """One call under placement: its inputs move to its stage, it is executed there and inferred elsewhere.
 
-Whatever the call gives is described alike on all ranks, by the entry that all of them inferred or were sent: which
-outputs there are, which of them are inputs or views of inputs, which inputs were written to.
+All ranks describe the outputs of the call alike, by the entry that they inferred or were sent: the outputs, those that
+are inputs or views of inputs, and the inputs that were written to.
 
     y = block(h), h on stage 0, block on stage 1    rank of stage 0        rank of stage 1        rank of stage 2
     CallInputs: tensors, objects, numbers apart     alike                  alike                  alike
@@ -29,6 +29,14 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
+from shardwise.engine.pipeline.call_replay import (
+    CallReplay,
+    KnownCall,
+    SeenCall,
+    filled_template,
+    fits,
+    plain_outcome,
+)
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import (
     filled,
@@ -46,8 +54,8 @@ from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
 
 _OF_ANOTHER_STAGE = (
-    "{name!r} computes with a parameter or a buffer of a module on another stage, which it was given or keeps in an "
-    "attribute ({site}); place both modules on one stage, or hand it the tensor"
+    "{name!r} computes with a parameter or a buffer of a module on another stage: an argument or an attribute "
+    "({site}). Place both modules on one stage, or pass the tensor through forward"
 )
 
 
@@ -56,8 +64,8 @@ _OF_ANOTHER_STAGE = (
 def _refusing_class(call: str) -> type:
     """The class of another stage's parameters while `call` is executed: they have a description only.
 
-    A torch function mode would see reads as well, but modules take other paths where one is active: torch's own
-    transformer layer leaves its fused kernel, which rounds differently.
+    A torch function mode would see reads as well, but some modules take other paths under one: torch's transformer
+    layer leaves its fused kernel, which rounds differently.
     """
 
     def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,6 +107,7 @@ class Executor:
     """Executes calls on their stages, and infers their outcome elsewhere."""
 
     inference: CallInference
+    replay: CallReplay
     random: KeyedRandom
     aside: Callable[[], AbstractContextManager[None]]
     """The context in which a placed module runs: the glue sees none of its operations."""
@@ -112,35 +121,102 @@ class Executor:
         kwargs: dict[str, Any],
     ) -> Any:
         """The result of the call, with values of `stage` in it; None: the latest stage among the inputs."""
-        inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
-        # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and
-        # cross like any other value.
-        for module in inputs.modules:
-            if flow.stages.modules.get(module) not in (None, stage):
-                inputs.lend(module)
-        staged = {at: each for at, each in enumerate(inputs.tensors) if isinstance(each, StageTensor)}
-        if stage is None:
-            # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
-            # values back cannot run ahead of each other.
-            stage = max(each.value.stage for each in staged.values())
-        for each in staged.values():
-            _refuse_custom_function(each)
-        flow.enter(call.name, stage, inputs.numbers)
-        # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape
-        # along.
-        moved = {at: flow.to_stage(each, stage) for at, each in staged.items()}
+        seen = self.replay.see(flow, call, args, kwargs)
+        known = None if seen is None else self.replay.known.get(seen.key)
+        if seen is not None and known is not None:
+            return self._replay(flow, call, stage, seen, known, args, kwargs)
+        inputs = _inputs_of(flow, call, stage, args, kwargs)
+        stage, moved = _begin(flow, call, stage, inputs)
+        return self._infer(flow, call, stage, inputs, moved, seen)
+
+    def _replay(
+        self,
+        flow: MicrobatchFlow,
+        call: StagedCall,
+        stage: int | None,
+        seen: SeenCall,
+        known: KnownCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The result of a call whose outcome is known."""
+        inputs_stage = stage
+        stage, moved = _begin(flow, call, stage, seen)
+        # The key has the shapes of the values; a copy on another stage may have come there when its was not known yet.
+        if not _all_known(known.entry, moved):
+            return self._infer(flow, call, stage, _inputs_of(flow, call, inputs_stage, args, kwargs), moved, None)
+        made: list[torch.Tensor] | None = None
+        if flow.stages.is_local(stage):
+            used = _tensors_here(seen.tensors, moved)
+            versions = [each._version for each in used]
+            try:
+                with self.aside():
+                    real_args, real_kwargs = seen.real(used, args, kwargs)
+                    result = call.run_plainly(real_args, real_kwargs)
+            except Exception as error:
+                _note_place(error, flow, call, stage)
+                raise
+            made = fits(known, result, used, versions)
+            if made is None:
+                # Whether it is refused, and how, is decided where it always is.
+                self.replay.num_unlike += 1
+                here = _Here((result, (), ()), used, tensors_in(result))
+                _check(call, known.entry, used, here.made, flow, is_example=False)
+                check_writes(call, known.entry, used, versions)
+                inputs = _inputs_of(flow, call, inputs_stage, args, kwargs)
+                return self._finish(flow, call, stage, inputs, moved, known.entry, here, None)
+        self.replay.num_replayed += 1
+        if known.entry.writes_kept and isinstance(call, PlacedModule):
+            flow.touch(f"{call.name}.")
+        if known.gives_one_new:
+            return _wrapped_one(flow, call, stage, seen.tensors, known.entry.outputs[0].spec, moved, made)
+        return filled_template(known.template, _wrap(flow, call, stage, seen.tensors, known.entry, moved, made))
+
+    def _infer(
+        self,
+        flow: MicrobatchFlow,
+        call: StagedCall,
+        stage: int,
+        inputs: CallInputs,
+        moved: dict[int, StageValue],
+        seen: SeenCall | None,
+    ) -> Any:
+        """The result of a call whose outcome is looked up."""
+        if isinstance(call, PlacedModule) and not flow.stages.is_local(stage):
+            self.random.catch_up()  # hooks on modules inside are called here too, and may draw
         entry, here = self._outcome(flow, call, stage, inputs, moved)
         if call.draws:
             self._draw_alike(flow, call, inputs, is_local=here is not None)
+        return self._finish(flow, call, stage, inputs, moved, entry, here, seen)
+
+    def _finish(
+        self,
+        flow: MicrobatchFlow,
+        call: StagedCall,
+        stage: int,
+        inputs: CallInputs,
+        moved: dict[int, StageValue],
+        entry: CallOutcome,
+        here: "_Here | None",
+        seen: SeenCall | None,
+    ) -> Any:
+        """The result of a call with this outcome, which is replayed for the key of `seen` from now on."""
         account_for_writes(flow, call, inputs, entry, moved)
-        wrapped = _wrap(flow, call, stage, inputs, entry, moved, None if here is None else here.made)
+        wrapped = _wrap(flow, call, stage, inputs.tensors, entry, moved, None if here is None else here.made)
+        known = plain_outcome(entry) if seen is not None and _all_known(entry, moved) else None
         if here is not None:
-            # Comparing storages of all inputs and outputs costs more than a look-up, so it is done once per entry.
-            # Where shapes are examples only, the next call may share memory otherwise: then it is done every time.
-            is_compared = id(entry) in self.inference.alike and _all_known(entry, moved)
+            # Comparing storages of all inputs and outputs costs more than a look-up, so it is done once per entry, and
+            # once per key. Where shapes are examples only, the next call may share memory otherwise: then it is done
+            # every time. So it is for modules, which may share otherwise by what they keep in Python.
+            is_compared = known is None and not call.is_user_code and id(entry) in self.inference.alike
+            is_compared = is_compared and _all_known(entry, moved)
             if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
                 self.inference.alike[id(entry)] = entry
+            elif not is_compared:
+                known = None
             _note_opaque(flow, inputs, here.result)
+        if seen is not None and known is not None:
+            self.replay.record(seen, known)
         return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
 
     def _outcome(
@@ -155,14 +231,14 @@ class Executor:
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
-        used = _tensors_here(inputs, moved)
+        used = _tensors_here(inputs.tensors, moved)
         # Autograd's count of writes: it shows a write in place also where the trial saw none.
         versions = [each._version for each in used]
         result = self._run(flow, call, stage, inputs, used, is_described=entry is not None)
         if entry is None:
             written = [at for at, each in enumerate(used) if each._version != versions[at]]
             made_known = describe(
-                result, used, inputs.objects, written=written, writes_kept=True, has_known_shapes=False
+                result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=False
             )
             entry = flow.announce(stage, lambda: made_known)
             # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
@@ -170,7 +246,7 @@ class Executor:
         elif entry.announces:
             flow.announce(stage, lambda: numbers_and_texts_in(result))
         made = tensors_in(result)
-        _check(call, entry, made, flow, is_example=not _all_known(entry, moved))
+        _check(call, entry, used, made, flow, is_example=not _all_known(entry, moved))
         check_writes(call, entry, used, versions)
         return entry, _Here(result, used, made)
 
@@ -194,10 +270,7 @@ class Executor:
                 answer, records = call.run(args, kwargs)
                 return answer, records, writes.found()
         except Exception as error:
-            error.add_note(
-                f"shardwise: in {call.name!r} on stage {stage} (rank {flow.stages.rank} of the pipeline), microbatch "
-                f"{flow.number}"
-            )
+            _note_place(error, flow, call, stage)
             raise
 
     def _draw_alike(self, flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, *, is_local: bool) -> None:
@@ -217,6 +290,41 @@ class Executor:
             call.run(args, kwargs)
 
 
+def _inputs_of(
+    flow: MicrobatchFlow, call: StagedCall, stage: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CallInputs:
+    inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
+    # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and cross like
+    # any other value.
+    for module in inputs.modules:
+        if flow.stages.modules.get(module) not in (None, stage):
+            inputs.lend(module)
+    return inputs
+
+
+def _begin(
+    flow: MicrobatchFlow, call: StagedCall, stage: int | None, given: CallInputs | SeenCall
+) -> tuple[int, dict[int, StageValue]]:
+    """The stage of a call, and the values among its inputs on that stage."""
+    staged = [(at, each) for at, each in enumerate(given.tensors) if type(each) is StageTensor]
+    if stage is None:
+        # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
+        # values back cannot run ahead of each other.
+        stage = max([each.value.stage for _, each in staged])
+    for _, each in staged:
+        _refuse_custom_function(each)
+    flow.enter(call.name, stage, given.numbers)
+    # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape along.
+    return stage, {at: flow.to_stage(each, stage) for at, each in staged}
+
+
+def _note_place(error: Exception, flow: MicrobatchFlow, call: StagedCall, stage: int) -> None:
+    error.add_note(
+        f"shardwise: in {call.name!r} on stage {stage} (rank {flow.stages.rank} of the pipeline), microbatch "
+        f"{flow.number}"
+    )
+
+
 def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
     """Remember objects that were made here: on other ranks an `Opaque` without contents stands for them."""
     known = {id(each) for each in inputs.objects}
@@ -231,9 +339,9 @@ def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
     transform(result[0], note)
 
 
-def _tensors_here(inputs: CallInputs, moved: Mapping[int, StageValue]) -> list[torch.Tensor]:
+def _tensors_here(given: Sequence[torch.Tensor], moved: Mapping[int, StageValue]) -> list[torch.Tensor]:
     """The tensors that a call takes where it is executed."""
-    tensors = [moved[at].local if at in moved else each for at, each in enumerate(inputs.tensors)]
+    tensors = [moved[at].local if at in moved else each for at, each in enumerate(given)]
     assert all(each is not None for each in tensors)
     return tensors  # type: ignore[return-value]
 
@@ -247,7 +355,13 @@ def _all_known(entry: CallOutcome, moved: Mapping[int, StageValue]) -> bool:
 
 
 def _check(
-    call: StagedCall, entry: CallOutcome, made: Sequence[torch.Tensor], flow: MicrobatchFlow, *, is_example: bool
+    call: StagedCall,
+    entry: CallOutcome,
+    used: Sequence[torch.Tensor],
+    made: Sequence[torch.Tensor],
+    flow: MicrobatchFlow,
+    *,
+    is_example: bool,
 ) -> None:
     """Check that the outputs are as all other ranks assume."""
     if any(each.is_meta for each in made):
@@ -263,8 +377,17 @@ def _check(
         expected, actual = [output.spec for output in entry.outputs], [Spec.of(each) for each in made]
         raise ModelError(
             f"{call.name!r} gave {_described(actual)} in microbatch {flow.number}, and before, for inputs of the same "
-            f"shapes, {_described(expected)}; other stages rely on its number of outputs, their dtypes and dims, and "
-            f"on which of them require a gradient ({user_site()})"
+            f"shapes, {_described(expected)}. Other stages rely on the number of outputs, their dtypes and dims, and "
+            f"which of them require a gradient ({user_site()})"
+        )
+    # What an operation gives in the place of its input has the elements of the input (`contiguous`).
+    if call.is_user_code and any(
+        output.same_as is not None and tensor is not used[output.same_as]
+        for output, tensor in zip(entry.outputs, made, strict=True)
+    ):
+        raise ModelError(
+            f"{call.name!r} gave an input that it wrote to before, and gives another tensor in microbatch "
+            f"{flow.number}. Other stages rely on that ({user_site()}); return new tensors in both cases"
         )
 
 
@@ -280,44 +403,66 @@ def _wrap(
     flow: MicrobatchFlow,
     call: StagedCall,
     stage: int,
-    inputs: CallInputs,
+    given: Sequence[torch.Tensor],
     entry: CallOutcome,
     moved: dict[int, StageValue],
     made: Sequence[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
     """The outputs as values of the stage."""
     known = _all_known(entry, moved)
-    made_of = [moved[at].lineage if at in moved else 0 for at in range(len(inputs.tensors))]
+    made_of = [moved[at].lineage if at in moved else 0 for at in range(len(given))]
+    module = call.name if isinstance(call, PlacedModule) else _origin(given, stage)
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
         local = None if made is None else made[at]
         if output.same_as is not None:
-            wrapped.append(_same(flow, inputs.tensors[output.same_as], moved.get(output.same_as), output.spec))
+            wrapped.append(_same(flow, given[output.same_as], moved.get(output.same_as), output.spec))
             continue
         if output.view_of is not None and output.view_of in moved:
             memory = moved[output.view_of].memory
         elif output.shares_with is not None and isinstance(earlier_output := wrapped[output.shares_with], StageTensor):
             memory = earlier_output.value.memory
         else:
-            memory = ViewMemory(plain=None if output.view_of is None else inputs.tensors[output.view_of])
-        has_known_shape = known or not output.spec.shape
+            memory = ViewMemory(plain=None if output.view_of is None else given[output.view_of])
         value = StageValue(
             stage,
             output.spec,
             local,
             call.name,
             memory=memory,
-            has_known_shape=has_known_shape,
-            lineage=flow.lineage_of(f"{call.name} {at}", made_of),
-            module=call.name if isinstance(call, PlacedModule) else _origin(inputs, stage),
+            has_known_shape=known or not output.spec.shape,
+            lineage=flow.lineage_of(call.name, at, made_of),
+            module=module,
         )
         wrapped.append(StageTensor(flow, value))
     return wrapped
 
 
-def _origin(inputs: CallInputs, stage: int) -> str:
+def _wrapped_one(
+    flow: MicrobatchFlow,
+    call: StagedCall,
+    stage: int,
+    given: Sequence[torch.Tensor],
+    spec: Spec,
+    moved: dict[int, StageValue],
+    made: Sequence[torch.Tensor] | None,
+) -> StageTensor:
+    """What `_wrap` gives for one output that has a known shape and shares no memory: the most frequent one."""
+    made_of = [moved[at].lineage if at in moved else 0 for at in range(len(given))]
+    value = StageValue(
+        stage,
+        spec,
+        None if made is None else made[0],
+        call.name,
+        lineage=flow.lineage_of(call.name, 0, made_of),
+        module=call.name if call.is_user_code else _origin(given, stage),
+    )
+    return StageTensor(flow, value)
+
+
+def _origin(given: Sequence[torch.Tensor], stage: int) -> str:
     """The placed module from which the result of an operation comes: that of its first input on the stage."""
-    values = [each.value for each in inputs.tensors if isinstance(each, StageTensor)]
+    values = [each.value for each in given if isinstance(each, StageTensor)]
     return next((each.module for each in values if each.stage == stage), values[0].module)
 
 
@@ -353,9 +498,9 @@ def _deliver(
         put_into(inputs.containers[number], key, value)
     if records and isinstance(call, PlacedModule) and (changed := call.call_noted_hooks(records)):
         raise ModelError(
-            f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output; hooks inside "
-            "placed modules are called after the whole module, on all ranks, and can only look: put the change into "
-            "the module, or place its parts one by one"
+            f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output. Hooks inside "
+            "placed modules run after the whole module, on all ranks, and can only look. Put the change into the "
+            "module, or place its parts one by one"
         )
     return answer
 
@@ -368,8 +513,8 @@ def _refuse_custom_function(tensor: StageTensor) -> None:
         name = type(node).__name__.removesuffix("Backward")
         raise ModelError(
             f"{user_site()}: the custom autograd function {name} is called on values of a stage, between placed "
-            "modules; call it inside a module, and place that module on a stage (if it is an activation checkpoint: "
-            "use_reentrant=False)"
+            "modules. Call it inside a module, and place that module on a stage. For an activation checkpoint give "
+            "use_reentrant=False"
         )
 
 
@@ -388,14 +533,14 @@ def account_for_writes(
         if value.memory.doubt:
             raise ModelError(
                 f"{user_site()}: {call.name!r} writes in place to what {value.memory.doubt}, and other ranks cannot "
-                "know which of these tensors share their memory; write to a copy (clone), or write inside of a module "
+                "know which of these tensors share their memory. Write to a copy (clone), or write inside a module "
                 "that is placed on a stage"
             )
         _refuse_views_left_behind(call, value, moved)
         if tensor.value is not value and tensor.value.is_kept:
             raise ModelError(
-                f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which "
-                f"the model keeps on stage {tensor.value.stage}; place both on one stage"
+                f"{user_site()}: {call.name} writes values of stage {value.stage} to {tensor.value.maker!r}, which is "
+                f"on stage {tensor.value.stage}; place both on one stage"
             )
         if value.memory.plain is not None:
             flow.shade(value.memory.plain)
@@ -404,8 +549,8 @@ def account_for_writes(
             # The write went to the copy. What the origin's stage has in memory is not what one process would have,
             # and views of it are other objects, which no rank can find: so the memory itself is marked.
             origin.stale = (
-                f"a view of what {value.maker!r} made on another stage is used, after {call.name!r} wrote to it with "
-                f"values of stage {value.stage}; write to a copy (clone) instead"
+                f"a view of a tensor that {value.maker!r} made on another stage is used, after {call.name!r} wrote "
+                f"values of stage {value.stage} to that tensor. Write to a copy (clone) instead"
             )
             origin = origin.origin
         value.memory.num_writes += 1
@@ -418,8 +563,8 @@ def _refuse_views_left_behind(call: StagedCall, value: StageValue, moved: Mappin
     for other in moved.values():
         if other.memory is not value.memory and other.memory.root is value.memory.root:
             raise ModelError(
-                f"{call.name!r} writes in place to what {value.maker!r} made, and is given another view of it "
-                f"({user_site()}), which stays as it was on stage {value.stage}; write to a copy (clone) instead"
+                f"{call.name!r} writes in place to a tensor that {value.maker!r} made, and gets another view of it "
+                f"({user_site()}), which does not change on stage {value.stage}. Write to a copy (clone) instead"
             )
 
 
@@ -429,13 +574,13 @@ def _write_to_plain(
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
     if flow.stages.is_buffer_of_all(tensor):
         raise ModelError(
-            f"{user_site()}: {call.name} writes values of a stage to a buffer of a module that runs on all ranks; "
-            "place that module on a stage"
+            f"{user_site()}: {call.name} writes values of a stage to a buffer of a module of all ranks; place that "
+            "module on a stage"
         )
     if isinstance(call, PlacedModule) or not moved:
         raise ModelError(
-            f"{call.name!r} writes in place to a tensor that it was given and that all ranks have, but is executed on "
-            f"one rank only ({user_site()}); return the new values instead"
+            f"{call.name!r} writes in place to an argument that all ranks have, but runs on one rank only "
+            f"({user_site()}); return the new values instead"
         )
     stage = max(value.stage for value in moved.values())
     local = tensor if any(value.local is not None for value in moved.values()) else None
@@ -444,12 +589,12 @@ def _write_to_plain(
 
 
 def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Check that no other tensors were written to than all ranks assume; a write that is left out does no harm."""
+    """Check that no other tensors were written to than all ranks assume. A write that is left out does no harm."""
     written = [each for each, before in zip(used, versions, strict=True) if each._version != before]
     if written and not {storage_of(each) for each in written} <= {storage_of(used[at]) for at, _ in entry.written}:
         raise ModelError(
-            f"{call.name!r} writes in place to a tensor that it was given ({user_site()}), and before, for inputs of "
-            "the same shapes, it did not; other stages rely on it: return the new values instead"
+            f"{call.name!r} writes in place to an argument ({user_site()}), and before, for inputs of the same "
+            "shapes, it did not. Other stages rely on that; return the new values instead"
         )
 
 
@@ -482,7 +627,10 @@ def note_doubts(
             is_right = shares == (None, None)
         value = wrapped[at]
         is_alike &= is_right
-        if is_right or not isinstance(value, StageTensor):
+        # Memory of its own where others assume a view: after a write they take the input for written too, and get what
+        # it still has.
+        is_safe = is_right or (output.same_as is None and shares == (None, None))
+        if is_safe or not isinstance(value, StageTensor):
             continue
         if output.same_as is not None:
             value.value.local = tensor

@@ -3,7 +3,7 @@
 Every rank tries for itself and all come to the same verdict, for they see the same program. Where trying fails (no
 kernel for fake tensors, shapes that depend on values) all know that the owner announces the shape of the outputs.
 
-    signature       (call.key(), grad mode, autocast, structure of the arguments, spec of each tensor, other arguments)
+    signature       (call.key(), modes of torch, structure of the arguments, spec of each tensor, other arguments)
     not known  -->  try on fakes  -->  CallOutcome: every later call of this signature costs one look-up
                                   -->  None: the owner executes, describes what came out and announces it;
                                        later calls rely on numbers of outputs and dims, dtypes and gradients
@@ -56,6 +56,11 @@ class OutcomeTensor(NamedTuple):
     shares_with: int | None
     """The output before it whose memory it shares."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether its memory is its own."""
+        return self.same_as is None and self.view_of is None and self.shares_with is None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallOutcome:
@@ -68,7 +73,7 @@ class CallOutcome:
     written: tuple[tuple[int, Spec], ...]
     """Inputs that the call writes to in place, and their descriptions afterwards."""
     writes_kept: bool
-    """It may write to parameters or buffers of its own."""
+    """It may write to its own parameters or buffers."""
     has_known_shapes: bool
     """False: the shapes are an example, and may be others the next time."""
     announces: bool
@@ -98,14 +103,14 @@ class Writes:
             if len(after) < len(before) or not before.keys() <= after.keys():
                 raise ModelError(
                     f"{self._call.name!r} takes items out of a {type(container).__name__} that it is given "
-                    f"({user_site()}); other ranks do not run it: take them out between modules"
+                    f"({user_site()}), and other ranks do not run it; take them out between modules"
                 )
             found += [(number, key, value) for key, value in after.items() if value is not before.get(key, _NOTHING)]
         for each, before in self._objects:
             if any(value is not before.get(key) for key, value in _tensors_of(each).items()):
                 raise ModelError(
                     f"{self._call.name!r} writes a tensor to an attribute of a {type(each).__name__} that it is given "
-                    f"({user_site()}), on the rank of its stage alone; return the tensor, or hand over a dataclass"
+                    f"({user_site()}), on the rank of its stage alone. Return the tensor, or give a dataclass"
                 )
         return tuple(found)
 
@@ -153,7 +158,7 @@ class CallInputs:
             at = self._positions.setdefault(id(leaf), len(self.tensors))
             if at == len(self.tensors):
                 self.tensors.append(leaf)
-            self._tokens += (at, _spec_of(leaf))
+            self._tokens += (at, spec_of(leaf))
             return TensorSlot(at)
         if isinstance(leaf, Opaque) or id(leaf) in self._opaque:
             self.has_opaque = True
@@ -195,9 +200,7 @@ class CallInputs:
 
     def signature(self, device: torch.device) -> Hashable:
         """Equal where outputs have equal descriptions."""
-        kind = device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return (self._call.key(), torch.is_grad_enabled(), autocast, _structure(self.skeleton), tuple(self._tokens))
+        return (self._call.key(), around_of(device.type), _structure(self.skeleton), tuple(self._tokens))
 
     def filled(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors and objects."""
@@ -248,7 +251,7 @@ class CallInference:
             # trial happens on the first of many equal calls only and a stream has to go on alike in all of them.
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
-                tensors = [self._fakes.input(_spec_of(each)) for each in inputs.tensors]
+                tensors = [self._fakes.input(spec_of(each)) for each in inputs.tensors]
                 with _CopiesHoldFakes(self._fakes):
                     # A trial may change an object that it is given (a cache that grows). The copy is thrown away.
                     objects = [copy.deepcopy(each) for each in inputs.objects]
@@ -267,7 +270,7 @@ class CallInference:
                 ]
                 writes_kept = not trial.kept.isdisjoint(trial.written)
                 return describe(
-                    result, tensors, objects, written=written, writes_kept=writes_kept, has_known_shapes=True
+                    result, tensors, objects, call, written=written, writes_kept=writes_kept, has_known_shapes=True
                 )
         except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
             return None
@@ -294,6 +297,7 @@ def describe(
     result: Any,
     tensors: Sequence[torch.Tensor],
     objects: Sequence[Any],
+    call: StagedCall,
     *,
     written: Sequence[int],
     writes_kept: bool,
@@ -304,7 +308,10 @@ def describe(
     # Reversed, so that the first of several inputs that share memory wins: the same one on all ranks.
     places = {storage_of(each): at for at, each in reversed(list(enumerate(tensors)))}
     made: dict[int, int] = {}
-    positions = {id(each): at for at, each in reversed(list(enumerate(tensors)))}
+    # A module that gives its input itself may compute something the next time (a layer that is left out): so its output
+    # is another object, which shares the memory. After a write the input is the output for good.
+    are_same = [at for at in range(len(tensors)) if not call.is_user_code or at in written]
+    positions = {id(tensors[at]): at for at in reversed(are_same)}
     object_positions = {id(each): at for at, each in enumerate(objects)}
 
     def take_apart(leaf: Any) -> Any:
@@ -336,8 +343,20 @@ def describe(
     )
 
 
-def _spec_of(tensor: torch.Tensor) -> Spec:
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """The description of a tensor, or of the value that it stands for."""
     return tensor.value.spec if isinstance(tensor, StageTensor) else Spec.of(tensor)
+
+
+def around_of(kind: str) -> Hashable:
+    """What decides outcomes apart from the call, on a kind of device: settings of torch for this thread."""
+    # Regions of autocast on the CPU count on every device: buffers of modules may be there.
+    is_cast = torch.is_autocast_enabled(kind) or (kind != "cpu" and torch.is_autocast_enabled("cpu"))
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype())
+    if not is_cast:
+        return modes
+    kinds = dict.fromkeys((kind, "cpu"))
+    return (*modes, *[torch.is_autocast_enabled(each) and torch.get_autocast_dtype(each) for each in kinds])
 
 
 def _structure(value: Any) -> Hashable:

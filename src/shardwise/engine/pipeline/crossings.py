@@ -198,9 +198,9 @@ class GradientKinds:
             known = {gradient_of(code) for code in codes} - {None}
             if len(known) > 1:
                 raise ModelError(
-                    f"tensor.rules: {name!r} is whole along tp and used on several stages, on some by all ranks alike "
-                    "and on some by each rank for its own part (heads, columns); no sum of its gradients is right: use "
-                    "a parameter for each"
+                    f"tensor.rules: {name!r} is whole along tp and used on several stages. On some all ranks use it "
+                    "alike, on some each rank for its own part (heads, columns). No sum of its gradients is right: "
+                    "use one parameter for each use"
                 )
             for gradient in known:
                 assert gradient is not None

@@ -1,14 +1,11 @@
 """One microbatch on its way through the stages, as one rank sees it.
 
-The program of the forward is the same on all ranks. It is counted alike everywhere: transfers by number, and all that
-happens by a checksum that travels with every value, so that ranks whose programs differ notice.
+The program of the forward is the same on all ranks. All ranks count alike: transfers by number, and all calls by a
+checksum that travels with every value. So ranks with different programs notice.
 """
 
-import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -31,41 +28,13 @@ from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ViewMemory
 from shardwise.engine.randomness import Stream
+from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.errors import MismatchError, ModelError
-from shardwise.plan.timeline import TimeSpan
-
-
-class SpanRecorder:
-    """Records forwards, backwards and waits of one rank, while `spans` is a list."""
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self.spans: list[TimeSpan] | None = None
-        """The recorded spans; None: nothing is recorded."""
-        self._rank = rank
-        self._device = device
-
-    @contextmanager
-    def noting(self, kind: str, microbatch: int, stage: int) -> Iterator[None]:
-        """Record when the body begins and ends."""
-        if self.spans is None:
-            yield
-            return
-        start_s = self._now_s()
-        yield
-        self.spans.append(
-            TimeSpan(
-                rank=self._rank, kind=kind, microbatch=microbatch, stage=stage, start_s=start_s, stop_s=self._now_s()
-            )
-        )
-
-    def _now_s(self) -> float:
-        # Kernels run on after they were issued: without this a forward would last as long as its Python alone.
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
 
 Purpose = Literal["step", "evaluation", "prediction"]
+
+Paths = tuple[tuple[tuple[int, int], ...], ...]
+"""The transfers of forwards that took different paths."""
 
 
 class MicrobatchFlow:
@@ -81,8 +50,12 @@ class MicrobatchFlow:
         purpose: Purpose,
         number: int,
         stream: Stream | None,
+        known: tuple[Paths, bool] | None = None,
     ) -> None:
-        """on_call: see `stage_values.ValueForward`."""
+        """on_call: see `stage_values.ValueForward`. known: what the schedule of the step was made for.
+
+        Of `known`: the transfers of other forwards, and whether ranks step back, or wait for announcements.
+        """
         self.stages = stages
         self.device = stages.device
         """Where real tensors are."""
@@ -108,11 +81,15 @@ class MicrobatchFlow:
         """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
         self._recorder = recorder
+        self._rank_of = stages.ranks_of_stages
         self._begun = -1
+        self._last_stage = stages.last_local
+        self._followed, self._may_step_back = ((), True) if known is None else known
+        """The known paths that this forward may be on, and whether that is known of it, too."""
         self._entered = [-1] * stages.num_ranks
         self._arrivals: list[Crossing] = []
         """Of the graphs whose backward runs."""
-        self._num_alike: Counter[int] = Counter()
+        self._num_alike: dict[int, int] = {}
         self._recomputable: dict[tuple[int, int], StageValue] = {}
         """Copies that a recomputation may ask for again, by (lineage, stage)."""
         self._num_news = 0
@@ -129,14 +106,14 @@ class MicrobatchFlow:
     # The program ----------------------------------------------------------------------------------------------------
 
     def enter(self, name: str, stage: int, numbers: Sequence[float | complex]) -> None:
-        """A call on a stage: every rank counts it, wherever it is executed; the rank of the stage may park before.
+        """A call on a stage: every rank counts it, wherever it is executed. The rank of the stage may park before.
 
         numbers: the Python numbers among its inputs.
         """
         # Backward counts nothing: a recomputation runs on some ranks only, so its calls would make checksums differ.
         if not self.is_forward:
             return
-        rank = self.stages.rank_of(stage)
+        rank = self._rank_of[stage]
         # The schedule has not come to this stage yet: another microbatch is due on this rank before.
         if rank == self.stages.rank and stage > self._begun:
             self.park()
@@ -145,8 +122,19 @@ class MicrobatchFlow:
         # and would else train to other weights without an error.
         self.progress = zlib.crc32(f"{name}@{stage}{numbers}".encode(), self.progress)
         # Of every rank, not of this one alone: all of them have to choose the same schedule from it.
-        self.steps_back |= stage < self._entered[rank]
+        if stage < self._entered[rank] and not self.steps_back:
+            self.steps_back = True
+            self._leave_schedule(is_known=self._may_step_back)
         self._entered[rank] = max(self._entered[rank], stage)
+
+    def _leave_schedule(self, *, is_known: bool) -> None:
+        """What comes next in this forward may wait for other ranks where the schedule does not know of it.
+
+        Those may come to it only after actions that this rank has yet to run. All ranks are here at the same point of
+        the program, and let the forward rest until their last action of it: so none of those is held up by it.
+        """
+        while not is_known and self._begun < self._last_stage:
+            self.park()
 
     def begin(self, stage: int) -> None:
         """An action for this local stage begins: the forward may go on up to the next one."""
@@ -188,26 +176,27 @@ class MicrobatchFlow:
             # The lineage is made of the name, which is the same in a recomputation: the copy that crossed is found
             # again.
             stage, name = place
-            local, lineage = leaf if self.stages.is_local(stage) else None, zlib.crc32(name.encode())
+            local, lineage = leaf if self.stages.is_local(stage) else None, hash(name)
             return self.hold(leaf, StageValue(stage, Spec.of(leaf), local, name, lineage=lineage, is_kept=True))
         if self._is_shaded(leaf):
             raise ModelError(
                 f"{user_site()}: a tensor that all ranks have is used after values of a stage were written to its "
-                "memory through another view; write to the tensor itself (t[:, 0] = value, not t[:, 0].copy_(value)), "
-                "and take views afterwards"
+                "memory through another view. Write to the tensor itself (t[:, 0] = value, not t[:, "
+                "0].copy_(value)), and take views afterwards"
             )
         # Its graph exists on one rank only. Taken for a plain tensor it would be used on all ranks with whatever
         # each happens to have in that attribute, and its gradient would end there.
         if leaf.requires_grad and not leaf.is_leaf:
             raise ModelError(
-                f"{user_site()}: a tensor with a gradient is used between placed modules, and it lives on no known "
-                "stage: a placed module left it behind, in an attribute or a list, on the rank of its stage alone; "
-                "return it from that module, or collect it with a forward hook"
+                f"{user_site()}: a tensor with a gradient is used between placed modules, and its stage is not known. "
+                "A placed module left it in an attribute or a list, on the rank of its stage alone. Return it from "
+                "that module, or collect it with a forward hook"
             )
         if leaf.is_meta:
             raise ModelError(
-                f"a tensor that belongs to a module of another stage is used outside of it, after {self.last} "
-                f"({user_site()}); make it a buffer or a parameter of that module, or give it to forward as an argument"
+                "a tensor that belongs to a module of another stage is used outside of that module, after "
+                f"{self.last} ({user_site()}). Make it a buffer or a parameter of the module, or an argument of "
+                "forward"
             )
         return leaf
 
@@ -235,7 +224,12 @@ class MicrobatchFlow:
 
     def to_stage(self, tensor: StageTensor, stage: int) -> StageValue:
         """The value on a stage; it crosses when it is first used there."""
-        if tensor.value.memory.is_behind:
+        value = tensor.value
+        memory = value.memory
+        # Most values were made on the stage that uses them, and nothing can be wrong with these.
+        if value.stage == stage and memory.origin is None and not memory.stale:
+            return value
+        if memory.is_behind:
             tensor.rebind(tensor.family.origin)  # it has been written to where it came from
         value = tensor.value
         if refusal := value.memory.refusal(value.maker):
@@ -263,7 +257,10 @@ class MicrobatchFlow:
             # Also under no_grad: a later use may be outside of it, and takes the same copy.
             needs_gradient=value.spec.requires_grad and self.purpose == "step",
         )
-        self.transfers.append((value.stage, stage))
+        transfer, number = (value.stage, stage), crossing.number
+        self._followed = tuple(path for path in self._followed if path[number : number + 1] == (transfer,))
+        self.transfers.append(transfer)
+        self._leave_schedule(is_known=self._may_step_back or stage > value.stage or bool(self._followed))
         # A rank may have both stages: then both happen here, and the post hands a copy over without a channel.
         local = None
         if self.stages.is_local(value.stage):
@@ -291,8 +288,8 @@ class MicrobatchFlow:
     def link(self, ties: StageTies, chain: Chain) -> None:
         """Let the gradient of a parameter of several stages go down from the last one, before each adds its own.
 
-        The root is the last thing that the forward makes, so that backward begins with it: what later stages have
-        comes first, as in one process. Not where values go back to earlier stages, which would wait for each other.
+        The forward makes the root last, so that backward begins with it: later stages come first, as in one process.
+        Not where values go back to earlier stages, which would wait for each other.
         """
         if any(target < source for source, target in self.transfers):
             return
@@ -308,22 +305,22 @@ class MicrobatchFlow:
             if self.stages.is_local(target):
                 self.graph(target).links.append(GradientLink(name=chain.name, crossing=crossing))
 
-    def lineage_of(self, name: str, inputs: Sequence[int]) -> int:
-        """A checksum of how a value is made: equal when a recomputation makes it again."""
-        lineage = zlib.crc32(f"{name} {inputs}".encode())
+    def lineage_of(self, name: str, output: int, inputs: Sequence[int]) -> int:
+        """A number for how a value is made: equal when a recomputation makes it again, on this rank."""
+        lineage = hash((name, output, *inputs))
         if self.is_forward:
-            self._num_alike[lineage] += 1
+            self._num_alike[lineage] = self._num_alike.get(lineage, 0) + 1
         return lineage
 
     def _copy_of_forward(self, value: StageValue, stage: int) -> StageValue:
         """The copy that crossed in forward, when activations are recomputed."""
         # A lineage that occurred twice in the forward fits two copies, and nothing says which one is meant.
         copy = self._recomputable.get((value.lineage, stage))
-        if copy is None or self._num_alike[value.lineage] > 1:
+        if copy is None or self._num_alike.get(value.lineage, 0) > 1:
             raise ModelError(
                 f"{value.maker!r} on stage {value.stage} is needed on stage {stage} while activations are recomputed "
-                "in backward, and cannot be told from others that crossed in forward: an activation checkpoint spans "
-                "several stages; checkpoint each placed module by itself, or place all of the checkpoint on one stage"
+                "in backward. Several tensors that crossed in forward could be it. An activation checkpoint spans "
+                "several stages: checkpoint each placed module alone, or place all of the checkpoint on one stage"
             )
         return copy
 
@@ -384,8 +381,8 @@ class MicrobatchFlow:
             if self.stages.is_local(stage):
                 return news()
             raise ModelError(
-                f"what {self.last!r} gave on stage {stage} has to be announced while activations are recomputed in "
-                "backward: an activation checkpoint spans several stages; checkpoint each placed module by itself"
+                f"the output of {self.last!r} on stage {stage} has to be announced while activations are recomputed "
+                "in backward. An activation checkpoint spans several stages: checkpoint each placed module alone"
             )
         if not self.stages.is_local(stage):
             return unpacked(self._spread(stage, None))
@@ -409,7 +406,9 @@ class MicrobatchFlow:
         """Give all ranks the content that only the rank of `stage` has."""
         # The number is counted on all ranks, so that sender and receivers mean the same announcement.
         number, self._num_news = self._num_news, self._num_news + 1
-        self.has_news = True
+        if not self.has_news:
+            self.has_news = True
+            self._leave_schedule(is_known=self._may_step_back)
         if content is None:
             message = self._take(MessageKind.NEWS, number, stage, stage)
             self._compare(message, f"{self.last!r} of stage {stage} was announced as {message.maker!r}")
@@ -478,7 +477,7 @@ class MicrobatchFlow:
     def refuse_compiled_code(self, function: Any) -> Any:
         """Compiled or scripted code got a value of a stage."""
         raise ModelError(
-            f"{function} was called with a value of a stage from code that is not Python (a scripted or compiled "
-            f"function, a C++ extension), after {self.last} ({user_site()}); call it inside a module, and place that "
+            f"{function} was called with a value of a stage from code outside of Python (a scripted or compiled "
+            f"function, an extension), after {self.last} ({user_site()}). Call it inside a module, and place that "
             "module on a stage"
         )

@@ -1,6 +1,6 @@
 """The code between placed modules: it runs on every rank, and its operations on the ranks of their operands.
 
-An operation on values of stages is executed on the latest stage among them, to which the others are sent; elsewhere
+An operation on values of stages is executed on the latest stage among them, to which the others are sent. Elsewhere
 only shape and dtype of its result are inferred. Operations on plain tensors (ids, masks, position tables), which all
 ranks have, are executed by all. What asks for elements is refused on every rank, so that none branches on what others
 lack.
@@ -13,7 +13,7 @@ lack.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.batches import Batch
+from shardwise.engine.batches import Microbatch
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
+from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_contents import Stages
@@ -32,7 +33,7 @@ from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
-LossOf = Callable[[Batch], torch.Tensor]
+LossOf = Callable[[Microbatch], torch.Tensor]
 _Tensor = torch.Tensor
 
 
@@ -98,13 +99,13 @@ _WORDS = {
 class Glue(TorchFunctionMode):
     """Sees every torch function that is called between placed modules."""
 
-    def __init__(self, stages: Stages, inference: CallInference, random: KeyedRandom) -> None:
+    def __init__(self, stages: Stages, inference: CallInference, replay: CallReplay, random: KeyedRandom) -> None:
         super().__init__()
         self.flow: MicrobatchFlow | None = None
         """The microbatch that this rank works on."""
         self.is_inside = False
         """A placed module runs on this rank: its tensors are plain ones."""
-        self.executor = Executor(inference=inference, random=random, aside=self.aside)
+        self.executor = Executor(inference=inference, replay=replay, random=random, aside=self.aside)
         self._stages = stages
 
     @contextmanager
@@ -117,7 +118,7 @@ class Glue(TorchFunctionMode):
         finally:
             self.flow = outer
 
-    def run(self, compute: LossOf, part: Batch) -> torch.Tensor:
+    def run(self, compute: LossOf, part: Microbatch) -> torch.Tensor:
         """The result of the user's program for a microbatch; it calls the model's forward."""
         with self:
             result = compute(part)
@@ -130,8 +131,8 @@ class Glue(TorchFunctionMode):
             if isinstance(buffer := module._buffers.get(key), StageTensor):
                 value = buffer.value
                 raise ModelError(
-                    f"the forward put what {value.maker!r} made on stage {value.stage} into the buffer {key!r} of "
-                    f"{name}, which runs on all ranks; place that module on a stage"
+                    f"the forward put a tensor that {value.maker!r} made on stage {value.stage} into the buffer "
+                    f"{key!r} of {name}. That module runs on all ranks; place it on a stage"
                 )
 
     def __torch_function__(
@@ -140,29 +141,13 @@ class Glue(TorchFunctionMode):
         """See `torch.overrides.TorchFunctionMode`."""
         return self.on_call(func, args, kwargs or {})
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> AbstractContextManager[None]:
         """Operations of shardwise itself do not go through here."""
-        # Modes are a stack, and a mode of the user's may stand above this one, which then cannot be taken out.
-        # Operations still come here in that case, and `is_inside` lets them pass.
-        is_on_top = torch.overrides._get_current_function_mode() is self
-        if is_on_top:
-            torch.overrides._pop_mode()
-        try:
-            yield
-        finally:
-            if is_on_top:
-                torch.overrides._push_mode(self)
+        return _Off(self, is_inside=self.is_inside)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """A placed module runs: nothing stands between it and torch."""
-        was_inside, self.is_inside = self.is_inside, True
-        try:
-            with self.off():
-                yield
-        finally:
-            self.is_inside = was_inside
+        return _Off(self, is_inside=True)
 
     def on_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call: plain, or values of the stage that it is executed on."""
@@ -209,8 +194,8 @@ class Glue(TorchFunctionMode):
         if func in _STRIDES and local is not None and not spec.has_strides_of(Spec.of(local)):
             raise ModelError(
                 f"{user_site()}: this asks for the strides of a value {_provenance(tensor.value)} on stage "
-                f"{tensor.value.stage}; they are {local.stride()}, and other stages take them for {spec.stride}; do it "
-                "inside a module that is placed on a stage"
+                f"{tensor.value.stage}. They are {local.stride()}, but {spec.stride} on other stages; do it inside a "
+                "module that is placed on a stage"
             )
         # A meta tensor of the same description answers every other question as torch would, without a list of
         # answers here.
@@ -244,8 +229,8 @@ class Glue(TorchFunctionMode):
             what = f"reads the elements of a value ({_WORDS.get(name, name)})"
             advice = self._advice_on_reads()
         raise ModelError(
-            f"{user_site()}: this {what} {_provenance(value)} on stage {value.stage}; only the rank of that "
-            f"stage has it, and all ranks run this line. {advice}"
+            f"{user_site()}: this {what} {_provenance(value)} on stage {value.stage}. Only the rank of that stage has "
+            f"it, and all ranks run this line. {advice}"
         )
 
     def _advice_on_reads(self) -> str:
@@ -253,10 +238,10 @@ class Glue(TorchFunctionMode):
         if advice := advice_on_loops(self._stages.model):
             return advice
         if self.flow is not None and self.flow.purpose == "prediction" and not outermost_method(self._stages.model):
-            return "Return the tensor: engine.predict gives it to every rank, and what it holds can decide there"
+            return "Return the tensor: engine.predict gives it to every rank, and its values can decide there"
         return (
-            "Do it inside a module that is placed on a stage, or with torch operations that give tensors "
-            "(torch.where instead of `if`); for logging use what step() reports"
+            "Do it inside a module that is placed on a stage, or with torch operations such as torch.where. For logs "
+            "use the report of step()"
         )
 
     def _refuse_inside(self, func: Callable[..., Any]) -> None:
@@ -267,9 +252,33 @@ class Glue(TorchFunctionMode):
                 "in the loss function"
             )
         raise ModelError(
-            f"{user_site()}: {name} got a value of a stage that came into a placed module inside an object that "
-            "shardwise cannot look into; hand it over as an argument, in a tuple, list, dict or dataclass"
+            f"{user_site()}: {name} got a value of a stage that came into a placed module inside an object of unknown "
+            "kind. Pass it as an argument, in a tuple, list, dict or dataclass"
         )
+
+
+# A class, not a generator: it is entered twice for each call of a module.
+class _Off:
+    """The glue sees no operations in the body."""
+
+    __slots__ = ("_glue", "_is_inside", "_is_on_top", "_was_inside")
+
+    def __init__(self, glue: Glue, *, is_inside: bool) -> None:
+        self._glue = glue
+        self._is_inside = is_inside
+
+    def __enter__(self) -> None:
+        # Modes are a stack, and a mode of the user's may stand above the glue, which then cannot be taken out.
+        # Operations still come to it in that case, and `is_inside` lets them pass.
+        self._is_on_top = torch.overrides._get_current_function_mode() is self._glue
+        if self._is_on_top:
+            torch.overrides._pop_mode()
+        self._was_inside, self._glue.is_inside = self._glue.is_inside, self._is_inside
+
+    def __exit__(self, *_: object) -> None:
+        self._glue.is_inside = self._was_inside
+        if self._is_on_top:
+            torch.overrides._push_mode(self._glue)
 
 
 def advice_on_loops(model: nn.Module) -> str:
@@ -278,9 +287,9 @@ def advice_on_loops(model: nn.Module) -> str:
     if method in ("", "forward", "_wrapped_call_impl", "_call_impl", "__call__"):
         return ""
     return (
-        f"{method}() decides by values what it does next, and cannot run over stages: write its loop around "
-        "engine.predict, which gives every rank the tensor that one turn makes, or call it on a model without stages "
-        "that has the weights of sw.full(engine)"
+        f"{method}() decides by values, and cannot run over stages. Write its loop around engine.predict, which gives "
+        "every rank the tensor of each turn. Or call it on a model without stages that has the weights of "
+        "sw.full(engine)"
     )
 
 

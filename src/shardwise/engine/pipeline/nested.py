@@ -79,7 +79,7 @@ class Opaque:
         raise self.__refusal(repr(attribute))
 
     def __iter__(self) -> Any:
-        raise self.__refusal("what is in it")
+        raise self.__refusal("its contents")
 
     def __getitem__(self, key: Any) -> Any:
         raise self.__refusal(f"item {key!r}")
@@ -89,7 +89,7 @@ class Opaque:
 
     def __refusal(self, what: str) -> ModelError:
         return ModelError(
-            f"{what} of a {self.__class_name__} that a placed module gave is used outside of it ({user_site()}); only "
+            f"{what} of a {self.__class_name__} that a placed module gave is used outside of it ({user_site()}). Only "
             "the rank of that module's stage has the object; return its tensors in a tuple, list, dict or dataclass"
         )
 
@@ -266,8 +266,8 @@ def unpacked(content: torch.Tensor) -> Any:
         return _read(json.loads(content.numpy().tobytes()))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise MismatchError(
-            f"an announcement between the stages of a pipeline cannot be read ({in_words(error)}); every "
-            "rank has to run the same program, with the same versions of its libraries"
+            f"an announcement between the stages of a pipeline cannot be read ({in_words(error)}). Run the same "
+            "program on every rank, with the same versions of its libraries"
         ) from error
 
 
@@ -310,7 +310,7 @@ def _written_constant(value: Any) -> Any:
         return ["ellipsis"]
     raise ModelError(
         f"a placed module gives a {type(value).__name__} inside of a container, which cannot be announced to other "
-        "stages; return tensors, numbers and texts in a tuple, list, dict or dataclass"
+        "stages. Return tensors, numbers and texts in a tuple, list, dict or dataclass"
     )
 
 

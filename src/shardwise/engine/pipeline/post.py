@@ -11,11 +11,22 @@
     rank 0   VALUE 0.0  VALUE 1.0 ------>  rank 1 wants VALUE 0.0: takes it; VALUE 1.0 stays in the channel
     rank 0   wants GRADIENT 0.0 <--------  rank 1 sends NEWS 0.0, GRADIENT 0.0: NEWS waits in the box of rank 0
 
-A rank that waits for one message therefore never blocks another one, and a value that was announced for one place of
-the program and is needed at another is noticed: both sides count what they do alike.
+So a rank that waits for one message never blocks another one. Both sides count alike, and notice a value that is needed
+at another place than announced.
+
+Steps repeat themselves: what followed a message the last time mostly follows it again. So both sides of a direction
+keep a record of it (`_Record`), and small contents of the size that is expected travel in one message with the header:
+
+    recorded after VALUE 0     what comes                  messages
+    nothing yet                VALUE 0 of 512 bytes        header | 512 bytes
+    512 bytes                  VALUE 0 of 512 bytes        header and 512 bytes
+    512 bytes                  VALUE 0 of 256 bytes        header and 512 bytes without a meaning | 256 bytes
+
+Contents on a device come apart, and are received one ahead (`expected_contents.py`).
 """
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -25,6 +36,7 @@ import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
+from shardwise.engine.pipeline.expected_contents import ContentList, ContentPlace
 from shardwise.errors import MismatchError, PeerError
 
 # Fixed, so that a header is one message of known size: the receiver cannot know dims before it has read something.
@@ -72,13 +84,76 @@ class ReceivedMessage:
     """Of a gradient: its kind along `tp` (see `crossings.py`)."""
 
 
+_MAX_JOINED_BYTES = 1 << 18
+"""Contents up to this size are copied once more rather than sent apart: a message costs as much as 1 MiB of copies."""
+
+
+class _Record:
+    """The messages of one direction: which content comes with the next header. The same on both sides."""
+
+    # It is made of nothing but the messages themselves, in their order: so both sides know the same without asking, and
+    # a program that changes needs no agreement.
+    def __init__(self) -> None:
+        self.expected_bytes = 0
+        """Of the content in the next message, behind its header."""
+        self._following: dict[tuple[int, int], int] = {}
+        self._last = (-1, -1)
+
+    def note(self, key: Key, content: torch.Tensor | None) -> None:
+        """A message has come or gone, with this flat content."""
+        num_bytes = _num_host_bytes(content)
+        self._following[self._last] = num_bytes if num_bytes <= _MAX_JOINED_BYTES else 0
+        self._last = (key.kind, key.number)
+        self.expected_bytes = self._following.get(self._last, 0)
+
+    def holds(self, content: torch.Tensor | None) -> bool:
+        """Whether this content is what comes with the header."""
+        return 0 < self.expected_bytes == _num_host_bytes(content)
+
+
+def _num_host_bytes(content: torch.Tensor | None) -> int:
+    if content is None or content.device.type != "cpu":
+        return 0
+    return content.numel() * content.element_size()
+
+
+class _Posted(NamedTuple):
+    """A content that is being received."""
+
+    place: ContentPlace
+    content: torch.Tensor
+    flat: torch.Tensor
+    """Its memory."""
+    work: Work
+
+
 class Post:
     """The messages of one rank. `channel`: the ranks of the pipeline."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._box: dict[tuple[int, Key], ReceivedMessage] = {}
-        self._sent: list[Work] = []
+        self._sent: deque[Work] = deque()
+        self._outgoing = [_Record() for _ in range(channel.size)]
+        self._incoming = [_Record() for _ in range(channel.size)]
+        self._outgoing_contents = [ContentList() for _ in range(channel.size)]
+        self._incoming_contents = [ContentList() for _ in range(channel.size)]
+        self._ahead: dict[int, _Posted] = {}
+        """By rank, what is received before its header has come."""
+        self.num_joined = 0
+        """Messages that were sent whole, the content with the header."""
+        self.num_ahead = 0
+        """Contents that were received ahead of their headers."""
+
+    def begin(self, num_microbatches: int) -> None:
+        """A training step begins: its contents come as in the last one of so many microbatches."""
+        # Elsewhere a transfer goes on only while somebody waits: nothing would be won, and a second content held.
+        if not self._channel.progresses_alone:
+            return
+        for each in (*self._outgoing_contents, *self._incoming_contents):
+            each.begin(num_microbatches)
+        for rank in range(self._channel.size):
+            self._post_next(rank)
 
     def send(
         self,
@@ -92,6 +167,7 @@ class Post:
         note: int = 0,
     ) -> None:
         """Send a message; returns at once."""
+        self._release()
         kept = None if content is None else _kept(content.detach())
         if kept is not None and kept.dim() > _MAX_DIMS:
             raise MismatchError(f"a value of {kept.dim()} dims crosses stages; at most {_MAX_DIMS} can")
@@ -103,14 +179,26 @@ class Post:
             self._box[rank, key] = _message(key, stages, progress, maker, content, note)
             return
         flat = None if kept is None else _flat(_compact(_bare(kept)))
-        if flat is not None and key.kind is MessageKind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
+        record = self._outgoing[rank]
+        header = _packed(key, stages, progress, maker, kept, note)
+        header += bytes(record.expected_bytes)
+        message = torch.frombuffer(header, dtype=torch.uint8)
+        is_joined = record.holds(flat)
+        if is_joined:
+            assert flat is not None
+            message[_HEADER.size :].copy_(flat.view(torch.uint8))
+            self.num_joined += 1
+        elif flat is not None and key.kind is MessageKind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
         # Header and content follow each other on one channel, which keeps their order. So the receiver can make room
         # of the right size before the content comes, and an empty tensor needs no second message.
-        header = torch.frombuffer(_packed(key, stages, progress, maker, kept, note), dtype=torch.uint8)
-        self._sent.append(self._channel.send(header, rank, purpose="the next message of the pipeline"))
-        if flat is not None and flat.numel():
+        self._sent.append(self._channel.send(message, rank, purpose="the next message of the pipeline"))
+        place = None if kept is None else _place_of(kept, purpose)
+        self._fill_expected(rank, place)
+        self._outgoing_contents[rank].note(place)
+        if flat is not None and flat.numel() and not is_joined:
             self._sent.append(self._channel.send(flat, rank, purpose=purpose))
+        record.note(key, flat)
 
     def take(self, rank: int, key: Key, *, stages: tuple[int, int] = (0, 0)) -> ReceivedMessage:
         """Wait for a message. Raises PeerError, and MismatchError where the sender is past it."""
@@ -126,26 +214,59 @@ class Post:
             # Values of a microbatch come in ascending order from one rank; gradients and news need not.
             if key.kind is MessageKind.VALUE and arrived.key[:2] == key[:2] and arrived.key.number > key.number:
                 raise MismatchError(
-                    f"the forward of microbatch {key.microbatch} differs between ranks: this one waits for transfer "
+                    f"the forward of microbatch {key.microbatch} differs between ranks. This one waits for transfer "
                     f"{key.number} from stage {stages[0]} to {stages[1]}, and rank {rank} of the pipeline went on to "
                     f"transfer {arrived.key.number} of {arrived.maker!r}; {SAME_FORWARD}"
                 )
         return message
 
     def settle(self) -> None:
-        """Wait until everything sent has been taken over by the channel."""
+        """The step is done: wait until everything sent has been taken over by the channel."""
+        for rank, contents in enumerate(self._outgoing_contents):
+            self._fill_expected(rank, None)
+            contents.end()
+        for contents in self._incoming_contents:
+            contents.end()
+        # Fewer messages came than the last time: what comes instead has no meaning.
+        for posted in self._ahead.values():
+            posted.work.wait()
+        self._ahead.clear()
         # What is sent belongs to the channel until then; nothing else refers to the packed headers and flat copies.
         for work in self._sent:
             work.wait()
         self._sent.clear()
 
+    def _release(self) -> None:
+        # Else every activation that was sent would stay until the step ends: k of them, where 1F1B needs as many as
+        # there are stages behind this one. Only from the front: messages mostly end in the order of their beginning.
+        while self._sent and self._sent[0].is_done:
+            self._sent.popleft().wait()
+
     def forget(self) -> None:
         """Drop messages that were not taken."""
         self._box.clear()
         self._sent.clear()
+        self._ahead.clear()
+        for each in (*self._outgoing_contents, *self._incoming_contents):
+            each.forget()
+
+    def _fill_expected(self, rank: int, place: ContentPlace | None) -> None:
+        """Send something into the room that a rank has posted for another content than this."""
+        expected = self._outgoing_contents[rank].next
+        if expected is not None and expected != place:
+            _, flat = _room_for(expected, self._channel.device)
+            self._sent.append(self._channel.send(flat, rank, purpose=expected.purpose))
+
+    def _post_next(self, rank: int) -> None:
+        """Begin to receive what the next message of a rank brings, as far as that is known."""
+        if (place := self._incoming_contents[rank].next) is not None:
+            content, flat = _room_for(place, self._channel.device)
+            work = self._channel.receive(flat, rank, purpose=place.purpose)
+            self._ahead[rank] = _Posted(place, content, flat, work)
 
     def _receive(self, rank: int) -> ReceivedMessage:
-        packed = torch.empty(_HEADER.size, dtype=torch.uint8)
+        record = self._incoming[rank]
+        packed = torch.empty(_HEADER.size + record.expected_bytes, dtype=torch.uint8)
         self._channel.receive(packed, rank, purpose="the next message of the pipeline").wait()
         (
             kind,
@@ -163,7 +284,7 @@ class Post:
             dtype,
             maker,
             *sizes,
-        ) = _HEADER.unpack(packed.numpy().tobytes())
+        ) = _HEADER.unpack(packed[: _HEADER.size].numpy().tobytes())
         is_dtype = not has_content or isinstance(getattr(torch, _text(dtype), None), torch.dtype)
         if (
             kind >= len(MessageKind)
@@ -173,20 +294,39 @@ class Post:
             or not is_dtype
         ):
             raise MismatchError(
-                f"rank {rank} of the pipeline sent bytes that are no message between stages; every rank has to run the "
-                "same version of shardwise, and nothing else may send to its ranks"
+                f"rank {rank} of the pipeline sent bytes that are no message between stages. Run the same version of "
+                "shardwise on every rank; no other program may send to them"
             )
         key, stages = Key(MessageKind(kind), microbatch, number), (source, target)
-        content = None
+        content = flat = place = None
         if has_content:
-            shape, stride = sizes[:num_dims], sizes[_MAX_DIMS : _MAX_DIMS + num_dims]
-            device = torch.device("cpu") if on_host else self._channel.device
+            shape, stride = tuple(sizes[:num_dims]), tuple(sizes[_MAX_DIMS : _MAX_DIMS + num_dims])
+            purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
+            place = ContentPlace(purpose, shape, stride, lead, torch_dtype(_text(dtype)))
+        # One on the host, or without elements, is not listed: see `_place_of`.
+        listed = None if place is None or on_host or 0 in place.shape else place
+        works: list[Work] = []
+        posted = self._ahead.pop(rank, None)
+        if posted is not None:
+            works.append(posted.work)
+        if posted is not None and posted.place == listed:
+            content, flat = posted.content, posted.flat
+            self.num_ahead += 1
+        elif place is not None:
             # Received in place where the memory has no holes: then no second buffer of that size exists.
-            content, flat = _room(shape, stride, lead, torch_dtype(_text(dtype)), device)
-            if flat.numel():
-                purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
-                self._channel.receive(flat, rank, purpose=purpose).wait()
+            content, flat = _room_for(place, torch.device("cpu") if on_host else self._channel.device)
+            if record.holds(flat):
+                flat.view(torch.uint8).copy_(packed[_HEADER.size :])
+            elif flat.numel():
+                works.append(self._channel.receive(flat, rank, purpose=place.purpose))
+        self._incoming_contents[rank].note(listed)
+        # Before the wait, behind which the device computes.
+        self._post_next(rank)
+        for work in works:
+            work.wait()
+        if content is not None and flat is not None:
             content = _flagged(_filled(content, flat), flags)
+        record.note(key, flat)
         return _message(key, stages, progress, _text(maker), content, note)
 
 
@@ -204,6 +344,18 @@ def _room(
     if _is_one_piece(compact):
         return room, _flat(compact)
     return room, torch.empty(compact.numel(), dtype=dtype, device=device)
+
+
+def _room_for(place: ContentPlace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for a content, and its flat memory."""
+    return _room(place.shape, place.stride, place.lead, place.dtype, device)
+
+
+def _place_of(kept: torch.Tensor, purpose: str) -> ContentPlace | None:
+    """Of a content that travels apart from its header, to a device."""
+    if kept.device.type == "cpu" or not kept.numel():
+        return None
+    return ContentPlace(purpose, tuple(kept.shape), kept.stride(), _lead(kept), kept.dtype)
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -276,9 +428,9 @@ def _text(packed: bytes) -> str:
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a form that can be sent.
 
-    It arrives with its strides and its alignment: kernels for matrices round differently by them, and they decide
-    whether a module that asks for a contiguous tensor gets a copy. Holes between elements (a slice of a larger tensor)
-    take memory where they arrive, as they do where it comes from, and are not sent.
+    It arrives with its strides and its alignment, because kernels for matrices round by them. They also decide whether
+    a module that asks for a contiguous tensor gets a copy. Holes between elements (a slice of a larger tensor) take
+    memory on both sides, and are not sent.
     """
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 

@@ -1,10 +1,11 @@
 """Runs the microbatches of one rank in the order of a schedule.
 
     first step   forward of microbatch 0 through all stages of the rank  -->  transfers  -->  adapt(schedule), the rest
-    later steps  the schedule of (number of microbatches, transfers, steps back), remembered; then the transfers anew
+    later steps  the schedule for the paths of the last step, remembered; then the transfers anew
+    a new path   which this schedule does not fit: from the end of its forward on, microbatches go one by one
 
 Which values cross is seen in a forward, not declared. So the first microbatch of all goes ahead of any schedule, and
-its forwards are left out of the order that follows. The last microbatch of a step decides on the next schedule.
+its forwards are left out of the order that follows.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
-from shardwise.engine.batches import Batch
+from shardwise.engine.batches import Microbatch
 from shardwise.engine.pipeline.call_inference import CallInference
+from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.flows import MicrobatchFlow, Purpose, SpanRecorder
+from shardwise.engine.pipeline.flows import MicrobatchFlow, Paths, Purpose
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.stage_contents import Stages
@@ -28,10 +30,12 @@ from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, detached
 from shardwise.engine.randomness import KeyedRandom, Stream
+from shardwise.engine.span_recorder import SpanRecorder
+from shardwise.engine.step_exchange import Weight
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 from shardwise.plan import Pipeline
-from shardwise.plan.schedule_check import adapt
+from shardwise.plan.schedule_check import adapt, one_by_one_after
 from shardwise.plan.schedules import Action, Schedule, make_schedule
 from shardwise.plan.stages import Placement
 from shardwise.plan.timeline import TimeSpan
@@ -55,21 +59,24 @@ class PipelineRunner:
         """kinds: finds out what gradients are along `tp`, where there are such ranks."""
         self.stages = Stages.of(model, placement, channel)
         self.placement = placement
+        """Which module and parameter is on which stage."""
         self.chains = chains
         self.post = Post(channel)
         self.inference = CallInference(channel.device, random)
+        self.replay = CallReplay(channel.device)
         self.schedule: Schedule | None = None
         """The schedule of the last step, as it was run."""
-        self.transfers: tuple[tuple[int, int], ...] | None = None
-        """(source stage, target stage) of every value that crosses in one forward, as last seen."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
-        self._glue = Glue(self.stages, self.inference, random)
-        self._recorder = SpanRecorder(channel.rank, channel.device)
+        self._glue = Glue(self.stages, self.inference, self.replay, random)
+        self.recorder = SpanRecorder(channel.rank, channel.device)
+        """Records this rank's forwards, backwards and waits."""
         self._kinds = kinds
         self._channel = channel
         self._pipeline = pipeline
-        self._schedules: dict[tuple[int, tuple[tuple[int, int], ...], bool], Schedule] = {}
+        self._schedules: dict[tuple[int, Paths, bool], Schedule] = {}
+        self._paths: Paths = ()
+        """The transfers of the forwards of the last step, each path once."""
         self._steps_back = False
         self._has_news = False
         self._equipment = Equipment(
@@ -79,14 +86,20 @@ class PipelineRunner:
             ties=ties,
             chains=chains,
             kinds=kinds,
-            recorder=self._recorder,
+            recorder=self.recorder,
             begin_flow=partial(self._begin_flow, "step"),
         )
+        random.skipped = {each.module for each in self.stages.units if not self.stages.is_local(each.stage)}
         for unit in self.stages.units:
             # On the object, not in a wrapper module: names of parameters, `isinstance` and the user's hooks stay as
             # they are. `module.compile()` compiles the whole call, hooks included; its code is run by `PlacedModule`
             # inside of them.
             vars(unit.module).update(forward=partial(self._forward, unit), _compiled_call_impl=None)
+
+    @property
+    def transfers(self) -> tuple[tuple[int, int], ...] | None:
+        """(source stage, target stage) of every value that crosses in one forward, as last seen."""
+        return self._paths[-1] if self._paths else None
 
     @property
     def flow(self) -> MicrobatchFlow | None:
@@ -96,11 +109,11 @@ class PipelineRunner:
     @property
     def spans(self) -> list[TimeSpan] | None:
         """The recorded spans of this rank, while it is a list."""
-        return self._recorder.spans
+        return self.recorder.spans
 
     @spans.setter
     def spans(self, spans: list[TimeSpan] | None) -> None:
-        self._recorder.spans = spans
+        self.recorder.spans = spans
 
     @staticmethod
     def take_off(model: nn.Module) -> None:
@@ -116,42 +129,39 @@ class PipelineRunner:
         return MicrobatchFlow(
             self.stages,
             self.post,
-            self._recorder,
+            self.recorder,
             self._glue.on_call,
             purpose=purpose,
             number=number,
             stream=stream,
+            known=(self._paths, self._steps_back) if purpose == "step" and self._paths else None,
         )
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def train(
         self,
-        parts: Sequence[Batch],
-        factors: Sequence[float],
+        parts: Sequence[Microbatch],
+        factors: Sequence[Weight],
         loss_of: LossOf,
         *,
         streams: Sequence[Stream | None],
         before_last_backward: Callable[[], None],
+        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
         rounds: UnevenMicrobatches,
     ) -> list[torch.Tensor]:
         """Forward and backward of all microbatches; the loss of each where this rank has it, and zero elsewhere.
 
-        factors: what each loss is multiplied by. Raises what a module raises, with notes that say where; ModelError
-        for a forward that asks for what only another rank has; MismatchError where ranks run different programs.
+        factors: what each loss is multiplied by. gradient_of: what its backward begins with; None: 1. Raises the errors
+            of modules, with notes that say where. Raises ModelError for a forward that asks for a value of another
+            rank, and MismatchError where ranks run different programs.
         """
         if not parts:
             return []
-        step = TrainingStep(self._equipment, parts, factors, loss_of, streams, rounds)
+        self.post.begin(len(parts))
+        step = TrainingStep(self._equipment, parts, factors, loss_of, streams, gradient_of, rounds)
         try:
-            order = self._begin(step)
-            last = max((at for at, action in enumerate(order) if action.kind == "B"), default=-1)
-            for at, action in enumerate(order):
-                # From here on, gradients of buckets are final as they come, and their reductions may begin within
-                # backward.
-                if at == last:
-                    before_last_backward()
-                (step.forward if action.kind == "F" else step.backward)(action.microbatch, action.stage)
+            self._run(step, before_last_backward)
             self._end(list(step.flows.values()))
             if self._kinds is not None:
                 self._kinds.end()
@@ -164,7 +174,7 @@ class PipelineRunner:
             self.post.forget()
         return step.losses
 
-    def predict(self, inputs: Batch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
+    def predict(self, inputs: Microbatch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
         """The output of `output_of` for the inputs (a tensor, without a graph), on every rank of the pipeline."""
         flow = self._begin_flow("prediction", 0, stream)
         try:
@@ -181,7 +191,12 @@ class PipelineRunner:
         return output.detach()
 
     def evaluate(
-        self, parts: Sequence[Batch], loss_of: LossOf, *, streams: Sequence[Stream | None], rounds: UnevenMicrobatches
+        self,
+        parts: Sequence[Microbatch],
+        loss_of: LossOf,
+        *,
+        streams: Sequence[Stream | None],
+        rounds: UnevenMicrobatches,
     ) -> list[torch.Tensor]:
         """Forward of all microbatches; losses as `train` gives them."""
         losses = []
@@ -201,43 +216,69 @@ class PipelineRunner:
             self.post.forget()
         return losses
 
-    def _begin(self, step: TrainingStep) -> list[Action]:
-        """The actions that are left, once it is known which values cross: the first forward of all shows it."""
-        rank, num_ranks = self.stages.rank, self.stages.num_ranks
-        is_first = self.transfers is None
-        if is_first:
-            for stage in range(rank, self.placement.num_stages, num_ranks):
-                step.forward(0, stage)
-            self._observe(step.flows[0])
-        assert self.transfers is not None
-        # All three are the same on all ranks, so all choose the same schedule without a message.
-        key = (len(step.losses), self.transfers, self._steps_back)
+    def _run(self, step: TrainingStep, before_last_backward: Callable[[], None]) -> None:
+        """All actions of this rank in a step."""
+        rank, k = self.stages.rank, len(step.losses)
+        stages = range(rank, self.placement.num_stages, self.stages.num_ranks)
+        # The first forward of all shows which values cross.
+        done = {Action("F", 0, stage) for stage in stages if not self._paths}
+        for action in sorted(done, key=lambda each: each.stage):
+            step.forward(0, action.stage)
+        if done:
+            self._observe([step.flows[0]])
+        fitting = self.schedule = self._schedule_for(k, self._paths, self._steps_back)
+        order = [action for action in fitting.orders[rank] if action not in done]
+        num_backwards = len(stages) * k
+        while order:
+            action = order.pop(0)
+            done.add(action)
+            if action.kind == "F":
+                step.forward(action.microbatch, action.stage)
+                if action.stage == stages[-1] and self.schedule is fitting:
+                    # What a forward needs that took another path is known to all ranks at its end, without a message.
+                    paths, steps_back = self._with(step.flows[action.microbatch])
+                    if self._schedule_for(k, paths, steps_back).orders != fitting.orders:
+                        self.schedule = one_by_one_after(fitting, action.microbatch)
+                        order = [each for each in self.schedule.orders[rank] if each not in done]
+            else:
+                num_backwards -= 1
+                # From here on, gradients of buckets are final as they come, and their reductions may begin within
+                # backward.
+                if num_backwards == 0:
+                    before_last_backward()
+                step.backward(action.microbatch, action.stage)
+        self._observe(list(step.flows.values()))
+
+    def _schedule_for(self, num_microbatches: int, paths: Paths, steps_back: bool) -> Schedule:
+        # All arguments are the same on all ranks, so all choose the same schedule without a message.
+        key = (num_microbatches, paths, steps_back)
         if key not in self._schedules:
             asked = make_schedule(
                 self._pipeline.schedule,
-                num_ranks=num_ranks,
+                num_ranks=self.stages.num_ranks,
                 num_chunks=self.stages.num_chunks,
-                num_microbatches=len(step.losses),
+                num_microbatches=num_microbatches,
             )
-            self._schedules[key] = adapt(asked, self.transfers, steps_back=self._steps_back)
-        self.schedule = self._schedules[key]
-        order = self.schedule.orders[rank]
-        return [action for action in order if not (is_first and action.kind == "F" and action.microbatch == 0)]
+            self._schedules[key] = adapt(asked, *paths, steps_back=steps_back)
+        return self._schedules[key]
 
-    def _observe(self, flow: MicrobatchFlow) -> None:
-        """Note which values cross in a forward, for the schedule of the next step."""
-        self.transfers = tuple(flow.transfers)
+    def _with(self, flow: MicrobatchFlow) -> tuple[Paths, bool]:
+        """The paths that are known, and whether ranks step back, with those of one forward more."""
+        path = tuple(flow.transfers)
+        paths = self._paths if path in self._paths else (*self._paths, path)
+        return paths, self._steps_back or flow.steps_back or flow.has_news
+
+    def _observe(self, flows: Sequence[MicrobatchFlow]) -> None:
+        """Note which values cross in the forwards of a step, for the schedule of the next one."""
+        self._paths = tuple(dict.fromkeys(tuple(flow.transfers) for flow in flows))
         # Who waits for news in a forward waits for stages of other ranks, which may come later in their schedules.
         # Where there was news once, there may be again: for values of a new shape.
-        self._has_news |= flow.has_news
-        self._steps_back = flow.steps_back or self._has_news
+        self._has_news |= any(flow.has_news for flow in flows)
+        self._steps_back = self._has_news or any(flow.steps_back for flow in flows)
 
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
         """Compare the programs of the ranks."""
         self.post.settle()
-        for flow in flows:
-            if flow.purpose == "step":
-                self._observe(flow)
         compare(
             self._channel,
             [
@@ -257,14 +298,14 @@ class PipelineRunner:
             advice = advice_on_loops(self.stages.model) or "call the model through these"
             raise ModelError(
                 f"{unit.name!r} is called outside of engine.step, engine.evaluate and engine.predict, and its stage "
-                f"{unit.stage} may lie on another rank; {advice}"
+                f"{unit.stage} may be on another rank; {advice}"
             )
         if self._glue.is_inside:
             if self.stages.is_local(unit.stage):
                 return unit.forward(*args, **kwargs)
             raise ModelError(
-                f"{unit.name!r}, on stage {unit.stage}, is called inside a module that is placed on another stage, "
-                f"after {flow.last!r}; place both on one stage"
+                f"{unit.name!r}, on stage {unit.stage}, is called inside a module of another stage, after "
+                f"{flow.last!r}; place both on one stage"
             )
         with self._glue.off():
             return self._glue.executor.execute(flow, unit, unit.stage, args, kwargs)

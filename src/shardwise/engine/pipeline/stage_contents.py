@@ -1,6 +1,6 @@
 """The modules, parameters and buffers of each stage, and how a rank drops those of other stages.
 
-`StageParameters` says of every parameter of the whole model which ranks compute with it and which one owns it; it is
+`StageParameters` says of every parameter of the whole model which ranks compute with it and which one owns it. It is
 known before anything is dropped, alike on all ranks. `Stages` is a rank's view of the placed model, for its forwards.
 
     head.weight is embed.weight; embed on stage 0, head on stage 3, two ranks with stages 0 2 and 1 3
@@ -9,7 +9,7 @@ known before anything is dropped, alike on all ranks. `Stages` is a rank's view 
     users        {0: 0, 1: 3}  rank along pp -> the last of its stages that computes with it
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, named_places, with_values
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
@@ -37,6 +37,8 @@ class Stages:
     """The stage of every module that is placed, or inside a placed one."""
     parameters: Mapping[int, tuple[int, str]]
     """Stage and name of every parameter object by id, its first place first."""
+    ranks_of_stages: Sequence[int]
+    """The rank of each stage: asked for with every call."""
     buffers: Sequence[tuple[nn.Module, str, int, str]]
     """Module, key, stage and name of the buffers of placed modules; forwards put other tensors there."""
     buffers_of_all: Sequence[tuple[str, nn.Module, str]]
@@ -68,6 +70,7 @@ class Stages:
             units=units,
             modules=modules,
             parameters=parameters,
+            ranks_of_stages=[placement.rank_of(stage) for stage in range(placement.num_stages)],
             buffers=[
                 (each, key, unit.stage, f"{unit.name}.{key}")
                 for unit in units
@@ -93,13 +96,18 @@ class Stages:
         """Stages of each rank."""
         return self.placement.num_stages // self.placement.num_ranks
 
+    @property
+    def last_local(self) -> int:
+        """The last stage of this rank."""
+        return self.placement.num_stages - self.num_ranks + self.rank
+
     def rank_of(self, stage: int) -> int:
         """The rank of the pipeline that has a stage."""
-        return self.placement.rank_of(stage)
+        return self.ranks_of_stages[stage]
 
     def is_local(self, stage: int) -> bool:
         """Whether this rank has a stage."""
-        return self.placement.rank_of(stage) == self.rank
+        return self.ranks_of_stages[stage] == self.rank
 
     def place_of(self, parameter: nn.Parameter) -> tuple[int, str] | None:
         """Stage and name of a parameter; None for one that is not the model's."""
@@ -215,11 +223,15 @@ def drop_foreign(
     return list(local)
 
 
-def move_to(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)`, without the tensors that have no memory."""
-    tensors = [*model.parameters(), *model.buffers()]
+def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parameter] = ()) -> None:
+    """`model.to(device)`, without the tensors that have no memory, and without the parameters in `but`."""
+    left = {id(each) for each in but if not is_dtensor(each)}  # their local tensors move with them
+    for each in but:
+        each.grad = None  # from before: it would move without its parameter
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
-        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        # Through `_apply`, in which modules move what they hold otherwise.
+        model._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
 
 
 def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:

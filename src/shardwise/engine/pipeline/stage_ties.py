@@ -90,7 +90,7 @@ class StageTies:
         counters: Counters,
         waiting: Collection[str] = (),
     ) -> None:
-        """`inventory`: of the parameters that this rank computes with; replicas move to memory of their own.
+        """`inventory`: of the parameters that this rank computes with; replicas move to separate memory.
 
         waiting: parameters whose values come later, by `write` or by a load.
         """
@@ -102,7 +102,8 @@ class StageTies:
         self._owned = [bundle for bundle in bundles if bundle.owner == pipeline.rank]
         self._replicas = [bundle for bundle in bundles if bundle.user == pipeline.rank]
         self._names = [spec.name for bundle in self._replicas for spec in bundle.specs]
-        self._held = inventory.restricted(self._names)
+        self.held = inventory.restricted(self._names)
+        """The replicas."""
         # Replicas of one bundle move to one flat buffer, so that the owner's message is received straight into them.
         self._working = [self._take_in(bundle, waiting) for bundle in self._replicas]
         self._placed = {name: self._parameters[name].data_ptr() for name in self._names}
@@ -124,10 +125,6 @@ class StageTies:
                 replicas=alone,
                 counters=counters,
             )
-
-    def replaced(self) -> list[str]:
-        """Names of replicas in whose place the model now has another object, or one (un)frozen since."""
-        return self._held.replaced()
 
     def moved(self) -> list[str]:
         """Names of replicas that somebody gave another storage."""
@@ -237,7 +234,8 @@ class StageTies:
         # Which have a gradient depends on the data of this update, and the owner cannot know it. A missing gradient
         # has to stay missing: zeros would make an optimizer update a parameter that nothing used.
         flags = [spec.name in gradients.touched and spec.name not in self._handed_down for spec in held]
-        works = [self._send(torch.tensor(flags, dtype=torch.uint8, device=self._channel.device), owner, "which")]
+        # Between the hosts, also where the ranks have devices: the owner would wait for its own to read them.
+        works = [self._send(torch.tensor(flags, dtype=torch.uint8), owner, "which")]
         views = [gradients.view(spec.name) for spec, flag in zip(held, flags, strict=True) if flag]
         for _, alike in groupby(views, key=lambda view: view.dtype):
             works.append(self._send(_flat(list(alike)), owner, "gradients"))
@@ -246,7 +244,7 @@ class StageTies:
     def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive the gradients that the rank `user` has for this rank's parameters."""
         held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
-        flags = torch.empty(len(held), dtype=torch.uint8, device=self._channel.device)
+        flags = torch.empty(len(held), dtype=torch.uint8)
         self._receive(flags, user, "which")
         touched = [spec for spec, flag in zip(held, flags.tolist(), strict=True) if flag]
         for dtype, group in groupby(touched, key=lambda spec: own.view(spec.name).dtype):

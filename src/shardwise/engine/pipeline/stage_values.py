@@ -103,8 +103,8 @@ class ViewMemory:
         if self.stale or not self.is_behind:
             return self.stale
         return (
-            f"{maker!r} gave what it was given from another stage, and that was written to since, but not what it "
-            "gave; write to a copy (clone) instead"
+            f"{maker!r} returned a tensor that it got from another stage. The tensor was written to since, but not "
+            "the returned one; write to a copy (clone) instead"
         )
 
     @property

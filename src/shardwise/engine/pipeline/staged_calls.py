@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.comm.accelerators import outlive_threads
 from shardwise.engine.pipeline.nested import is_plain, tensors_in, token_of
 from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.engine.wrapping import structures_of
@@ -61,8 +62,9 @@ _UNLIKE_THEIR_FAKES = frozenset({"aten::_native_multi_head_attention"})
 class Trial(TorchDispatchMode):
     """Sees writes of operations; versions of tensors do not show writes through `.data`, and of batch norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self.written: set[int] = set()
         """Memories."""
         self._alive: list[torch.Tensor] = []
@@ -79,6 +81,10 @@ class Trial(TorchDispatchMode):
         schema = func._schema
         if schema.name in _UNLIKE_THEIR_FAKES:
             raise NotImplementedError(schema.name)
+        # "cuda" is this rank's device. torch remembers what fake operations gave, by their arguments, for all ranks of
+        # the process: another rank would get this device.
+        if (asked := kwargs.get("device")) is not None and asked.index is None and asked.type == self._device.type:
+            kwargs = {**kwargs, "device": self._device}
         if schema.is_mutable:
             given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
             for each in schema.arguments:
@@ -92,6 +98,7 @@ class Fakes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        outlive_threads()  # forwards of interleaved stages run on threads of their own
         # An operation without a fake kernel would run on zeros, and might give what it gives of no other numbers.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
@@ -104,7 +111,7 @@ class Fakes:
         was_disabled, _LOG.disabled = _LOG.disabled, True
         try:
             # An activation checkpoint around must not count what is saved here.
-            with saved_tensors_hooks(_same, _same), self._mode, Trial() as self._trial:
+            with saved_tensors_hooks(_same, _same), self._mode, Trial(self._device) as self._trial:
                 yield self._trial
         finally:
             _LOG.disabled = was_disabled
@@ -148,6 +155,12 @@ class StagedCall(Protocol):
     def key(self) -> Hashable:
         """Equal for calls that give outputs of equal shapes for inputs of equal shapes."""
 
+    def identity(self) -> Hashable | None:
+        """Equal for the same call in the same state: modes and hooks. None: it has to be run with records of hooks."""
+
+    def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute it: the result. Its identity is known."""
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute it: (result, records of inner hooks)."""
 
@@ -172,9 +185,17 @@ class StagedOperation:
         """See `StagedCall`."""
         return self.function
 
+    def identity(self) -> Hashable:
+        """See `StagedCall`."""
+        return self.function
+
+    def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `StagedCall`."""
+        return self.function(*args, **kwargs)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`."""
-        return self.function(*args, **kwargs), ()
+        return self.run_plainly(args, kwargs), ()
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`."""
@@ -202,6 +223,9 @@ class PlacedModule:
         self._compiled: Callable[..., Any] | None = module._compiled_call_impl
         """The compiled whole call, after `module.compile()`; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
+        self._state: list[Any] = []
+        self._identity: Hashable | None = None
+        """In that state."""
 
     def give_back(self) -> None:
         """The module is placed no more."""
@@ -213,7 +237,28 @@ class PlacedModule:
         # Hooks come and go between calls. Their number decides which records a call gives, so it is part of the
         # signature.
         hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
-        return (self._structure, self.module.training, hooked)
+        return (self._structure, tuple(each.training for each in (self.module, *self.inner)), hooked)
+
+    def identity(self) -> Hashable | None:
+        """See `StagedCall`."""
+        # By attributes: torch counts no changes of modes and hooks. A hook has a number that no other one gets, so
+        # numbers show hooks that were put on, taken off and exchanged, also those before a forward.
+        state: list[Any] = [self.module.training]
+        for each in self.inner:
+            state.append(each.training)
+            if each._forward_hooks:
+                state.append(tuple(each._forward_hooks))
+            if each._forward_pre_hooks:
+                state.append(tuple(each._forward_pre_hooks))
+        if state != self._state or self._identity is None:
+            self._state = state
+            is_plain_call = self._compiled is None and not self._hooked()
+            self._identity = (self, *state) if is_plain_call else None
+        return self._identity
+
+    def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `StagedCall`."""
+        return self.forward(*args, **kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`."""

@@ -19,9 +19,9 @@ With several stages per rank, a forward stops between them, and other microbatch
     scheduler   advance ........................ advance ....
     forward             runs ... park                    runs ... end
 
-A forward parks before it works on a stage whose action has not begun. It runs in a thread, because grad mode and
-autocast belong to a thread in torch, and a forward in the middle of a user's code cannot be left any other way. What
-torch keeps for the caller's thread (modes, autocast, hooks of saved tensors) holds in the threads of forwards too.
+A forward parks before it works on a stage whose action has not begun. It runs in a thread: grad mode and autocast
+belong to a thread in torch, and no other way leaves a forward in the middle of a user's code. What torch keeps for the
+caller's thread (modes, autocast, hooks of saved tensors) holds in the threads of forwards too.
 """
 
 import contextlib
@@ -34,14 +34,16 @@ from functools import partial
 import torch
 from torch.utils import _python_dispatch
 
-from shardwise.engine.batches import Batch
+from shardwise.engine.batches import Microbatch
 from shardwise.engine.pipeline.crossings import GradientKinds
-from shardwise.engine.pipeline.flows import MicrobatchFlow, SpanRecorder
+from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.glue import Glue, LossOf
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.randomness import KeyedRandom, Stream
+from shardwise.engine.span_recorder import SpanRecorder
+from shardwise.engine.step_exchange import Weight, scaled_loss
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 
@@ -109,6 +111,8 @@ class _ThreadState:
 
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
+        # A new thread has the first device as its current one, and the default stream of each.
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_inference = torch.is_inference_mode_enabled()
         kinds = [kind for kind in dict.fromkeys(("cpu", device.type)) if torch.is_autocast_enabled(kind)]
@@ -119,9 +123,13 @@ class _ThreadState:
 
     @contextlib.contextmanager
     def taken_over(self) -> Iterator[None]:
-        """A thread of its own has the same."""
+        """The new thread has the same."""
         torch.set_num_threads(self._num_threads)  # a new thread would take all cores
         with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                # A stream that is the current one of its device does not make that the current device.
+                stack.enter_context(torch.accelerator.device_index(self._stream.device.index))
+                stack.enter_context(self._stream)
             stack.enter_context(torch.inference_mode(self._is_inference))
             stack.enter_context(torch.set_grad_enabled(self._is_grad_enabled))
             for kind, dtype, caches in self._autocasts:
@@ -160,14 +168,15 @@ class TrainingStep:
     def __init__(
         self,
         equipment: Equipment,
-        parts: Sequence[Batch],
-        factors: Sequence[float],
+        parts: Sequence[Microbatch],
+        factors: Sequence[Weight],
         loss_of: LossOf,
         streams: Sequence[Stream | None],
+        gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
         rounds: UnevenMicrobatches,
     ) -> None:
         self.flows: dict[int, MicrobatchFlow] = {}
-        self.losses = [torch.zeros((), device=equipment.stages.device) for _ in parts]
+        self.losses = list(torch.zeros(len(parts), device=equipment.stages.device).unbind())
         """Of each microbatch, where this rank has it, else zero."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
@@ -176,6 +185,7 @@ class TrainingStep:
         self._factors = factors
         self._loss_of = loss_of
         self._streams = streams
+        self._gradient_of = gradient_of
         self._rounds = rounds
         self._turns: dict[int, Turn] = {}
         """The forwards that park between the stages of this rank."""
@@ -203,14 +213,16 @@ class TrainingStep:
             self._rounds.begin(number)
         # One call for all roots, so that autograd orders their nodes: the last made first, as in one process.
         roots = [root for graph in graphs for root in graph.roots]
-        roots += [graph.loss for graph in graphs if graph.loss is not None]
+        losses = [graph.loss for graph in graphs if graph.loss is not None]
+        gradients = [torch.ones_like(root) for root in roots] + [self._gradient_of(loss) for loss in losses]
+        roots += losses
         if roots and equipment.kinds is not None:
             flow.trace = equipment.kinds.trace(graphs)
         with equipment.recorder.noting("B", number, stage), equipment.glue.current(flow):
             if roots:
                 try:
                     with equipment.random.in_backward_of(roots):
-                        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+                        torch.autograd.backward(roots, gradients)
                 except Exception as error:
                     error.add_note(
                         f"shardwise: in the backward of microbatch {number} of {len(self._parts)} on stage {stage} "
@@ -252,7 +264,7 @@ class TrainingStep:
             flow.park = turn.park
 
     def _run_apart(self, number: int) -> None:
-        """The forward in a thread of its own."""
+        """The forward in a new thread."""
         with self._equipment.random.in_this_thread():
             self._run(number)
 
@@ -263,8 +275,7 @@ class TrainingStep:
             loss = equipment.glue.run(self._loss_of, self._parts[number])
             if not isinstance(loss, StageTensor) or not loss.requires_grad:
                 raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
-            # Not multiplied by one, so that the graph, and with it the bits, are those of a plain program.
-            scaled = loss if factor == 1.0 else loss * factor
+            scaled = scaled_loss(loss, factor)
             assert isinstance(scaled, StageTensor)
         except Exception as error:
             error.add_note(

@@ -147,7 +147,7 @@ def slim(numbers: torch.Tensor) -> torch.Tensor:
 
 
 _LARGEST_BARE = 1 << 20
-"""Elements of a bare parameter that is followed; larger ones are whole, since each element is an atom of 8 bytes."""
+"""Elements of a bare parameter that is followed. Larger ones are whole, since each element is an atom of 8 bytes."""
 
 _CONSTANT, _OF_PARAMETERS, _OF_ACTIVATIONS = range(3)
 """Where the gradient of a value goes: nowhere, to parameters alone, to what modules gave."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
@@ -156,7 +157,7 @@ class Probes:
         if alike not in self._known:
             # What a forward draws must not move the generators: initial values that are made later, and what training
             # draws, have to be what they are without a probe.
-            with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            with torch.no_grad(), random_numbers_kept(weight.device):
                 self._known[alike] = _probe(module, held, numbers)
         return self._known[alike]
 

@@ -164,7 +164,7 @@ class _Followed:
 
     def _work_inside(self, flow: TensorFlow, numbers: torch.Tensor, output: torch.Tensor) -> None:
         """Each head, say, is mapped alike: the map is whole on every rank, and works on what the rank has."""
-        self.problem = "it maps each part of what is cut alike"
+        self.problem = "it maps each part of a cut value alike"
         last = numbers.dim() - 1
         flow.atoms.tie_along(numbers, last, f"{self.known.name!r}, which maps each part alike")
         flow.give(output, numbers.narrow(last, 0, 1).expand(output.shape))
@@ -186,7 +186,7 @@ def _varies_inside(numbers: torch.Tensor) -> bool:
 
 
 def _is_lookup(weight: torch.Tensor, tokens: torch.Tensor, output: torch.Tensor) -> bool:
-    """Whether an embedding with a forward of its own gives rows, scaled."""
+    """Whether an embedding with a custom forward gives rows, scaled."""
     if weight.is_meta or tokens.is_floating_point() or tokens.shape != output.shape[:-1] or tokens.numel() == 0:
         return False
     if int(tokens.min()) < 0 or int(tokens.max()) >= weight.shape[0]:
@@ -305,7 +305,7 @@ class _TraceReader:
             inputs=tuple(dict.fromkeys(_tuple(numbers[(0,) * (numbers.dim() - 1)]) for numbers in inputs)),
             has_whole_input=each.has_whole_input,
             column_problem=problem or tied or known.column_problem,
-            row_problem=problem or ("what it reads is not cut by features alone" if mixed else ""),
+            row_problem=problem or ("its input is not cut by features alone" if mixed else ""),
             why_whole="" if each.atoms is None else self._why_whole(each.atoms),
             is_head=is_head,
             vocabulary=rows if fits else 0,

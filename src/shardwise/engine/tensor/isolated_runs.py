@@ -1,11 +1,11 @@
 """A module run in isolation from the training, and how far two such runs differ.
 
-`run_apart` runs a module on copies of its inputs, with other parameters, and leaves nothing behind: no gradients, no
-write to buffers, attributes, lists or dicts, no random number drawn from the program's streams. The training that goes
+`run_apart` runs a module on copies of its inputs, with other parameters, and leaves no trace. There are no gradients,
+no writes to buffers, attributes, lists or dicts, and no draws from the program's random streams. The training that goes
 on around a proof has the same bits with and without it.
 
 `differ` measures two runs against each other, `rounded` what rounding alone makes of one. A change of one last digit in
-every input and parameter shows how a module amplifies an error; right plans differ by a few such roundings:
+every input and parameter shows how a module amplifies an error. Right plans differ by a few such roundings:
 
     float32    one last digit 1.2e-7    its effect on an output 1.7e-7    allowed 64 x 1.7e-7 = 1.1e-5    wrong: > 1e-3
 """
@@ -24,6 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
 from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
 from shardwise.engine.precision import stop_following
 from shardwise.engine.randomness import StreamSplit
@@ -123,7 +124,6 @@ class ModuleRun(NamedTuple):
 def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun:
     """What the module gives; raises what it raises. Each run begins with the random state of now."""
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
-    devices = [device] if device.type == "cuda" else []
     precision = _PrecisionWatch()
     given = inputs.changed(widened if way.is_wide else _same)
     with (
@@ -131,7 +131,7 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
         torch.no_grad(),
         # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
         # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
-        torch.random.fork_rng(devices=devices),
+        random_numbers_kept(device),
         # Under autocast a wide run would be rounded to half precision again.
         torch.autocast(device.type, enabled=False),
         NoDropout(),
@@ -148,12 +148,13 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
         before = random_states(device)
         output = forward(*given.args, **given.kwargs)
         tensors = [each.detach() for each in tensors_in(output)]
-        return ModuleRun(tensors, precision.eps, drew=not all(map(torch.equal, before, random_states(device))))
+        return ModuleRun(tensors, precision.eps, drew=has_drawn(before, device))
 
 
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """Equal before and after what draws no random numbers."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+def has_drawn(before: Mapping[str, torch.Tensor], device: torch.device) -> bool:
+    """Whether random numbers were drawn since `random_states` gave `before`."""
+    now = random_states(device)
+    return not all(torch.equal(state, now[kind]) for kind, state in before.items())
 
 
 class NoDropout(TorchFunctionMode):
@@ -249,7 +250,7 @@ def _eps_inside(operation: str, made: torch.Tensor) -> float:
     if made.dtype != torch.float32:
         return 0.0
     if "convolution" in operation:
-        return _TF32 if made.is_cuda and torch.backends.cudnn.allow_tf32 else 0.0
+        return _TF32 if rounds_convolutions(made.device) else 0.0
     if any(word in operation for word in ("mm", "matmul", "linear", "addmv", "dot", "attention")):
         return {"highest": 0.0, "high": _TF32}.get(
             torch.get_float32_matmul_precision(), torch.finfo(torch.bfloat16).eps
@@ -258,7 +259,7 @@ def _eps_inside(operation: str, made: torch.Tensor) -> float:
 
 
 def _is_kept(hook: Any, way: Way) -> bool:
-    """Hooks of torch (normed weights) and ours belong to the module; those of others look at the calls of a program.
+    """Hooks of torch (normed weights) and ours belong to the module. Those of others look at the calls of a program.
 
     In training mode nothing is drawn to split streams: it would look as if the module had drawn.
     """
@@ -296,9 +297,9 @@ _FACTOR, _COARSE_FACTOR = 64.0, 8.0
 """A plan is refused where outputs differ more than this times what rounding makes of them.
 
 Rounding is measured: every input and parameter is changed by up to one last digit. A sum over ranks takes another order
-of the same additions, and changes no result by more than a few such roundings; wrong plans change a thousandth or more.
-So the factor is generous where digits are fine (float32, as which half precision is computed, and float64), and small
-where a forward insists on coarse ones.
+of the same additions, and changes no result by more than a few such roundings. Wrong plans change a thousandth or more.
+So the factor is large where digits are fine (float64, and float32, also for half precision), and small where a forward
+insists on coarse ones.
 """
 
 PERTURBATION = 0.1
@@ -312,7 +313,7 @@ Leaf = Literal["alike", "part", "unlike"]
 
 
 def differ(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The largest relative difference (2-norms) between floating tensors and those of the same place; inf where one of
+    """The largest relative difference (2-norms) between floating tensors and those of the same place. Inf where one of
     them is not finite and the other is."""
     return max((_difference(*pair) for pair in zip(tensors, others, strict=True)), default=0.0)
 

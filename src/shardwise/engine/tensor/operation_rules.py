@@ -159,7 +159,7 @@ def _meet_elementwise(flow: TensorFlow, operation: TracedOperation) -> None:
 
 
 def _fits(flow: TensorFlow, parameter: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Whether a parameter has elements of its own for all that differs in what it meets."""
+    """Whether a parameter has separate elements for all differences in the values that it meets."""
     for each in others:
         numbers = flow.atoms_of(each)
         for dim in range(1, numbers.dim() + 1):

@@ -12,9 +12,9 @@ A region is the smallest module in which every cut that begins also ends. On two
     measured, float32   heads of an attention: differ by 5e-8, passed at once
                         a mean over own features: differ by 1.3e-1, rounding makes 1.7e-7, allowed 64 x 1.7e-7: refused
 
-Regions are proved from the inside out. A region whose inputs are not whole, or that cannot run uncut by itself, hands
-the proof on to the module around it. Ranks along tp go through it together, since they run the same modules in the
-same order; all ranks agree on the verdict before the update.
+Regions are proved from the inside out. A region without whole inputs, or one that cannot run uncut alone, hands the
+proof on to the module around it. Ranks along tp go through it together, since they run the same modules in the same
+order. All ranks agree on the verdict before the update.
 """
 
 import json
@@ -67,7 +67,7 @@ _CLOSE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A region cannot be judged by itself."""
+    """A region cannot be judged alone."""
 
     why: str
 
@@ -134,8 +134,8 @@ class Comparison:
     def _refusal(self, found: _RegionDifference, mode: str) -> str:
         return (
             f"tensor.rules: {self._named()} gives other numbers when it is cut. With whole parameters its output "
-            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp, in {mode}), and rounding "
-            f"makes {found.noise:.1e}. {self._rules()} {self._advice()}"
+            f"differs by {found.relative:.1e} (relative, largest over the ranks along tp, in {mode}); rounding gives "
+            f"{found.noise:.1e}. {self._rules()} {self._advice()}"
         )
 
     def explanation(self, forward: Forward, inputs: CopiedInputs, error: str) -> str:
@@ -278,7 +278,7 @@ class Comparison:
             is_alike = len(others) == len(expected.tensors)
             noise = max(finest, *self._exchanged(differ(others, expected.tensors) if is_alike else 0.0))
             return None if relative <= factor_of(expected.eps) * noise else _RegionDifference(relative, noise)
-        return Unknown(f"it does not run by itself with whole parameters ({problem})")
+        return Unknown(f"it does not run alone with whole parameters ({problem})")
 
     def _try(self, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun | str:
         """What the module gives, or what it raises."""
@@ -325,7 +325,7 @@ class Comparison:
             if not any(style.kind in CUTS_THE_MODULE for style in self._plan.styles.get(name.rpartition(".")[0], ()))
         ]
         more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-        return f"What the rules do in it: {'; '.join(listed[:8])}{more}."
+        return f"The rules in it: {'; '.join(listed[:8])}{more}."
 
     def _advice(self) -> str:
         counting = [
@@ -339,10 +339,10 @@ class Comparison:
         ]
         heads = f"; {counting[0]!r} counts heads in attributes: try the rule 'heads' for it" if counting else ""
         return (
-            "Where a mean, a norm or a softmax reads a dim that is cut, give the map before it 'colwise_gather_output' "
-            "or 'replicate'; where a parameter holds parts side by side, say parts=, and leave it whole ('replicate') "
-            f"where they alternate{heads}. Rules that are given beat the plan that a model carries. "
-            "sw.Tensor(prove=False) (tensor.prove = false) trains without this comparison"
+            "If a mean, a norm or a softmax reads a cut dim, give the map before it 'colwise_gather_output' or "
+            "'replicate'. If a parameter holds parts side by side, give parts=; if they alternate, leave it whole "
+            f"('replicate'){heads}. Rules that are given beat the plan that a model carries. sw.Tensor(prove=False) "
+            "(tensor.prove = false) trains without this comparison"
         )
 
 
@@ -529,7 +529,7 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CopiedInputs | Unk
     try:
         return CopiedInputs.of(args, kwargs)
     except Exception as error:
-        return Unknown(f"what it is given cannot be copied ({error})")
+        return Unknown(f"its inputs cannot be copied ({error})")
 
 
 def _is_real(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.accelerators import random_states
 from shardwise.engine.inventory import named_places
 from shardwise.engine.pipeline.module_placement import unchanged
-from shardwise.engine.tensor.isolated_runs import NoDropout, random_states
+from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module, parameters_set
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.wrapping import Forward, unwrap, wrap
@@ -119,7 +120,7 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
             call()
         finally:
             unwrap(model)
-        return heard, not all(map(torch.equal, before, random_states(device)))
+        return heard, has_drawn(before, device)
 
 
 def _ends(style: Style) -> bool:

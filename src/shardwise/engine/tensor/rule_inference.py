@@ -1,15 +1,15 @@
 """Rules of tensor parallelism for any model, from one forward: what "auto" gives a model that carries no plan.
 
 One forward is traced (`forward_recording`), rules are inferred from the trace, and a plan by these rules is rehearsed
-(`rehearsal`). What a trace cannot show is how a forward counts: after `q(x).view(b, -1, self.num_heads, 4)` a rank with
-half of the heads has to find half in `num_heads`. So a rehearsal that fails is answered with attempts:
+(`rehearsal`). A trace cannot show how a forward counts. After `q(x).view(b, -1, self.num_heads, 4)` a rank with half of
+the heads has to find half in `num_heads`. So a rehearsal that fails is answered with attempts:
 
     rehearsal 1   q k v column, o row                          "what 'o' reads is not its part"
     rehearsal 2   ... and heads(attributes=num_heads)          passes: this is the plan
     else          heads and widths, widths, ...                the last one fails: q k v o are whole, with the reason
 
-What is tried for one layer holds for all that are alike, so a model of 96 layers takes as many attempts as one layer.
-For a model of transformers without a sample, `sample_for` makes one by its configuration.
+An attempt for one layer holds for all equal ones, so a model of 96 layers takes as many attempts as one layer. For a
+model of transformers without a sample, `sample_for` makes one by its configuration.
 """
 
 import inspect
@@ -52,8 +52,8 @@ def infer_plan(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]
         trace = record(model, outline, call)
     except Exception as error:
         raise PlanError(
-            f'tensor.rules: "auto" runs the model once on a sample, and it raised {in_words(error)}; '
-            "give a batch that the model takes, parallelize(..., sample=batch), or {name: rule}"
+            f'tensor.rules: "auto" runs the model once on a sample, and it raised {in_words(error)}. Give a batch '
+            "that the model takes, parallelize(..., sample=batch), or {name: rule}"
         ) from error
     return _Search(model, outline, call, trace, num_ranks).run()
 
@@ -224,8 +224,8 @@ def _nothing(left: Mapping[str, str]) -> str:
     shown = [f"{name!r}: {why}" for name, why in list(left.items())[:8]]
     more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
     return (
-        'tensor.rules: the model carries no plan, and "auto" finds nothing in it that can be cut; give {name: rule}, '
-        f"or leave mesh.tp at 1. What it found: {'; '.join(shown) or 'no linear map ran'}{more}"
+        'tensor.rules: the model carries no plan, and "auto" finds nothing in it to cut; give {name: rule}, '
+        f"or leave mesh.tp at 1. It found: {'; '.join(shown) or 'no linear map ran'}{more}"
     )
 
 

@@ -1,8 +1,8 @@
 """What is done around the forward of a module, by the style that the plan gives it.
 
-`TensorParallel` puts one `Styled` wrapper per style around a module's forward. The module itself is not changed: it
-runs its own code with this rank's portions, on inputs that the wrapper made fit, and the wrapper completes the output.
-Errors that come out of a cut module get a note with its rule and its shapes (`module_noted`).
+`TensorParallel` puts one `Styled` wrapper per style around a module's forward. The module itself is not changed. It
+runs its own code with this rank's portions, on inputs from the wrapper, and the wrapper completes the output. Errors
+that come out of a cut module get a note with its rule and its shapes (`module_noted`).
 
 Attention with 3 groups of key-value heads, 2 query heads each, head size 4, on 2 ranks (groups 0 1 | group 2):
 
@@ -13,8 +13,8 @@ Attention with 3 groups of key-value heads, 2 query heads each, head size 4, on 
     row o             24 -> 6       16 -> 6           8 -> 6           all_reduce(y), then + bias, once
 
 Random numbers: all ranks along tp draw from one stream (see `engine.randomness`: the seed, the step and the microbatch
-key it, no rank does). A dropout of what is whole on every rank has to drop the same places everywhere; with other masks
-the replicas of activations and parameters would drift apart, and no collective would put them right.
+key it, no rank does). A dropout of a value that is whole on every rank has to drop the same places everywhere. With
+other masks the replicas of activations and parameters would drift apart, and no collective would correct them.
 """
 
 import weakref
@@ -153,8 +153,8 @@ class Styled(ABC):
         """The output of a module that gives one tensor, changed."""
         if not isinstance(output, torch.Tensor):
             raise ModelError(
-                f"{self.name!r} has the style {self.style.kind!r} of tensor parallelism, which changes the tensor that "
-                f"a module gives, but this one gave a {type(output).__name__}; give the rule to a module inside it"
+                f"{self.name!r} has the style {self.style.kind!r} of tensor parallelism, which needs a tensor as "
+                f"output, but it gave a {type(output).__name__}. Give the rule to a module inside it"
             )
         return change(output)
 
@@ -164,7 +164,7 @@ class Styled(ABC):
             return value.shape[dim]
         last = " before the last, which is that of the features" if has_features else ""
         raise ModelError(
-            f"{self.name!r}: its rule ({self.style.kind}) in tensor.rules speaks of positions along dim {dim}, but the "
+            f"{self.name!r}: its rule ({self.style.kind}) in tensor.rules has positions along dim {dim}, but the "
             f"tensor has the shape {tuple(value.shape)}; name a dim{last}"
         )
 
@@ -175,8 +175,8 @@ class Styled(ABC):
         # gathers. `sequence` gathers in the same call, where the size of the whole is still known.
         if not is_part and size % count and self.style.kind != "sequence":
             raise ModelError(
-                f"{self.name!r}: {size} positions (dim {dim}) do not divide among {count} ranks along tp, which rules "
-                "that leave them cut ask for; pad the batch, or use 'sequence', which gathers them again"
+                f"{self.name!r}: {size} positions (dim {dim}) do not divide among {count} ranks along tp, as rules "
+                "that leave them cut need. Pad the batch, or use 'sequence', which gathers them again"
             )
         return [(each,) for each in even_cuts(size * count if is_part else size, count)]
 
@@ -320,8 +320,8 @@ class Hide(Styled):
 class Tail(Styled):
     """A module that is whole on all ranks, and whose last outputs the heads of each rank read directly.
 
-    Keys of multi-head latent attention: 5 compressed features go to a norm and a column (which has a `copy_to_ranks` of
-    its own), 2 last ones are read by all heads as they are, so only those 2 have their gradient summed here.
+    Keys of multi-head latent attention: 5 compressed features go to a norm and a column, which has its own
+    `copy_to_ranks`. All heads read the 2 last ones as they are, so only those 2 have their gradient summed here.
     """
 
     def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,8 +332,8 @@ class Tail(Styled):
         size = self.style.size
         if size >= output.shape[-1]:
             raise ModelError(
-                f"{self.name!r}: the last {size} outputs are to be shared, but it has {output.shape[-1]}; give the "
-                "size of what every head reads: 'mla_kv_a_proj(size=...)'"
+                f"{self.name!r}: its rule shares the last {size} outputs, but it has {output.shape[-1]}; give the "
+                "number of outputs that every head reads: 'mla_kv_a_proj(size=...)'"
             )
         return self.collectives.copy_last_to_ranks(output, size)
 
@@ -419,10 +419,10 @@ def on_input(
 
 
 def span_outside(values: torch.Tensor, size: int) -> tuple[int, int] | None:
-    """The smallest and the largest of some indices, where one of them is not in `0:size`; a GPU stops by itself."""
+    """The smallest and the largest of some indices, if one of them is not in `0:size`. Devices check themselves."""
     if is_fake(values) or values.numel() == 0:
         return None
-    if values.is_cuda:
+    if values.device.type != "cpu":
         # Reading the values would make the host wait for the device at every call.
         torch._assert_async(((values >= 0) & (values < size)).all())
         return None
@@ -552,8 +552,8 @@ def note_on(model: nn.Module, error: Exception) -> str | None:
     held = [f"{key} {tuple(each.shape)}" for key, each in module._parameters.items() if each is not None]
     return (
         f"shardwise: in {name} ({type(module).__name__}, {said} in tensor.rules), which was given "
-        f"{', '.join(given) or 'no tensor'} and holds {', '.join(held) or 'no parameter'} on this rank along tp; a "
-        "rule may be missing for it, or be wrong for it or for what comes before it"
+        f"{', '.join(given) or 'no tensor'} and holds {', '.join(held) or 'no parameter'} on this rank along tp. A "
+        "rule may be missing or wrong for it or for a module before it"
     )
 
 

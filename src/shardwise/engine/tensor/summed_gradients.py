@@ -1,7 +1,7 @@
 """Which gradients of whole parameters each rank has only in part, read from the autograd graph; and their sum.
 
 Backward begins at the loss, which all ranks have alike: gradients there are `complete`. Two kinds of collectives change
-that. Behind one that ends what is each rank's own (parts gathered, terms summed) gradients are the rank's `own`; behind
+that. Behind one that ends what is each rank's own (parts gathered, terms summed) gradients are the rank's `own`. Behind
 one that begins it (a value copied to the ranks, a part taken) they are complete again, because its backward adds:
 
     loss --> all_reduce --> o --> attention --> norm of heads --> q, k, v --> copy_to_ranks --> norm --> embedding
@@ -31,8 +31,9 @@ Gradient = Literal["complete", "own", "both", "hidden"]
 """`both`: a sum of complete ones and own ones. `hidden`: the graph does not show it."""
 
 Sources = frozenset[str | int]
-"""What a gradient is a sum of: complete and own gradients, gradients that come back for a crossing of this number, and
-marks: `hidden` below a node with a graph of its own, `blurred` below one that mixes what comes from several sides."""
+"""The terms of a gradient: complete and own gradients, gradients that come back for a crossing of this number, and
+marks. `hidden` is below a node with its own graph, `blurred` below one that mixes gradients from several sides.
+"""
 
 # Behind these in backward a gradient is of this rank's part or term. `gather_to_ranks` and `reduce_scatter` stand
 # between two own values: the gradient that they get is own too.
@@ -191,15 +192,15 @@ class SummedGradients:
         if both := [name for name, gradient in found.items() if gradient == "both"]:
             readers = traced.readers(self._unseen[both[0]])
             raise ModelError(
-                f"tensor.rules: values made with {_shown(both)} are read by all ranks alike and also by each rank for "
-                f"its own part (heads, columns){_before(readers)}, without a rule between; {_REMEDY}"
+                f"tensor.rules: values made with {_shown(both)} are read by all ranks alike, and by each rank for its "
+                f"own part (heads, columns){_before(readers)}, without a rule; {_REMEDY}"
             )
         if hidden := [name for name, gradient in found.items() if gradient == "hidden" and name not in self._named]:
             raise ModelError(
-                f"tensor.rules: {_shown(hidden)} are whole along tp, and what their gradients are on each rank is "
-                "hidden by a reentrant activation checkpoint or a compiled module; use checkpoints with "
-                "use_reentrant=False, or give each a rule: 'replicate' where all ranks compute the same with it, "
-                "'replicated_with_grad_allreduce' where each rank does for its own part (heads, columns)"
+                f"tensor.rules: {_shown(hidden)} are whole along tp, and a reentrant activation checkpoint or a "
+                "compiled module hides their gradients on each rank. Use checkpoints with use_reentrant=False. Or "
+                "give each a rule: 'replicate' for equal use on all ranks, 'replicated_with_grad_allreduce' if each "
+                "rank computes its own part (heads, columns)"
             )
         for name, gradient in found.items():
             if gradient != "hidden":
@@ -213,8 +214,8 @@ class SummedGradients:
 
 
 _REMEDY = (
-    "leave whole what meets them there (the rule 'replicate' for the modules that cut it); where it is the last "
-    "outputs of a linear map that every rank reads beside its heads, 'mla_kv_a_proj(size=...)' for that map"
+    "leave the values that meet them whole (the rule 'replicate' for the modules that cut them). If every rank reads "
+    "the last outputs of a linear map, give that map 'mla_kv_a_proj(size=...)'"
 )
 
 
@@ -226,19 +227,17 @@ def _check_collectives(traced: Traced, came: Mapping[int, Gradient | None]) -> N
         gradient = resolve(sources, came)
         if gradient in (None, "hidden", _TAKES[kind]):
             continue
-        name = f"what {module_of(node)!r}" if module_of(node) else "what the model itself"
+        name = f"what {module_of(node)!r}" if module_of(node) else "a value that the model itself"
         if _TAKES[kind] == "complete":
             also = "also " if gradient == "both" else ""
             raise ModelError(
-                f"tensor.rules: {name} gives is whole on every rank along tp, and is {also}read by each rank for its "
-                f"own part (heads, columns, positions){_before(traced.readers(node))}, without a rule "
-                f"between; {_REMEDY}"
+                f"tensor.rules: {name} gives is whole along tp, and {also}each rank reads it for its own part (heads, "
+                f"columns, positions){_before(traced.readers(node))}, without a rule; {_REMEDY}"
             )
         verb = "leaves" if kind == "reduce_scatter" else "takes"
         raise ModelError(
-            f"tensor.rules: {name} {verb} is this rank's part along tp, and is read as if it were whole; give what "
-            "reads it a rule that gathers it (column(gather=1), or 'sequence' in the place of 'split'), or "
-            "leave it whole"
+            f"tensor.rules: {name} {verb} is this rank's part along tp, and is read as if it were whole. Give its "
+            "reader a rule that gathers it (column(gather=1), or 'sequence' instead of 'split'), or leave it whole"
         )
 
 

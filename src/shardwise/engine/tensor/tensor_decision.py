@@ -74,8 +74,8 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
         rehearse(model, outline, mixed, call)
     except RehearsalError as wrong:
         raise PlanError(
-            'tensor.rules: with these rules and what "auto" infers for the rest, '
-            f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}; leave rules of yours out, "
+            'tensor.rules: with these rules and those of "auto" for the rest, '
+            f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}. Leave rules of yours out, "
             f"or give all of them. Inferred: {dict(inferred.rules)}"
         ) from wrong
     return TensorDecision(plan=mixed, inferred=inferred.rules, left=inferred.left)
@@ -85,8 +85,8 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
     tensors = [*model.parameters(), *model.buffers()]
     if any(each.is_meta for each in tensors):
         raise PlanError(
-            'tensor.rules: "auto" asks for the plan that the model carries, and it carries none; to infer one, it is '
-            "run, and it has no values (it is on the meta device). Build it with values, or give {name: rule}, "
+            'tensor.rules: "auto" takes the plan that the model carries, and it carries none. To infer one shardwise '
+            "runs it, but it has no values (it is on the meta device). Build it with values, or give {name: rule}, "
             "as engine.tensor_decision.inferred shows them for a smaller model of this kind"
         )
     device = next((each.device for each in tensors), torch.device("cpu"))
@@ -97,8 +97,8 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
     made = sample_for(model)
     if made is None:
         raise PlanError(
-            'tensor.rules: "auto" asks for the plan that the model carries, and it carries none; to infer one, the '
-            "model is run on a batch: give one, parallelize(..., sample=batch), or give {name: rule}"
+            'tensor.rules: "auto" takes the plan that the model carries, and it carries none. To infer one shardwise '
+            "runs the model on a batch: give parallelize(..., sample=batch), or {name: rule}"
         )
     return lambda: model(**made)
 
@@ -125,13 +125,13 @@ def agree_on_tensor_plan(
         rules = plan.tensor.rules
         if rules is not None and given:
             raise PlanError(
-                f"tensor.rules: given for a model with {len(given)} parameters that are cut DTensors already, such as "
+                f"tensor.rules: {len(given)} parameters of the model are cut DTensors already, such as "
                 f"{next(iter(given))!r}; leave the rules out, or give the model as it was built"
             )
         if rules is None and not given:
             raise PlanError(
-                f"mesh.tp={plan.mesh.tp}: tensor.rules does not say what is cut over these ranks, and no parameter is "
-                'a DTensor; give rules="auto" for a model that carries a plan, or {name: rule}'
+                f"mesh.tp={plan.mesh.tp}: tensor.rules cuts nothing over these ranks, and no parameter is a DTensor. "
+                'Give rules="auto" for a model that carries a plan, or {name: rule}'
             )
         if rules is not None:
             decision = decide(model, plan, loss=loss, sample=sample)

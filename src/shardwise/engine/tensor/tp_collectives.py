@@ -18,9 +18,9 @@ The column and row pair of a feed-forward block on 2 ranks, x (2, 5, 6), up 6 ->
 
     forward communicates once, behind `down`; backward once, in front of `up`: the gradient of x is summed there.
 
-All ranks end up with the same bits: one rank adds each element, in rank order (NCCL: an order of its own), and gives
-the sum to the others. Half precision travels as it is, is added in float32 and rounded once. Fake tensors are not sent:
-the result has the right shape alone.
+All ranks end up with the same bits: one rank adds each element, in rank order (NCCL: in its own order), and gives the
+sum to the others. Half precision travels as it is, is added in float32 and rounded once. Fake tensors are not sent: the
+result has the right shape alone.
 """
 
 import sys

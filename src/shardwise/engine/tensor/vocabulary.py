@@ -1,7 +1,7 @@
 """The cross-entropy over a vocabulary that is cut over the ranks: logits stay on the rank that computed them.
 
-Per token three numbers are gathered from each rank: the largest logit, the sum of exponentials relative to it, and the
-logit of the label on the rank that has it (a fourth under label smoothing: the sum of logits). 6 tokens, label 4:
+Per token each rank gives three numbers: the largest logit, the sum of exponentials relative to it, and the label's
+logit if it has it. Label smoothing needs a fourth, the sum of logits. 6 tokens, label 4:
 
     rank 0   logits 2 0 1 |            largest 2    sum e^0 + e^-2 + e^-1 = 1.503    label 0 (foreign)
     rank 1              | 3 4 0        largest 4    sum e^-1 + e^0 + e^-4 = 1.386    label 4
@@ -71,7 +71,7 @@ class VocabularyCrossEntropy:
         if logits.shape[:-1] != labels.shape:
             raise ModelError(
                 f"logits of shape {tuple(logits.shape)} were given with labels of shape {tuple(labels.shape)}; labels "
-                "have the shape of the logits without the last dim"
+                "have the shape of logits without the last dim"
             )
         rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         styled = style_of_head(self._head)
@@ -103,7 +103,7 @@ class VocabularyCrossEntropy:
         if rows.shape[-1] != stop - start:
             raise ModelError(
                 f"logits of {rows.shape[-1]} tokens were given, but {styled.name!r} gives the {stop - start} of this "
-                "rank; hand over what it gives, or make the loss for the head that gave them"
+                "rank. Give the head's output to the loss, or make the loss for the head that gave these"
             )
         size = max(end for each in ranges for _, end in each)
         losses: torch.Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]

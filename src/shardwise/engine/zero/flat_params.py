@@ -24,7 +24,7 @@ from torch import nn
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
@@ -65,10 +65,6 @@ class WholeBucket:
     def free(self) -> None:
         """Give back memory that is not held all the time: none."""
 
-    def place_of(self, parameter: torch.Tensor) -> int:
-        """What stays the same as long as nobody gives the parameter another storage."""
-        return values_of(parameter).data_ptr()
-
     def _write_owned(self, target: torch.Tensor, slot: Slot, values: torch.Tensor) -> None:
         if (segment := self.segments.get(slot.name)) is not None:
             target[_span(segment)].copy_(values.reshape(-1)[segment.run.start : segment.run.stop])
@@ -98,6 +94,9 @@ class ShardedBucket(WholeBucket):
         self._owners = owners
         self._sources = sources
         self._targets = working.split(list(plan.counts))
+        self._memory = working.untyped_storage()
+        self._num_bytes = working.numel() * working.element_size()
+        self._purpose = ""
         # The address of the C++ storage object: it stays while the memory comes and goes. `data_ptr` changes with each
         # `fill`, and means nothing in between.
         self.storage: int = working.untyped_storage()._cdata
@@ -113,18 +112,13 @@ class ShardedBucket(WholeBucket):
         self._write_owned(self.part, slot, values)
         self._write_owned(self.master, slot, values)
 
-    def place_of(self, parameter: torch.Tensor) -> int:
-        """See `WholeBucket`. Its address changes whenever it is gathered."""
-        storage: int = parameter.untyped_storage()._cdata
-        return storage
-
-    @torch.no_grad()
     def fill(self, counters: Counters, *, unit: str) -> Work | None:
         """Begin to gather all elements; None where they are here already."""
         # The storage object stays and only its memory comes and goes: the parameters, and what autograd saved of them,
         # are views of it. A new tensor for each gather would leave those views without values. The parameters have
         # version counters of their own (`.data` was set), so that autograd does not take a refill for a write to them.
-        self.working.untyped_storage().resize_(self.working.numel() * self.working.element_size())
+        # No `no_grad`: nothing here requires a gradient, and the context would cost the host more than the rest.
+        self._memory.resize_(self._num_bytes)
         counters.all_gathers += 1
         if self._sources:
             # No transfer, and nothing to wait for: peers write their parts between an exchange that ends a pass and one
@@ -132,14 +126,15 @@ class ShardedBucket(WholeBucket):
             for target, source in zip(self._targets, self._sources, strict=True):
                 target.copy_(source)
             return None
-        purpose = f"parameters of unit {unit!r}, bucket {self._number}"
-        return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=purpose)
+        if not self._purpose:
+            self._purpose = f"parameters of unit {unit!r}, bucket {self._number}"
+        return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose)
 
     def free(self) -> None:
         """Give the memory of all elements back; views of it are filled with the next `fill`."""
         # The views keep shape and strides, and torch checks nothing: an operation on one ends the process with a
         # segmentation fault. Hence the class of sharded parameters, and saved tensors that gather first (`Saved`).
-        self.working.untyped_storage().resize_(0)
+        self._memory.resize_(0)
 
 
 def make_buckets(plans: Sequence[Bucket], unit_of: Mapping[str, str], owners: Channel) -> Iterator[WholeBucket]:
@@ -194,6 +189,17 @@ def _run_bytes(bucket: Bucket, owner: int) -> int:
     return -(-bucket.counts[owner] * torch_dtype(bucket.working).itemsize // 64) * 64
 
 
+def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
+    """What tells where a parameter is that is held whole."""
+    return (lambda each: values_of(each).data_ptr()) if is_dtensor(parameter) else torch.Tensor.data_ptr
+
+
+def _storage_of(parameter: torch.Tensor) -> int:
+    """The storage object of one that is sharded: its address changes whenever it is gathered."""
+    storage: int = parameter.untyped_storage()._cdata
+    return storage
+
+
 def _span(segment: Segment) -> slice:
     return slice(segment.start, segment.start + segment.run.num_elements)
 
@@ -205,6 +211,30 @@ class Owned:
     segment: Segment
     parameter: nn.Parameter
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
+
+
+def runs_of(
+    owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], bool]
+) -> list[tuple[str, int, bool]]:
+    """What is owned, as few runs of memory: the first name of each, its elements, and whether its parameters count.
+
+    part of a bucket    | a 6 | b 4 | c 2 | padding |
+    a and b count       | a, 10     | c, 2 |           padding belongs to no run: it may be anything
+    """
+    bucket_of = {slot.name: at for at, bucket in enumerate(ownership.buckets) for slot in bucket.slots}
+    runs: list[tuple[str, int, bool]] = []
+    end: tuple[int, int, bool] | None = None
+    for each in sorted(owned, key=lambda each: (bucket_of[each.segment.name], each.segment.start)):
+        name, start, num_elements = each.segment.name, each.segment.start, each.segment.run.num_elements
+        if not num_elements:
+            continue
+        if end == (bucket_of[name], start, counts(name)):
+            first, before, _ = runs.pop()
+            runs.append((first, before + num_elements, counts(name)))
+        else:
+            runs.append((name, num_elements, counts(name)))
+        end = bucket_of[name], start + num_elements, counts(name)
+    return runs
 
 
 class FlatParams:
@@ -241,8 +271,14 @@ class FlatParams:
                 self.sharded.append(bucket)
             self._fill(bucket, waiting, keep_shapes=keep_shapes)
         # Taken once all are in place. Later, another place says that somebody replaced the storage of a parameter
-        # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it.
-        self._placed = {name: (self._place_of(name), each._version) for name, each in self._parameters.items()}
+        # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it. Lists, and not a table by name:
+        # every step compares them.
+        here = self._parameters
+        self._names, self._all = list(here), list(here.values())
+        sharded = {slot.name for bucket in self.sharded for slot in bucket.plan.slots}
+        self._place_functions = [_storage_of if name in sharded else _address_of(each) for name, each in here.items()]
+        self._places = self._places_now()
+        self._versions = [each._version for each in self._all]
         self._kinds: dict[str, type] = {}
         for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
             parameter = self._parameters[slot.name]
@@ -262,7 +298,7 @@ class FlatParams:
         return {slot.name for bucket in self.buckets if bucket.has_master for slot in bucket.plan.slots}
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter lies in one of the buffers."""
+        """Whether a parameter is in one of the buffers."""
         return name in self._parameters
 
     # What is sharded ------------------------------------------------------------------------------------------------
@@ -281,8 +317,10 @@ class FlatParams:
 
     def moved(self) -> list[str]:
         """Names of parameters that no longer view their buffer: somebody replaced their storage."""
-        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
-            return [name for name in self._parameters if self._place_of(name) != self._placed[name][0]]
+        now = self._places_now()
+        if now == self._places:
+            return []
+        return [name for name, one, other in zip(self._names, now, self._places, strict=True) if one != other]
 
     @torch.no_grad()
     def adopt_writes(self) -> None:
@@ -292,13 +330,15 @@ class FlatParams:
         """
         # Without this the next `publish` would cast the old master over the written values, without a word.
         with torch._C.DisableTorchFunctionSubclass():  # sharded or not
-            versions = {name: each._version for name, each in self._parameters.items()}
-        written = [name for name, version in versions.items() if version != self._placed[name][1]]
+            now = [each._version for each in self._all]
+        if now == self._versions:
+            return
+        written = [name for name, one, other in zip(self._names, now, self._versions, strict=True) if one != other]
         if lost := next((name for name in written if name in self._kinds), None):
             raise refusal_of_write(lost)
         for name in written:
             self._slots[name][0].adopt(name)
-            self._placed[name] = self._placed[name][0], versions[name]
+        self._versions = now
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
 
@@ -318,19 +358,44 @@ class FlatParams:
 
     # Updates --------------------------------------------------------------------------------------------------------
 
-    def publish(self, counters: Counters) -> None:
-        """Cast the updated masters into the working copy, once per owned element, and give them to all ranks."""
+    @property
+    def publishes_in_parts(self) -> bool:
+        """Whether a bucket can travel to other ranks while the next one is updated."""
+        whole = sum(each.plan.trainable and not isinstance(each, ShardedBucket) for each in self.buckets)
+        return self._owners.size > 1 and self._owners.progresses_alone and whole > 1
+
+    def bucket_of(self, owned: Owned) -> int:
+        """The number of the bucket in which an owned stretch is."""
+        return self.buckets.index(self._slots[owned.segment.name][0])
+
+    def publish(self, counters: Counters, *, before: Callable[[int], None] | None = None) -> None:
+        """Cast the updated masters into the working copy, once per owned element, and give them to all ranks.
+
+        before: what updates a bucket by its number; the buckets before are on their way then.
+        """
         trainable = [index for index, bucket in enumerate(self.buckets) if bucket.plan.trainable]
-        self._publish(trainable, "parameters of bucket", counters)
+        if self.publishes_in_parts:
+            # The smallest first: nothing travels while it is updated. Links are slower than updates, which write the
+            # owned part of a bucket where links move all of it.
+            trainable.sort(key=lambda index: self.buckets[index].plan.num_elements)
+        self._publish(trainable, "parameters of bucket", counters, before)
 
     def publish_restored(self, counters: Counters) -> None:
         """Publish masters that were written from outside, frozen ones too."""
         self._publish(range(len(self.buckets)), "restored parameters of bucket", counters)
 
     @torch.no_grad()
-    def _publish(self, indices: Sequence[int], subject: str, counters: Counters) -> None:
+    def _publish(
+        self,
+        indices: Sequence[int],
+        subject: str,
+        counters: Counters,
+        before: Callable[[int], None] | None = None,
+    ) -> None:
         works = []
         for index in indices:
+            if before is not None:
+                before(index)
             bucket = self.buckets[index]
             if bucket.has_master:
                 # Before the transfer, so that the wire carries the narrow dtype and no rank casts what it does not own.
@@ -348,8 +413,10 @@ class FlatParams:
         for work in works:
             work.wait()
 
-    def _place_of(self, name: str) -> int:
-        return self._slots[name][0].place_of(self._parameters[name])
+    def _places_now(self) -> list[int]:
+        """For each parameter a value that stays the same until it gets another storage."""
+        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
+            return [place_of(each) for place_of, each in zip(self._place_functions, self._all, strict=True)]
 
     @torch.no_grad()
     def _fill(self, bucket: WholeBucket, waiting: Collection[str], *, keep_shapes: bool) -> None:

@@ -5,32 +5,44 @@ The life of a gradient, once per microbatch:
     backward -> p.grad --[1]--> bucket (whole, working dtype) --[2]--> part of the sum --[3]--> run (owned)
 
 [1] as soon as autograd has finished a parameter, its gradient is copied into its bucket, for which a buffer is taken,
-    and `p.grad` is dropped
+    and `p.grad` is dropped; at stage 3 small ones stay in `p.grad` to the end of the backward of their unit
 [2] one reduce-scatter per bucket and microbatch, in one order on all ranks
 [3] written by the first microbatch, and added by the others, in the dtype of accumulation
 
 Two buffers in turn, for four buckets that backward completes one after the other (stage 2; at stage 3 a buffer has all
-buckets of a unit). Launching b1 first waits for b0, which gives A back in time for b2:
+buckets of a unit). The first gradient of b2 waits for b0, which gives A back:
 
     backward    | b0        | b1        | b2        | b3        |
     buffer A    | fills b0  | reduce b0 | fills b2  | reduce b2 |
     buffer B                | fills b1  | reduce b1 | fills b3  | reduce b3
-    waits                            b0^         b1^         b2^            b3, in `reduce`
+    waits                                 b0^         b1^           b2, b3 in `reduce`
+
+Where transfers go on only while somebody waits, or the sum needs the scratch, the launch of b1 waits for b0 already.
 """
 
 import json
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.zero.grad_reduce import Collectors, GradPerUpdate, sum_over_replicas, twice_in_one_backward
+from shardwise.engine.zero.flat_params import Owned
+from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
+from shardwise.engine.zero.grad_reduce import (
+    Collectors,
+    GradPerUpdate,
+    OwnedGradients,
+    sum_over_replicas,
+    twice_in_one_backward,
+)
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
@@ -38,6 +50,10 @@ from shardwise.plan.memory import buffer_bytes, places_in_buffers, run_dtype, wi
 
 _NUM_KEPT = 2
 """One fills while the other is reduced."""
+
+
+Views: TypeAlias = "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
+"""The flat place of a bucket in a buffer, and those of its parameters by name."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -58,17 +74,27 @@ class GradBuffers:
         self._places = places_in_buffers(ownership, precision, by_unit=by_unit)
         self._num_bytes = buffer_bytes(ownership, precision, by_unit=by_unit)
         self._sizes = Counter(place.group for place in self._places)
+        self._num_kept = min(_NUM_KEPT, len(self._sizes))
+        self._num_taken = 0
+        """Buffers that are free or in use."""
         self._owners = owners
         self._held: dict[int, GradBuffer] = {}
         """Group -> its buffer, until all of its buckets are launched."""
         self.free: list[torch.Tensor] = []
+        self._views: dict[tuple[int, int], Views] = {}
+        """(bucket, address of a buffer) -> the views of the bucket there: buffers come again in every microbatch."""
+
+    def is_short(self, bucket: int) -> bool:
+        """Whether `give` would take memory that is not kept."""
+        is_held = self._places[bucket].group in self._held
+        return not is_held and not self.free and self._num_taken >= self._num_kept
 
     def give(self, bucket: int) -> GradBuffer:
         """The buffer of a bucket: that of its group, if it has one."""
         group = self._places[bucket].group
         if (buffer := self._held.get(group)) is None:
             # All buffers have the size of the largest group, so that any of them serves any group.
-            memory = self.free.pop() if self.free else self._owners.allocate(self._num_bytes)
+            memory = self.free.pop() if self.free else self._take()
             count = self._sizes[group]
             buffer = self._held[group] = GradBuffer(group=group, memory=memory, num_to_launch=count, num_to_land=count)
         return buffer
@@ -77,6 +103,13 @@ class GradBuffers:
         """The place of a bucket in its buffer."""
         place = self._places[bucket]
         return buffer.memory[place.start_bytes : place.stop_bytes].view(dtype)
+
+    def views(self, bucket: int, buffer: GradBuffer, make: Callable[[], Views]) -> Views:
+        """The views of a bucket in a buffer, as `make` made them once."""
+        key = bucket, buffer.memory.data_ptr()
+        if (found := self._views.get(key)) is None:
+            found = self._views[key] = make()
+        return found
 
     def launched(self, buffer: GradBuffer) -> None:
         """The reduction of one of its buckets has begun."""
@@ -96,12 +129,26 @@ class GradBuffers:
         """What is in use belongs to an update that was given up."""
         # It does not go back to `free`: a transfer that nobody waited for may still read it.
         self._held.clear()
+        self._num_taken = len(self.free)
+        self._forget_views()
 
     def trim(self) -> None:
         """Give back what is seldom needed."""
         # Backward may fill several buckets side by side: those of a block and of the module around it, say. More so in
         # the first update, where a bucket waits for parameters that no backward reaches (`expect`).
-        del self.free[_NUM_KEPT:]
+        if len(self.free) > self._num_kept:
+            self._num_taken -= len(self.free[self._num_kept :])
+            del self.free[self._num_kept :]
+            self._forget_views()
+
+    def _take(self) -> torch.Tensor:
+        self._num_taken += 1
+        return self._owners.allocate(self._num_bytes)
+
+    def _forget_views(self) -> None:
+        """Of buffers that are given back: views keep the memory."""
+        kept = {each.data_ptr() for each in self.free}
+        self._views = {key: views for key, views in self._views.items() if key[1] in kept}
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -113,18 +160,23 @@ class _Pending:
     names: frozenset[str]
     stage: int
     wire: torch.dtype
+    master: torch.dtype
     purpose: str
     missing: set[str] = field(default_factory=set)
     """Parameters that are waited for before the reduction starts."""
     touched: set[str] = field(default_factory=set)
     buffer: GradBuffer | None = None
-    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    flat: torch.Tensor | None = None
+    """Its place in the buffer."""
+    views: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    quiet: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters without a hook: their gradients are taken when the reduction starts."""
     is_launched: bool = False
     num_rounds: int = 0
     """Reductions of this update so far."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class _Flight:
     """A reduction that was started and not waited for."""
 
@@ -153,9 +205,10 @@ class GradPerMicrobatch(Passes):
         stage_of: Mapping[str, int] | None = None,
         starts_when_complete: bool = True,
     ) -> None:
-        """`late`: parameters whose gradients are complete only at the end of the update; in buckets of their own, they
-        stay whole until then. `stage_of`: which backward finishes a parameter, where a rank has several stages.
-        `starts_when_complete`: reduce a bucket when its last gradient has come; False: when the caller says so."""
+        """`late`: parameters whose gradients are complete only at the end of the update. In separate buckets, they stay
+        whole until then. `stage_of`: which backward finishes a parameter, where a rank has several stages.
+        `starts_when_complete`: reduce a bucket when its last gradient has come; False: when the caller says so.
+        """
         self._precision = precision
         self._owners = owners
         self._replicas = replicas
@@ -186,6 +239,7 @@ class GradPerMicrobatch(Passes):
                 stage=stage_of[bucket.slots[0].name] if stage_of else 0,
                 # One microbatch, whatever k: nothing is added up before the gradient travels.
                 wire=torch_dtype(wire_dtype(bucket, precision, num_microbatches=1)),
+                master=torch_dtype(bucket.master),
                 purpose=f"gradients of bucket {index}" + ("" if starts_when_complete else f" of unit {bucket.unit!r}"),
             )
             for index, bucket in enumerate(self._ownership.buckets)
@@ -199,12 +253,17 @@ class GradPerMicrobatch(Passes):
         self._parameters = [parameters[name] for name in self._of]
         self._runs: list[torch.Tensor] = []
         self._scratch = torch.empty(0, device=owners.device)
+        self._scratch_views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._reduced: list[torch.Tensor] = []
         self._num_microbatches = 0
         self._touched: set[str] = set()
         self._is_collecting = False
         self._trains = False
-        self._flight: _Flight | None = None
+        self._flights: deque[_Flight] = deque()
+        self._most_flights = 0
+        """Those that go on while the next one is started."""
+        if owners.progresses_alone:
+            self._most_flights = len(ownership.buckets) if sums_of(owners) is None else 1
         self._unused: frozenset[str] = frozenset()
         self._is_ordered = False
         self._completed: list[int] = []
@@ -212,14 +271,29 @@ class GradPerMicrobatch(Passes):
         # The parameters that no rank used in the last update, alike on all ranks, are not waited for. If one is used
         # again, its bucket may have left without it: such a gradient is a stray.
         self._strays: dict[str, torch.Tensor] = {}
-        self.collectors = Collectors({name: parameters[name] for name in self._of}, self.collect)
+        self._copies = GradCopies()
+        self._owned = OwnedGradients()
+        # A hook costs the host as much as a small gradient: where the caller says when all have come, small ones have
+        # none.
+        for pending in () if starts_when_complete else self._pending:
+            pending.quiet = {name: parameters[name] for name in _small(pending.bucket)}
+        quiet = {name for pending in self._pending for name in pending.quiet}
+        self.collectors = Collectors({name: parameters[name] for name in self._of if name not in quiet}, self)
 
     # What the engine and ties across stages ask -------------------------------------------------------------------
 
-    def reduced_of(self, name: str) -> torch.Tensor:
-        """The owned part of the bucket of a parameter, valid after `reduce`."""
+    def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
+        """See `GradReduce`."""
+        return self._owned.views(owned, self.parts, self._part_of)
+
+    def _part_of(self, name: str) -> torch.Tensor:
         pending = self._of.get(name)
-        return self._whole.reduced_of(name) if pending is None else self._reduced[pending.index]
+        return self._whole.part_of(name) if pending is None else self._reduced[pending.index]
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """The owned parts of all buckets, flat, valid after `reduce`."""
+        return [*self._reduced, *self._whole.parts]
 
     @property
     def touched(self) -> frozenset[str]:
@@ -240,24 +314,28 @@ class GradPerMicrobatch(Passes):
 
     def begin(self, num_microbatches: int) -> None:
         """Forget the gradients of the last update and make room for those of `num_microbatches`."""
-        self._whole.begin(num_microbatches)
-        self._reduced = []
         # The runs have the dtype of accumulation, which one microbatch does not need: only that changes with k.
-        if not self._runs or (num_microbatches == 1) != (self._num_microbatches == 1):
+        is_other = not self._runs or (num_microbatches == 1) != (self._num_microbatches == 1)
+        if is_other or any(reduced is not run for reduced, run in zip(self._reduced, self._runs, strict=False)):
+            self._owned.forget()  # given back, or copies in the dtype of the masters, made for one update
+        self._reduced = []
+        self._whole.begin(num_microbatches)
+        self._copies.forget()
+        if is_other:
             self._lay_out(num_microbatches)
         self._num_microbatches = num_microbatches
         self._touched.clear()
         self._strays.clear()
         self._completed.clear()
         # An update that raised may have left a transfer behind, which nobody needs.
-        self._flight = None
+        self._flights.clear()
         self.buffers.forget()
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
             for parameter in self._parameters:
                 parameter.grad = None  # of a backward of the user's own, which this update does not count
         for pending in self._pending:
             pending.num_rounds = 0
-            pending.buffer, pending.views = None, {}
+            pending.buffer, pending.flat, pending.views = None, None, {}
             self._open(pending)
         self._is_collecting = True
 
@@ -265,7 +343,7 @@ class GradPerMicrobatch(Passes):
         """Learn from an update: what no rank had a gradient for is not waited for in the next one.
 
         `touched`: the same on all ranks. After the first update buckets go in the order in which its backward completed
-        them on the first rank, which may be another one than that of the parameters in the model.
+            them on the first rank. That order may differ from the parameters' order in the model.
         """
         self._unused = frozenset(self._of.keys() - touched)
         if self._starts_when_complete and not self._is_ordered:
@@ -281,17 +359,17 @@ class GradPerMicrobatch(Passes):
                 pending.sort(key=lambda each: place.get(each.index, len(place)))
 
     def reduce(self) -> None:
-        """Leave the sums over all microbatches and data ranks in the owned parts that `reduced_of` gives."""
+        """Leave the sums over all microbatches and data ranks in the owned parts that `views_of` gives."""
         self._is_collecting = False
         self._add_strays()
-        self._land()
+        self._land_all()
         self.buffers.trim()
         for pending, run in zip(self._pending, self._runs, strict=True):
             if not pending.num_rounds:
                 run.zero_()
             # No copy where the dtypes agree: the engine takes the mean and clips in the run itself, which the first
             # microbatch of the next update overwrites.
-            reduced = run.to(torch_dtype(pending.bucket.master))
+            reduced = run.to(pending.master)
             purpose = f"gradients of bucket {pending.index} over replicas"
             sum_over_replicas(reduced, reduced, self._replicas, purpose=purpose, counters=self._counters)
             self._reduced.append(reduced)
@@ -320,6 +398,9 @@ class GradPerMicrobatch(Passes):
         for pending in [each for at in stages for each in self._by_stage.get(at, ())]:
             if not pending.is_launched:
                 self._launch(pending)
+            for name, gradient in take_gradients(pending.quiet).items():
+                self._touched.add(name)
+                self._stray(name, gradient)
             self._open(pending)
 
     def finish(self, indices: Sequence[int]) -> None:
@@ -341,18 +422,17 @@ class GradPerMicrobatch(Passes):
             return
         pending = self._of[name]
         self._touched.add(name)
-        with torch.no_grad():
-            if pending.is_launched:
-                self._stray(name, gradient)
-                return
-            # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
-            if pending.buffer is None:
-                self._give_buffer(pending)
-            if name in pending.touched:
-                pending.views[name].add_(gradient)
-            else:
-                pending.views[name].copy_(gradient)
-                pending.touched.add(name)
+        if pending.is_launched:
+            self._stray(name, gradient)
+            return
+        # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
+        if pending.buffer is None:
+            self._give_buffer(pending)
+        if name in pending.touched:
+            self._copies.add(pending.views[name], gradient)
+        else:
+            self._copies.copy(pending.views[name], gradient)
+            pending.touched.add(name)
         pending.missing.discard(name)
         if not pending.missing and not self._is_ordered and pending.num_rounds == 0:
             self._completed.append(pending.index)
@@ -377,51 +457,77 @@ class GradPerMicrobatch(Passes):
         pending.is_launched = False
 
     def _give_buffer(self, pending: _Pending) -> None:
+        # A single bucket is still on its way from the last microbatch when the next one fills it: its buffer comes back
+        # with the wait. So does that of two others while a third is filled.
+        while self._flights and self.buffers.is_short(pending.index):
+            self._land()
         buffer = self.buffers.give(pending.index)
         pending.buffer = buffer
+        pending.flat, pending.views = self.buffers.views(pending.index, buffer, lambda: self._views_of(pending, buffer))
+
+    def _views_of(self, pending: _Pending, buffer: GradBuffer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         flat = self.buffers.part(pending.index, buffer, pending.wire)
-        pending.views = {
-            slot.name: flat[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
+        return flat, {
+            slot.name: flat[slot.start : slot.start + slot.num_elements].view(self._shapes[slot.name])
             for slot in pending.bucket.slots
         }
 
-    @torch.no_grad()
     def _launch(self, pending: _Pending) -> None:
         """Start the reduction of a bucket, after the one before it."""
-        # One reduction at a time is in flight, so that two buffers are enough: one fills while the other is reduced.
-        self._land()
+        self._copies.flush()
         if pending.buffer is None:
             self._give_buffer(pending)
+        if gradients := take_gradients(pending.quiet):
+            with torch.no_grad():
+                torch._foreach_copy_([pending.views[name] for name in gradients], list(gradients.values()))
+            pending.touched.update(gradients)
+            self._touched.update(gradients)
         buffer = pending.buffer
         assert buffer is not None
-        for name, view in pending.views.items():
-            if name not in pending.touched:  # other ranks may have a gradient for it
-                view.zero_()
+        assert pending.flat is not None
+        if len(pending.touched) < len(pending.views):
+            for name, view in pending.views.items():
+                if name not in pending.touched:  # other ranks may have a gradient for it
+                    view.zero_()
         run = self._runs[pending.index]
         is_first = pending.num_rounds == 0
-        master = torch_dtype(pending.bucket.master)
+        master = pending.master
         # The first part of the sum is written where the sum is; later ones are added from a scratch, in the order of
         # the microbatches, which is the order in which one process adds them.
-        target = run if is_first and run.dtype == master else self._scratch_of(run.numel(), master)
+        is_scratch = not is_first or run.dtype != master
+        self._make_way(is_scratch=is_scratch)
+        target = self._scratch_of(run.numel(), master) if is_scratch else run
         self._counters.reduce_scatters += 1
         work = self._owners.reduce_scatter(
             target,
-            self.buffers.part(pending.index, buffer, pending.wire),
+            pending.flat,
             counts=pending.bucket.counts,
             purpose=pending.purpose,
         )
-        self._flight = _Flight(pending=pending, buffer=buffer, target=target, work=work, is_first=is_first)
+        self._flights.append(_Flight(pending=pending, buffer=buffer, target=target, work=work, is_first=is_first))
         self.buffers.launched(buffer)
-        pending.buffer, pending.views = None, {}
+        pending.buffer, pending.flat, pending.views = None, None, {}
         pending.is_launched = True
         pending.num_rounds += 1
 
-    @torch.no_grad()
+    def _make_way(self, *, is_scratch: bool) -> None:
+        """Wait for reductions that the next one must not overtake; `is_scratch`: it adds to the run from a scratch."""
+        # Where transfers go on alone, to wait here would hold up the backward. The two buffers limit how many go on.
+        # So does what a channel between devices holds until the wait. There is one scratch. Elsewhere a transfer goes
+        # on while somebody waits, and two at a time gain nothing.
+        most = self._most_flights
+        if is_scratch or any(each.target is not self._runs[each.pending.index] for each in self._flights):
+            most = 0
+        while len(self._flights) > most:
+            self._land()
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
     def _land(self) -> None:
-        """Wait for the reduction that was started last, and add what it gave to the run."""
-        if (flight := self._flight) is None:
-            return
-        self._flight = None
+        """Wait for the reduction that was started first, and add what it gave to the run."""
+        flight = self._flights.popleft()
         # Until then peers, or a kernel of the transfer, may read the buffer, which `landed` gives to the next bucket.
         flight.work.wait()
         self.buffers.landed(flight.buffer)
@@ -433,8 +539,10 @@ class GradPerMicrobatch(Passes):
                 run.add_(flight.target)
 
     def _scratch_of(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for one part of a sum: one reduction at a time is in flight."""
+        """Memory for one part of a sum: one reduction that needs it is in flight."""
         # Not allocated with one microbatch in the master's dtype, which needs none; then at once for the largest.
+        if (view := self._scratch_views.get((num_elements, dtype))) is not None:
+            return view
         num_bytes = num_elements * dtype.itemsize
         if self._scratch.numel() < num_bytes:
             largest = max(
@@ -442,10 +550,12 @@ class GradPerMicrobatch(Passes):
                 for pending in self._pending
             )
             self._scratch = torch.empty(largest, dtype=torch.uint8, device=self._owners.device)
-        return self._scratch[:num_bytes].view(dtype)
+        view = self._scratch_views[num_elements, dtype] = self._scratch[:num_bytes].view(dtype)
+        return view
 
     def _lay_out(self, num_microbatches: int) -> None:
         self._runs = []  # free before taking the new ones
+        self._scratch_views.clear()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
         for pending in self._pending:
             dtype = torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches))
@@ -454,8 +564,9 @@ class GradPerMicrobatch(Passes):
 
     # Gradients that come after their bucket -----------------------------------------------------------------------
 
+    @torch.no_grad()
     def _stray(self, name: str, gradient: torch.Tensor) -> None:
-        """Keep a gradient that comes after the reduction of its bucket: nobody had one for it in the last update."""
+        """Keep a gradient that comes after the reduction of its bucket: no rank had one for it in the last update."""
         if name not in self._unused:
             raise ModelError(self._too_late(name))
         # Kept whole on this rank: other ranks may have none, and cannot join a reduction in the midst of backward. The
@@ -471,8 +582,8 @@ class GradPerMicrobatch(Passes):
             return twice_in_one_backward(name)
         return (
             f"parameter {name!r} got a gradient after the backward of all calls of its unit "
-            f"{self._of[name].bucket.unit!r}, when those of the unit were reduced (stage 3); name the module around "
-            "all that uses it in sharding.units, and where activations are checkpointed, use_reentrant=False"
+            f"{self._of[name].bucket.unit!r}, when the unit's gradients were reduced (stage 3). In sharding.units "
+            "name the module around all its uses; give activation checkpoints use_reentrant=False"
         )
 
     def _add_strays(self) -> None:
@@ -493,6 +604,16 @@ class GradPerMicrobatch(Passes):
                 pending.views[name].copy_(self._strays[name])
                 pending.touched.add(name)
             self._launch(pending)
+
+
+def _small(bucket: Bucket) -> list[str]:
+    """Parameters of a bucket whose gradients may wait for all of it, in their own memory."""
+    found, num_elements = [], 0
+    for slot in bucket.slots:
+        if slot.num_elements <= MOST_ELEMENTS >> 2 and num_elements + slot.num_elements <= MOST_ELEMENTS:
+            found.append(slot.name)
+            num_elements += slot.num_elements
+    return found
 
 
 def _restricted(ownership: Ownership, buckets: Sequence[Bucket]) -> Ownership:

@@ -9,14 +9,15 @@ The life of a gradient at stages 0 and 1 (`GradPerUpdate`; `grad_per_microbatch`
 [2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
 
 The order of the sums, where g01 is the gradient of rank 0 in microbatch 1. Float addition is not associative, so that
-with several microbatches the last bits of the two ways differ; each is the same on all ranks and in every run.
+with several microbatches the last bits of the two ways differ. Each is the same on all ranks and in every run.
 
     stages 0 and 1   (g00 + g01) + (g10 + g11)     microbatches on each rank, then ranks in their order
     stages 2 and 3   (g00 + g10) + (g01 + g11)     ranks for each microbatch, then microbatches
 """
 
+import operator
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,25 +25,27 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, values_of
 from shardwise.engine.reports import Counters
+from shardwise.engine.zero.flat_params import Owned
+from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype
 
 
 class Collectors:
-    """A hook on each parameter, which gives its gradient to whoever collects them.
+    """A hook on each parameter, which gives its gradient to the collector.
 
-    A model that is put under another plan keeps the hooks: they do nothing once the one who collects is gone, and do
-    not keep him alive.
+    A model that is put under another plan keeps the hooks. They do nothing once the collector is gone, and do not keep
+    it alive.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], collect: Callable[[str, torch.Tensor], None]) -> None:
-        """`collect`: a method, called with the name of a parameter and the parameter."""
-        # A bound method as a hook would keep the collector, and with it all gradients, for as long as the model lives.
-        reference = weakref.WeakMethod(collect)
+    def __init__(self, parameters: Mapping[str, nn.Parameter], collector: "Collector") -> None:
+        # The collector itself in a hook would be kept, and with it all gradients, for as long as the model lives.
+        reference = weakref.ref(collector)
         self._parameters = parameters
         self._hooks = {name: _hook(reference, name) for name in parameters}
         self._handles = {name: self._put_on(name) for name in parameters}
@@ -61,17 +64,22 @@ class Collectors:
 
 
 # A function and not a lambda in the loop of `__init__`: each hook needs a `name` of its own.
-def _hook(
-    reference: "weakref.WeakMethod[Callable[[str, torch.Tensor], None]]", name: str
-) -> Callable[[torch.Tensor], None]:
+def _hook(reference: "weakref.ref[Collector]", name: str) -> Callable[[torch.Tensor], None]:
     def give(parameter: torch.Tensor) -> None:
-        if (collect := reference()) is not None:
-            collect(name, parameter)
+        if (collector := reference()) is not None:
+            collector.collect(name, parameter)
 
     return give
 
 
-class GradReduce(Protocol):
+class Collector(Protocol):
+    """Who takes gradients."""
+
+    def collect(self, name: str, parameter: torch.Tensor) -> None:
+        """Take a finished gradient over from autograd; outside of an update it is the user's."""
+
+
+class GradReduce(Collector, Protocol):
     """The gradients of one rank."""
 
     collectors: Collectors
@@ -97,10 +105,41 @@ class GradReduce(Protocol):
         """Take a sum made elsewhere for that of a parameter of several stages: after the last backward."""
 
     def reduce(self) -> None:
-        """Sum the gradients over all data ranks and leave the owned parts in what `reduced_of` gives."""
+        """Sum the gradients over all data ranks and leave the owned parts in what `views_of` gives."""
 
-    def reduced_of(self, name: str) -> torch.Tensor:
-        """The owned part of the bucket of a parameter, valid after `reduce`."""
+    def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
+        """The reduced gradients of all that is owned, by name, in the shapes of the masters; valid after `reduce`."""
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """The owned parts of all buckets, flat, valid after `reduce`."""
+
+
+class OwnedGradients:
+    """Views of the reduced gradients. They are made once: buffers serve many updates."""
+
+    def __init__(self) -> None:
+        self._parts: Sequence[torch.Tensor] = ()
+        """The owned parts of buckets that are viewed."""
+        self._views: dict[str, torch.Tensor] = {}
+
+    def views(
+        self, owned: Sequence[Owned], parts: Sequence[torch.Tensor], part_of: Callable[[str], torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """The gradients of what is owned, by name. `parts`: the owned parts of all buckets. `part_of`: the one with a
+        parameter."""
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            self._views = {}
+            for each in owned:
+                segment = each.segment
+                span = slice(segment.start, segment.start + segment.run.num_elements)
+                self._views[segment.name] = part_of(segment.name)[span].view(each.parameter.shape)
+            self._parts = list(parts)
+        return self._views
+
+    def forget(self) -> None:
+        """The buffers are given back: views would keep them."""
+        self._parts, self._views = (), {}
 
 
 def twice_in_one_backward(name: str) -> str:
@@ -151,11 +190,22 @@ class GradPerUpdate:
         self._is_last = False
         self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
         self._parameters = [parameters[name] for name in self._bucket_of]
-        self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self.collect)
+        self._copies = GradCopies()
+        self._owned = OwnedGradients()
+        self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self)
 
-    def reduced_of(self, name: str) -> torch.Tensor:
+    def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
+        """See `GradReduce`."""
+        return self._owned.views(owned, self.reduced, self.part_of)
+
+    def part_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
         return self.reduced[self._bucket_of[name]]
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """The owned parts of all buckets, flat, valid after `reduce`."""
+        return self.reduced
 
     @property
     def touched(self) -> frozenset[str]:
@@ -164,11 +214,12 @@ class GradPerUpdate:
 
     def view(self, name: str) -> torch.Tensor:
         """The sum so far for a parameter that is `touched`, in its own shape."""
+        self._copies.flush()
         return self._views[name]
 
     def place(self, name: str, gradient: torch.Tensor) -> None:
         """Take a sum made elsewhere for that of a parameter: before `reduce`, after the last backward."""
-        view = self._views[name]
+        view = self.view(name)
         # The sum may have been made in the view itself (`StageTies.collect`).
         if gradient is not view:
             view.copy_(gradient)
@@ -177,6 +228,7 @@ class GradPerUpdate:
     def begin(self, num_microbatches: int) -> None:
         """Forget the gradients of the last update and make room for those of `num_microbatches`."""
         layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
+        self._copies.forget()
         # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
         if layout != self._layout:
             self._lay_out(layout, num_microbatches)
@@ -222,24 +274,30 @@ class GradPerUpdate:
         # part has left already; to add the second one to the buffer would change what a transfer reads.
         if index < len(self._works):
             raise ModelError(twice_in_one_backward(name))
-        with torch.no_grad():
-            if name in self._touched:
-                self._views[name].add_(gradient)
-            else:
-                # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
-                self._views[name].copy_(gradient)
-                self._touched.add(name)
+        if name in self._touched:
+            self._copies.add(self._views[name], gradient)
+        else:
+            # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
+            self._copies.copy(self._views[name], gradient)
+            self._touched.add(name)
         # A `late` parameter gets parts of its gradient from other stages after this backward: it stays pending here,
         # and its bucket waits for `reduce`.
         if self._is_last and self._owners.progresses_alone and name not in self._late:
-            self._pending[index].discard(name)
-            while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
-                self._launch()
-                self._counters.early_reductions += 1
+            pending = self._pending[index]
+            pending.discard(name)
+            if not pending:
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Start the reductions whose turn it is."""
+        while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
+            self._launch()
+            self._counters.early_reductions += 1
 
     def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
         self._layout = layout
         self._views, self._buffers, self.reduced = {}, [], []
+        self._owned.forget()
         # Freed before the new one is taken. Both together would make the peak of a run at its first change of k.
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
         self._arena = self._memory.allocate(layout.num_bytes)
@@ -263,12 +321,16 @@ class GradPerUpdate:
 
     def _launch(self) -> None:
         """Start the reduction of the next bucket; buckets go in one order on all ranks, whatever backward did first."""
+        self._copies.flush()
         index = len(self._works)
         bucket = self._buckets[index]
         buffer = self._buffers[index]
-        # Where a narrower copy travels than is summed, one such copy at a time is held: the peak would grow by all.
-        if index and self._wire[index] != buffer.dtype:
+        # What is held until a wait is that of one or two buckets, and not of all: of one where a narrower copy travels
+        # than is summed, of two where a channel between devices holds what it has received.
+        if index and any(self._wire[at] != self._buffers[at].dtype for at in (index - 1, index)):
             self._complete(index - 1)
+        elif index > 1 and sums_of(self._owners) is not None:
+            self._complete(index - 2)
         # What this rank has no gradient for is zeros, because other ranks may have one: all reduce all buckets.
         for slot in bucket.slots:
             if slot.name not in self._touched:

@@ -1,10 +1,11 @@
 """What the code of a model meets of sharded parameters (stage 3), whose values exist only while they are gathered.
 
-    not gathered   class ShardedX: shape, dtype and gradient as ever; values by a read of its own, or a refusal
+    not gathered   class ShardedX: shape, dtype and gradient as ever; values by a separate read, or a refusal
     gathered       class X (nn.Parameter, ...), and torch knows of nothing
     afterwards     a view of it that a forward gave away is a copy (`copy_of_view`): the memory is gone
 
-Operations that need values go to the reader of the buffers (`OutsideReads`); where nobody can gather, they are refused.
+Operations that need values go to the reader of the buffers (`OutsideReads`); where no rank can gather, they are
+refused.
 """
 
 import functools
@@ -48,7 +49,7 @@ def functions_of_metadata() -> frozenset[Any]:
 
 @functools.cache
 def _unfollowed() -> frozenset[Any]:
-    """The functions that give the memory of a parameter, or change it, in ways that nobody sees."""
+    """The functions that give the memory of a parameter, or change it, in ways that no hook sees."""
     # `numpy` gives an array over memory that is freed behind its back. No copy can be put in its place, for a write to
     # the array shows in no version counter.
     names = ("numpy", "__array__", "__dlpack__", "__reduce_ex__", "__deepcopy__", "storage", "set_", "share_memory_")
@@ -93,10 +94,10 @@ def _refusal(what: str, args: Iterable[Any]) -> ModelError:
     )
     within = f"of unit {unit!r}" if unit else "of the model itself"
     return ModelError(
-        f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3) and gathered only "
-        f"for forwards of engine.step, evaluate and predict; to read values outside of them use engine.state() or "
-        f"sw.full(engine), to write them sw.load. In a forward, operations on it give new tensors: read its memory "
-        f"(data, numpy) after detach(), or name the module that reads it in sharding.units ('.' is the model itself)"
+        f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3). It is gathered "
+        "only for forwards of engine.step, evaluate and predict. To read values outside of them use engine.state() "
+        "or sw.full(engine), to write them sw.load. In a forward, operations on it give new tensors. Read its memory "
+        "(data, numpy) after detach(), or name the module that reads it in sharding.units ('.' is the model itself)"
     )
 
 
@@ -129,13 +130,13 @@ class Copy:
 def refusal_of_write(name: str) -> ModelError:
     """What to say of a write to a parameter that is gathered for a forward only."""
     return ModelError(
-        f"parameter {name!r} was written to in a forward, where it is a copy for the time of that forward (stage 3), "
-        "so that the values are lost; keep what forwards write in buffers, or use stage 2"
+        f"a forward wrote to parameter {name!r}, which is a copy for the time of that forward (stage 3): the values "
+        "are lost. Let forwards write to buffers, or use stage 2"
     )
 
 
 def copy_of_view(view: torch.Tensor) -> torch.Tensor:
-    """The values of a view in memory of their own, with its strides and alignment, by which kernels round."""
+    """The values of a view in separate memory, with its strides and alignment: kernels round by them."""
     if not view.requires_grad:
         return _copied(view.detach())
     # `clone` would do for the values; but its strides and alignment are its own, and the last bits of results with it.

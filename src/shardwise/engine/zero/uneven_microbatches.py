@@ -3,7 +3,7 @@
 A rank leaves out microbatches of weight 0. At stages 2 and 3 it must still join the collectives of the others:
 
     number      0       1       2       3          computed by (`Joint`): 0 ALL, 1 SOME, 2 SOME, 3 ALL
-    rank 0      F B     F B     skip    F B        NONE, where nobody computes it, is no round at all
+    rank 0      F B     F B     skip    F B        NONE, where no rank computes it, is no round at all
     rank 1      F B     skip    F B     F B
 
 The calls of one pass, in each of its states:

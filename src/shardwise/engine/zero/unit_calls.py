@@ -1,6 +1,6 @@
 """Units that are gathered, and the calls whose backward needs them again (stage 3).
 
-A unit may be called several times before the first backward, and each call has a backward of its own:
+A unit may be called several times before the first backward, and each call has its own backward:
 
     forward    call 1 of U   call 2 of U                              num_uses 1, 0, 1, 0
     backward                               call 2 of U   call 1 of U  num_uses 1, 0, 1, 0; reduced after call 1
@@ -12,7 +12,7 @@ A unit may be called several times before the first backward, and each call has 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class Residence(enum.Enum):
 
     SHARDED = enum.auto()
     ARRIVING = enum.auto()
-    """Memory is taken, and transfers were begun that nobody waited for."""
+    """Memory is taken, and transfers were begun without a wait."""
     GATHERED = enum.auto()
 
 
@@ -54,7 +54,7 @@ class GatheredUnit:
     """Transfers that were begun for it and not waited for."""
 
     def name_at(self, view: torch.Tensor) -> str:
-        """The parameter of which `view` shows a part, while the unit is gathered."""
+        """The parameter behind `view`, while the unit is gathered."""
         # By its place in memory: a view of a detached tensor knows no base.
         place = view.untyped_storage()._cdata, view.storage_offset()
         for name, (parameter, _, _) in zip(self.plan.parameters, self.parameters, strict=True):
@@ -101,7 +101,7 @@ class Backward(enum.Enum):
 class UnitCall:
     """One call of a module whose backward needs its units again."""
 
-    __slots__ = ("_watcher", "backward", "entered", "left", "microbatch", "starts_graph", "units")
+    __slots__ = ("_watcher", "backward", "entered", "is_noticed", "left", "microbatch", "starts_graph", "units")
 
     def __init__(self, watcher: _Watcher, units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
         self.units = units
@@ -111,6 +111,8 @@ class UnitCall:
         self.left = entered
         self.starts_graph = False
         """Whether the graph of the backward begins with an input of the call."""
+        self.is_noticed = True
+        """Whether its backward did not go on to the end of the whole backward."""
         self._watcher = watcher
         self.backward = Backward.TO_COME
 
@@ -145,26 +147,25 @@ class UnitCall:
 
     def close(self) -> list[GatheredUnit]:
         """The backward around it has ended; what it did not let go itself."""
-        held = list(self.units) if self.backward is Backward.RUNNING else []
+        self.is_noticed = self.backward is not Backward.RUNNING
+        held = [] if self.is_noticed else list(self.units)
         self.backward = Backward.DONE
         return held
 
 
 # Autograd saves a weight to compute the gradient of an input. Kept as the tensor itself, it would be read after `free`;
 # kept as a copy, it would hold all units until their backward, which is what stage 3 is there to avoid.
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What autograd saved of a parameter in a call: a view of memory that is filled when the backward has begun."""
-
-    tensor: torch.Tensor
-    call: UnitCall
+Saved: TypeAlias = tuple[torch.Tensor, UnitCall]
+"""What autograd saved of a parameter in a call: a view of memory that is filled when the backward has begun."""
 
 
 def unpack(saved: Any) -> torch.Tensor:
     """What autograd gets back of what it saved."""
-    if isinstance(saved, Saved):
+    # A tuple, told by its class: an operation saves several tensors, and each of them comes here.
+    if type(saved) is tuple:
         # The very tensor that autograd saved: its storage has bytes again, with the same values.
-        saved.call.resume()
-        return saved.tensor
-    assert isinstance(saved, torch.Tensor)  # an activation, or a parameter of no unit
-    return saved
+        tensor, call = saved
+        if call.backward is not Backward.RUNNING:
+            call.resume()
+        return tensor  # type: ignore[no-any-return]
+    return saved  # type: ignore[no-any-return]  # an activation, or a parameter of no unit

@@ -1,6 +1,6 @@
 """When units are gathered and let go: before and after the forwards and backwards of their modules (stage 3).
 
-One microbatch over three units; a unit that nobody uses stays until the next one is gathered:
+One microbatch over three units; a unit after its use stays until the next one is gathered:
 
     forward    gather 0   run 0 | free 0  gather 1   run 1 | free 1  gather 2   run 2 |
     backward   (2 is here)              run 2, reduce 2 | free 2  gather 1   run 1, reduce 1 | free 1  gather 0   run 0
@@ -19,13 +19,18 @@ here all the time. In memory besides, in bytes:
     backward of 0 begins                      _make_room: free                    0       4000            0
     reduction of 0 begins                     GradPerMicrobatch._land             0          0            0
 
-The next unit, as the last pass had it, is gathered while this one runs, where transfers progress by themselves.
+The next unit, as the last pass had it, is gathered while this one runs, where transfers progress without help. In a
+backward the gather goes ahead of the gradients of the unit whose room it takes:
 
-All data ranks gather and reduce in one order, that of their modules; channels refuse another one, at the latest with
-the next exchange, and so before an update. Where peers' memory is read in place, nobody waits for anybody: the parts do
-not change from the exchange that opens a step or an evaluation to the one that closes it.
+    link       | gather 1   | reduce 3 | gather 0 | reduce 2 | ..      a backward waits for a gather, and for no
+    device     | backward 3 | backward 2     | backward 1 | ..         reduction
+
+All data ranks gather and reduce in one order, that of their modules. Channels refuse another one, at the latest with
+the next exchange, and so before an update. Where peers' memory is read in place, no rank waits: the parts do not change
+between the exchanges that open and close a step or an evaluation.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +45,7 @@ from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
 from shardwise.engine.zero.sharded_params import Copy, sharded_class
 from shardwise.engine.zero.uneven_microbatches import Passes
-from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, Saved, UnitCall, unpack
+from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, UnitCall, unpack
 from shardwise.errors import CallMismatchError, ModelError
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit
@@ -55,8 +60,8 @@ class Unshard(Passes):
     moves_in_step = True
     gathers = True
     advice = (
-        "under stage 3 all data ranks gather and reduce the same units in the same order: where the data choose which "
-        "modules run (experts, layers that are skipped), name one module around all of them in sharding.units"
+        "under stage 3 all data ranks gather and reduce the same units in the same order. If the data choose the "
+        "modules that run (experts, skipped layers), name one module around all of them in sharding.units"
     )
 
     def __init__(
@@ -79,18 +84,20 @@ class Unshard(Passes):
         self._counters = counters
         self._keeps = keeps
         self._microbatch: Callable[[], int] = lambda: 0
+        self._bucket_at = {bucket.plan.slots[0].name: at for at, bucket in enumerate(params.sharded)}
+        """The number of a bucket, by its first parameter."""
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
         self._resident: list[GatheredUnit] = []
         self._calls: list[UnitCall] = []
         """The calls whose forward runs now, from the outside in."""
         self._copy: Copy | None = None
         """The last copy of a parameter that a forward got instead of a view."""
-        self._eager_pack: Callable[[torch.Tensor], object] | None = None
+        self._unit_at = {storage: unit for unit in self.units for storage in unit.storages}
         self.is_in_pass = False
         """Whether all data ranks run the model: a step, an evaluation or a prediction goes on."""
         self._trains = False
-        self._next: dict[tuple[str, int], GatheredUnit] = {}
-        """(phase, unit) -> the unit that was used after it."""
+        self._next: dict[tuple[str, int], tuple[str, GatheredUnit]] = {}
+        """(phase, unit) -> phase and unit of the use after it."""
         self._last_use: tuple[str, int] | None = None
         self._outstanding: dict[int, dict[int, int]] = {}
         """Microbatch -> unit -> calls whose backward has not ended."""
@@ -108,7 +115,8 @@ class Unshard(Passes):
     def _unit(
         self, number: int, plan: Unit, parameters: Mapping[str, nn.Parameter], stage_of: Mapping[str, int]
     ) -> GatheredUnit:
-        buckets = tuple(each for each in self._params.sharded if each.plan.slots[0].name in plan.parameters)
+        at = sorted(self._bucket_at[name] for name in plan.parameters if name in self._bucket_at)
+        buckets = tuple(self._params.sharded[each] for each in at)
         reductions = {self._gradients.index_of(name): None for name in plan.parameters}
         members = []
         for name in plan.parameters:
@@ -223,7 +231,7 @@ class Unshard(Passes):
     def _exchange(self, value: bytes) -> list[bytes]:
         """Every rank's answer; those who say something say the same. Raises CallMismatchError, alike on all ranks."""
         self._counters.exchanges += 1
-        answers = self._owners.exchange(value, purpose="what comes next in a microbatch that not all ranks compute")
+        answers = self._owners.exchange(value, purpose="the next step of a microbatch that not all ranks compute")
         if len(set(filter(None, answers))) > 1:
             lines = [f"  - rank {rank}: {self._in_words(message)}" for rank, message in enumerate(answers) if message]
             raise CallMismatchError("data ranks go through a microbatch in different ways:\n" + "\n".join(lines))
@@ -242,7 +250,12 @@ class Unshard(Passes):
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int]:
         """See `Passes`. By the order of the last microbatch that was trained on; before it, by that of the model."""
         order = [
-            Use(unit, begins, call is not None and call.backward is not Backward.TO_COME)
+            Use(
+                unit,
+                begins,
+                call is not None and call.backward is not Backward.TO_COME,
+                call is None or call.is_noticed,
+            )
             for unit, begins, call in self._order
         ]
         stage_of = {unit.number: unit.stage for unit in self.units}
@@ -256,6 +269,7 @@ class Unshard(Passes):
             one * num_microbatches if schedule is None else schedule,
             keeps=self._keeps,
             backward=self._differentiated if order else None,
+            ahead=self._owners.progresses_alone,
         )
         return {unit.plan.name: found[unit.number] for unit in self.units}
 
@@ -312,15 +326,18 @@ class Unshard(Passes):
 
     def _reduce(self, unit: GatheredUnit) -> None:
         self._announce("reduce", BACKWARD, unit)
+        if self._owners.progresses_alone:
+            self._look_two_ahead(unit)
         self._gradients.finish(unit.reductions)
 
     def check_in_pass(self, units: Sequence[GatheredUnit]) -> None:
-        """Raise ModelError for a call of the model that no step, evaluation or prediction makes: the other ranks may be
-        writing their parts, and would not gather with this one."""
+        """Raise ModelError for a call of the model that no step, evaluation or prediction makes. The other ranks may be
+        writing their parts, and would not gather with this one.
+        """
         if not self.is_in_pass:
             raise ModelError(
                 f"the model is called outside of step, evaluate and predict, and unit {units[0].plan.name!r} of its "
-                "parameters is cut over the ranks (stage 3); call engine.predict(inputs, output_of) on all ranks, or "
+                "parameters is cut over ranks (stage 3). Call engine.predict(inputs, output_of) on all ranks, or "
                 "read whole tensors with sw.full(engine)"
             )
 
@@ -333,10 +350,9 @@ class Unshard(Passes):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         try:
             if hooks is None:
-                pack = self._pack
-                if "torch._dynamo" in sys.modules:  # or what is compiled would have the hook compiled too
-                    pack = self._eager_pack = self._eager_pack or torch.compiler.disable(pack)
-                with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                if "torch._dynamo" in sys.modules:
+                    _keep_hooks_eager()
+                with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
                     yield
             else:
                 yield
@@ -345,12 +361,13 @@ class Unshard(Passes):
             call.left = self._num_calls
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        storage = tensor.untyped_storage()._cdata
+        if (found := self._unit_at.get(tensor.untyped_storage()._cdata)) is None:  # an activation, as most are
+            return tensor
         # By the storage, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has the
         # unit: its backward begins and ends within that of the calls around it.
         for call in reversed(self._calls):
-            if any(storage in unit.storages for unit in call.units):
-                return Saved(tensor, call)
+            if found in call.units:
+                return tensor, call
         return tensor
 
     @contextmanager
@@ -371,17 +388,28 @@ class Unshard(Passes):
     @contextmanager
     def using(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> Iterator[None]:
         """The units are gathered inside. `call`: None where no backward can follow."""
-        # The order of the forwards, from which `gathers_in` foretells the traffic of an update.
-        uses = self._uses.setdefault(self._microbatch(), []) if self._trains and phase == FORWARD else []
-        for unit in units:
-            uses.append((unit.number, True, call))
-            self.use(unit, phase)
+        self.enter(units, phase, call)
         try:
             yield
         finally:
-            for unit in units:
-                uses.append((unit.number, False, call))
-                self.drop(unit, phase)
+            self.leave(units, phase, call)
+
+    def enter(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
+        """Gather the units; `leave` follows, whatever happens in between. See `using`."""
+        for unit in units:
+            self._note_use(unit, phase, call, begins=True)
+            self.use(unit, phase)
+
+    def leave(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
+        """Somebody has used the units."""
+        for unit in units:
+            self._note_use(unit, phase, call, begins=False)
+            self.drop(unit, phase)
+
+    def _note_use(self, unit: GatheredUnit, phase: str, call: UnitCall | None, *, begins: bool) -> None:
+        # The order of the forwards, from which `gathers_in` foretells the traffic of an update.
+        if self._trains and phase == FORWARD:
+            self._uses.setdefault(self._microbatch(), []).append((unit.number, begins, call))
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""
@@ -389,12 +417,14 @@ class Unshard(Passes):
         # backwards (recomputation).
         unit.num_uses += 1
         # Before the gather, which is a collective: the ranks that follow must be on their way to it.
-        self._announce("use", phase, unit)
+        if self.is_followed:
+            self._announce("use", phase, unit)
         if unit.num_uses == 1:
             if unit.residence is Residence.SHARDED:
                 self._make_room(unit)
                 self._fill(unit)
-            self._wait(unit)
+            if unit.residence is Residence.ARRIVING:
+                self._wait(unit)
         # Autograd reads what it saved, which views the memory; only forwards read the parameters themselves.
         if phase != BACKWARD:
             unit.num_forwards += 1
@@ -408,7 +438,8 @@ class Unshard(Passes):
         """Somebody needs it no more. It stays until there is need for room."""
         # Not freed here: the last unit of a forward is the first of the backward, and saves a gather.
         unit.num_uses -= 1
-        self._announce("drop", phase, unit)
+        if self.is_followed:
+            self._announce("drop", phase, unit)
         if phase != BACKWARD:
             unit.num_forwards -= 1
             if not unit.num_forwards:
@@ -419,18 +450,32 @@ class Unshard(Passes):
         # A wrong guess costs one gather too many, and no deadlock: all ranks have used the same units in the same
         # order, and guess alike.
         if self._last_use is not None:
-            self._next[self._last_use] = unit
+            self._next[self._last_use] = phase, unit
         self._last_use = phase, unit.number
-        following = self._next.get(self._last_use)
-        if following is not None and following.residence is Residence.SHARDED:
-            self._make_room(following)
-            self._fill(following)
+        if (following := self._next.get(self._last_use)) is not None:
+            self._fill_ahead(following[1])
 
-    def _make_room(self, for_unit: GatheredUnit) -> None:
+    def _look_two_ahead(self, unit: GatheredUnit) -> None:
+        """The backward of a unit has ended: begin to gather what is used after the next one, in its room."""
+        # Before the gradients leave: the backward after the next waits for this gather, and nothing waits for them.
+        if unit.num_uses or (following := self._next.get((BACKWARD, unit.number))) is None:
+            return
+        phase, stays = following
+        after = self._next.get((phase, stays.number))
+        if after is not None and stays.residence is not Residence.SHARDED:
+            self._fill_ahead(after[1], stays)
+
+    def _fill_ahead(self, unit: GatheredUnit, *stay: GatheredUnit) -> None:
+        if unit.residence is Residence.SHARDED:
+            self._make_room(unit, *stay)
+            self._fill(unit)
+
+    def _make_room(self, *stay: GatheredUnit) -> None:
         if self._keeps:
             return
-        for unit in [each for each in self._resident if not each.num_uses and each is not for_unit]:
-            self._free(unit)
+        for unit in tuple(self._resident):
+            if not unit.num_uses and unit not in stay:
+                self._free(unit)
 
     def _fill(self, unit: GatheredUnit) -> None:
         unit.residence = Residence.ARRIVING
@@ -451,3 +496,10 @@ class Unshard(Passes):
         unit.residence = Residence.SHARDED
         for bucket in unit.buckets:
             bucket.free()
+
+
+@functools.cache
+def _keep_hooks_eager() -> None:
+    """Keep torch's compiler from the hook of saved tensors: it would compile it with what is compiled."""
+    # By its code, once. `torch.compiler.disable` wraps the function, and would cost more in every call than the hook.
+    torch._dynamo.eval_frame.skip_code(Unshard._pack.__code__)

@@ -1,7 +1,7 @@
 """What goes around a forward that needs units, of a module or of one operation: gather, watch the backward, let go.
 
 `UnshardHook` stands around a module. `OutsideReads` stands around one operation that takes a parameter outside of its
-unit: a tied head, a table of positions, a penalty in the loss. Each such operation is a call of its own:
+unit: a tied head, a table of positions, a penalty in the loss. Each such operation is a separate call:
 
     forward    gather embed  run embed | ...  | gather embed  linear(x, embed.weight) | loss
     backward                                    gather embed  its gradients           | ...  reduce embed
@@ -22,6 +22,8 @@ from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
 from shardwise.errors import ModelError
+
+_TENSORS = frozenset({torch.Tensor})
 
 
 class UnshardHook:
@@ -57,13 +59,15 @@ def run_gathered(
 ) -> Any:
     """Run a forward that needs the units, and see to its backward.
 
-    The backward of a call begins when the gradient of the first of its outputs is complete, or when it asks for a
-    parameter that was saved for it. It has ended when the gradient of an input is complete, or when the backward of an
-    earlier call begins, at the latest with the whole backward. Raises ModelError inside of torch.vmap.
+    The backward of a call begins when its first output has a complete gradient, or when it asks for a parameter that
+    was saved for it. It has ended when an input has a complete gradient, or the backward of an earlier call begins. At
+    the latest it ends with the whole backward. Raises ModelError inside of torch.vmap.
     """
     # Hooks on tensors and no autograd function around the call: that would give views of the inputs, and a tensor that
     # several modules use would have its gradients added in another order than in one process.
-    given = tensors_in([*args, *kwargs.values()])
+    given = [*args, *kwargs.values()]
+    if not _TENSORS.issuperset(map(type, given)):  # most calls take nothing else
+        given = tensors_in(given)
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
         raise _refusal_of_transformed(units)
     recomputes = _is_recomputed()
@@ -73,15 +77,20 @@ def run_gathered(
             return _without_memory_of_units(unshard, units, forward(*args, **kwargs))
     call = unshard.call(units)
     for each in given:
-        if each.requires_grad and not isinstance(each, nn.Parameter):
-            if each.grad_fn is None:  # its gradient may be complete before those of parameters
-                call.starts_graph = True
-            else:
+        if each.requires_grad:
+            if each.grad_fn is not None:
                 # Autograd runs what was made last first: all nodes of the call come before the one that made its input.
                 each.register_hook(call.end)
-    with unshard.using(units, FORWARD, call), unshard.saving(call):
-        output = _without_memory_of_units(unshard, units, forward(*args, **kwargs))
-    outputs = [each for each in tensors_in(output) if each.requires_grad and each.grad_fn is not None]
+            elif not isinstance(each, nn.Parameter):  # its gradient may be complete before those of parameters
+                call.starts_graph = True
+    unshard.enter(units, FORWARD, call)
+    try:
+        with unshard.saving(call):
+            output = _without_memory_of_units(unshard, units, forward(*args, **kwargs))
+    finally:
+        unshard.leave(units, FORWARD, call)
+    found = [output] if type(output) is torch.Tensor else tensors_in(output)
+    outputs = [each for each in found if each.requires_grad and each.grad_fn is not None]
     for each in outputs:
         each.register_hook(call.begin)
     # A call whose outputs are all without a graph (its unit is frozen, or they are numbers) has no backward, and a
@@ -94,9 +103,9 @@ def run_gathered(
 def _refusal_of_transformed(units: Sequence[GatheredUnit]) -> ModelError:
     names = ", ".join(repr(unit.plan.name) for unit in units)
     return ModelError(
-        f"torch.vmap, or another transformation of torch.func, runs over parameters of unit {names}, which are cut "
-        "over ranks (stage 3) and cannot be gathered inside of it; name the module around all that is transformed in "
-        "sharding.units ('.' is the model itself)"
+        f"torch.vmap, or another transformation of torch.func, runs over parameters of unit {names}. They are cut "
+        "over ranks (stage 3) and cannot be gathered inside of it. In sharding.units name the module around the "
+        "transformed part ('.' is the model itself)"
     )
 
 
@@ -104,14 +113,15 @@ def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], ou
     """The output, with copies of what views a parameter: that is not gathered any more when somebody reads it."""
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided or isinstance(leaf, nn.Parameter):
+        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
             return leaf
         storage = leaf.untyped_storage()._cdata
-        if (unit := next((each for each in units if storage in each.storages), None)) is None:
-            return leaf
-        copy = copy_of_view(leaf)
-        unshard.watch(Copy(copy, unit.name_at(leaf), copy._version))
-        return copy
+        for unit in units:
+            if storage in unit.storages and not isinstance(leaf, nn.Parameter):
+                copy = copy_of_view(leaf)
+                unshard.watch(Copy(copy, unit.name_at(leaf), copy._version))
+                return copy
+        return leaf
 
     return transform(output, copied)
 
@@ -134,8 +144,8 @@ class OutsideReads:
     ) -> Any:
         """What the operation gives. `taken`: the parameters at rest among its arguments.
 
-        NotImplemented outside of a step, an evaluation or a prediction: nobody else gathers then. Raises ModelError for
-        operations that write to a parameter.
+        NotImplemented outside of a step, an evaluation or a prediction: no other rank gathers then. Raises ModelError
+        for operations that write to a parameter.
         """
         if not self._unshard.is_in_pass:
             return NotImplemented

@@ -2,7 +2,7 @@
 
 A sum of n terms in any order, each addition rounded with unit roundoff u, is off by at most (n - 1) u of the sum of the
 terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). For long chains of operations
-that bound grows far beyond what happens; taking rounding errors for independent gives a factor c sqrt(n) u instead of
+that bound grows far beyond what happens. Taking rounding errors for independent gives a factor c sqrt(n) u instead of
 n u (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and that is what bounds values which were computed differently.
 
     layout                    outputs     gradients of a microbatch     mean gradients        update
@@ -49,7 +49,7 @@ class Path:
     num_calls: int
     """Calls of modules so far: each rounds its output to its dtype."""
     length: int
-    """Their reduction lengths added up; that of a call is the largest size of a dim of its parameters and output."""
+    """Their reduction lengths added up. That of a call is the largest size of a dim of its parameters and output."""
     roundoff: float
     """The largest of the dtypes that they gave."""
 
@@ -123,16 +123,16 @@ def _words(plan: Plan) -> str:
     bound = f"{CONFIDENCE:g} (u sqrt(c) + 2^-24 sqrt(n)) of its size"
     if mesh.tp > 1:
         lines = [
-            f"outputs, losses and gradients of each microbatch: {mesh.tp} ranks along tp add parts that they have "
-            f"rounded; what comes after c calls of modules, whose reduction lengths add up to n, is within {bound} "
-            f"(root mean square), an element within {ELEMENT_FACTOR:g} times that; gradients with 2c and 2n; "
-            "u = 2^-24 in float32, 2^-8 in bfloat16"
+            f"outputs, losses and gradients of each microbatch: {mesh.tp} ranks along tp add rounded parts. A value "
+            f"after c calls of modules, with reduction lengths of sum n, is within {bound} (root mean square). An "
+            f"element is within {ELEMENT_FACTOR:g} times that, gradients with 2c and 2n; u = 2^-24 in float32, 2^-8 "
+            "in bfloat16"
         ]
     elif num_stages > 1:
         lines = [
-            f"outputs and losses: the same arithmetic on {num_stages} stages, zero; gradients of each microbatch: what "
-            "has uses on several stages is added in another order, and what comes before it is, after c calls of "
-            f"modules whose reduction lengths add up to n, within {bound}, with 2c and 2n"
+            f"outputs and losses: the same arithmetic on {num_stages} stages, zero. Gradients of each microbatch: "
+            "values with uses on several stages are added in another order. Values before them, after c calls of "
+            f"modules with reduction lengths of sum n, are within {bound}, with 2c and 2n"
         ]
     else:
         lines = ["outputs, losses and gradients of each microbatch: the same arithmetic, zero"]
@@ -141,7 +141,7 @@ def _words(plan: Plan) -> str:
     order = f", added on {num_data_ranks} data ranks first" if num_data_ranks > 1 else ""
     lines.append(
         f"mean gradients: {num_terms} microbatches{order}: each element within {2 * num_terms + 4} u of the mean of "
-        "its terms' sizes, u of the dtype that adds"
+        "its terms' sizes; u is that of the summing dtype"
         + (f", and {precision_words(plan)} to travel" if num_data_ranks > 1 else "")
     )
     lines.append("updated parameters and optimizer state, from the layout's own gradients: the same arithmetic, zero")
@@ -155,7 +155,7 @@ def precision_words(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closeness:
-    """How far two tensors of one shape are from each other, as a fraction of the bound; above 1 is too far."""
+    """How far two tensors of one shape are from each other, as a fraction of the bound. Above 1 is too far."""
 
     ratio: float
     """Infinite where a difference is not finite; never nan."""
@@ -239,6 +239,6 @@ def _root_mean_square(sizes: torch.Tensor) -> float:
 
 
 def factor_between(ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
-    """The number that ours are to be multiplied by to come nearest to theirs; None where ours are zero."""
+    """The factor that brings ours nearest to theirs; None where ours are zero."""
     square = float((ours.conj() * ours).real.sum())
     return float((ours.conj() * theirs).real.sum()) / square if square else None

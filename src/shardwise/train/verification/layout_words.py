@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.space import Mesh
+from shardwise.train.config import find_config
 
 SETTINGS = ("sharding", "pipeline", "tensor")
 """The tables whose settings belong to a layout; others change the arithmetic or the data of both sides."""
@@ -16,8 +17,8 @@ _OPENING, _CLOSING = "[{(", "]})"
 def read_layout(text: str) -> tuple[Mesh, list[str]]:
     """The mesh, and the other settings, in the form of `--set`.
 
-    Words are parted by commas or spaces; those without a dot in their key are axes of the mesh ("pp=2"), which is
-    replaced as a whole. Raises PlanError with every problem.
+    Commas or spaces separate words. Those without a dot in their key are axes of the mesh ("pp=2"), which is replaced
+    as a whole. Raises PlanError with every problem.
     """
     words = split_words(text)
     # Settings have a table before a dot, axes of the mesh have none.
@@ -28,7 +29,7 @@ def read_layout(text: str) -> tuple[Mesh, list[str]]:
         table, _, _ = word.partition("=")[0].strip().partition(".")
         if table not in SETTINGS or "=" not in word:
             problems.append(
-                f"layout: {word!r} is no setting of a layout, which are sharding.*, pipeline.* and tensor.*; write for "
+                f"layout: {word!r} is no setting of a layout (sharding.*, pipeline.* and tensor.*). Write for "
                 "example sharding.stage=3, and use --set for settings of both sides"
             )
     mesh = Mesh()
@@ -74,7 +75,7 @@ def split_words(text: str) -> list[str]:
 
 def _has_rules(path: Path) -> bool:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("tensor")
+        table = tomllib.loads(find_config(path).read_text(encoding="utf-8")).get("tensor")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"the config {path} cannot be read as TOML: {error}") from error
     return isinstance(table, dict) and "rules" in table

@@ -46,7 +46,8 @@ class MeanGradients:
         self._num_terms = len(layout.counted)
         # Without averaging, microbatches are summed on each data rank, and these sums averaged over data ranks.
         divisor = program.num_microbatches if program.plan.merge.average else program.num_data_ranks
-        self._scale = 1.0 / divisor
+        # Hooks have seen gradients of scaled losses.
+        self._scale = 1.0 / (divisor * (own.report.loss_scale or 1.0))
         squares, allowed = 0.0, 0.0
         for name, terms in own.terms.items():
             squares += float((terms.total.abs() * self._scale).square().sum())
@@ -167,9 +168,8 @@ class SharedFactor:
     def found(self, *, rounding: float, slack: float) -> tuple[str, Closeness] | None:
         """A factor that gradients have in common, where it is no rounding, and the first parameter that has it.
 
-        Rounding errors of many elements point everywhere: along the gradient itself there is next to nothing of them,
-        d / sqrt(n) of it where n independent errors have the size d. Of a tensor, the elements along its longest dim
-        are taken for independent.
+        Rounding errors of many elements point everywhere. Along the gradient they nearly vanish: d / sqrt(n) of it for
+        n independent errors of size d. Of a tensor, the elements along its longest dim are taken for independent.
         """
         total = sum(each.square for each in self._factors)
         if not total:
@@ -205,7 +205,7 @@ class FaultWords:
     def explain(self, name: str, theirs: torch.Tensor, at: int, pieces: Sequence[Piece]) -> tuple[str, int | None]:
         """Words for a gradient that is too far off, and the first microbatch that counts wrongly.
 
-        pieces: as the layout holds it. Every owner has a sum of its own: only the piece with element `at` is fitted.
+        pieces: as the layout holds it. Every owner has its own sum: only the piece with element `at` is fitted.
         """
         flat = wide(theirs).reshape(-1).cpu()
         if not bool((flat.abs() > 0).any()):

@@ -1,8 +1,8 @@
 """The one process: each update from the state that the layout had before it, with the layout's rows.
 
-The mean gradient is taken here, in float64, from what autograd gives for each microbatch: nothing of what adds up and
-averages in an engine takes part. The optimizer then gets the gradients of the layout, so that an update is compared
-apart from what it was given: where a gradient is nearly zero, Adam makes rounding errors as large as a learning rate.
+The mean gradient is taken here, in float64, from autograd's gradients of each microbatch. No sum or average of an
+engine takes part. The optimizer then gets the gradients of the layout, so that the update is compared apart from its
+gradients. If a gradient is nearly zero, Adam makes rounding errors as large as a learning rate.
 
     load(state-N of the layout)  ->  forward, backward: outputs noted, gradients added up in float64 (hooks)
     just before optimizer.step:      own gradients digested, then overwritten with gradients-N of the layout

@@ -5,26 +5,27 @@ plan               one_process_plan          the batch of an update, 8 rows
 2 microbatches     4 microbatches            one process: 0-1, 2-3, 4-5, 6-7
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from shardwise.data import DataPlace, first_batches
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
+from shardwise.engine.optimizers import OptimizerFunction
 from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
-from shardwise.train.corpus import read_corpus
-from shardwise.train.loop import LearningRateSchedule, as_batch
+from shardwise.train.loop import LearningRateSchedule
 from shardwise.train.run_build import build_loss, build_model, optimizer_factory
+from shardwise.train.run_data import build_data
 
-Optimizers = Callable[[Iterable[nn.Parameter]], Any]
-Scheduler = Callable[[torch.optim.Optimizer], LRScheduler]
+Scheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
+"""f(an optimizer) -> its learning-rate scheduler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Program:
     """The layout. Its microbatches are those of one data rank."""
     batches: Sequence[Batch]
     """The rows of all data ranks, one batch per update."""
-    optimizer: Optimizers
+    optimizer: OptimizerFunction
     loss: LossFunction | None = None
     loss_weight: LossWeight | None = None
     scheduler: Scheduler | None = None
@@ -91,9 +92,9 @@ class Program:
             # Unequal microbatches would be cut at other rows in one process than on the data ranks.
             if (num_rows := count_rows(batch)) % self.num_microbatches or not num_rows:
                 raise BatchError(
-                    f"batch {step} has {num_rows} rows, which cannot be cut into {self.num_microbatches} equal "
-                    f"microbatches ({self.plan.merge.microbatches} for each of {self.num_data_ranks} data ranks); give "
-                    f"a multiple of {self.num_microbatches}"
+                    f"batch {step} has {num_rows} rows, and cannot be cut into {self.num_microbatches} equal "
+                    f"microbatches ({self.plan.merge.microbatches} for each of {self.num_data_ranks} data ranks); "
+                    f"give a multiple of {self.num_microbatches}"
                 )
 
     def share(self, batch: Batch, rank: int) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Program:
         return self.make_model()
 
 
-def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+def rows_of(batch: Batch, start: int, stop: int) -> dict[str, Any]:
     """Some rows of a batch; entries without rows go along."""
     return {
         name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim else value
@@ -118,16 +119,11 @@ def rows_of(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 def configured(config: RunConfig, *, steps: int) -> Program:
     """The first updates of the run, under the plan of `config`."""
-    corpus = read_corpus(config.data, config.folder)
-    rows = config.train.global_batch
     schedule = LearningRateSchedule.of(config.train)
     return Program(
         make_model=lambda: build_model(config),
         plan=config.plan,
-        batches=[
-            as_batch(corpus.rows(np.arange(step * rows, (step + 1) * rows, dtype=np.int64), seed=config.train.seed))
-            for step in range(steps)
-        ],
+        batches=first_batches(build_data(config).data, DataPlace(), steps),
         optimizer=optimizer_factory(config),
         loss=build_loss(config),
         scheduler=lambda optimizer: LambdaLR(optimizer, schedule),

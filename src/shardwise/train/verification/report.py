@@ -99,11 +99,13 @@ class VerificationReport:
     inconclusive: no update had a finite loss and a finite gradient, so that nothing was compared.
     """
     title: str
+    """The layout and what was compared, in words."""
     model: str
     """The error model, in words."""
     steps: tuple[StepComparison, ...]
     """Up to the first that diverges."""
     divergence: Divergence | None
+    """Where the layout first leaves the error model; None where it does not."""
     remarks: tuple[str, ...] = ()
     """Tensors that were not compared, and other facts that a reader needs to judge."""
 

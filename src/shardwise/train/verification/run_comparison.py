@@ -221,7 +221,7 @@ class StepComparer:
         if self._is_far(LOSSES, found):
             yield self._divergence("loss", "loss of all microbatches", "", found, None)
         if ours.skipped != theirs.skipped:
-            words = {True: "skips the update, whose gradient is not finite", False: "takes the update"}
+            words = {True: "skips the update: its gradient is not finite", False: "takes the update"}
             yield replace(
                 self._divergence("update", "update", "", EQUAL, None),
                 one_process=words[ours.skipped],
@@ -294,7 +294,7 @@ class StepComparer:
             return False
         why = "of several data ranks one gives its own to all"
         if self._model.num_data_ranks == 1:
-            why = "ranks along tp write what they have rounded"
+            why = "ranks along tp write rounded parts"
         remark = f"not compared: buffer {name!r}, which forwards write; {why}"
         self._remarks += [remark] if remark not in self._remarks else []
         return True

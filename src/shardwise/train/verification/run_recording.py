@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
-from shardwise.engine.batches import Batch, LossFunction
+from shardwise.engine.batches import LossFunction, Microbatch
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.tensor.tensor_decision import portion_of
@@ -136,7 +136,7 @@ class Recorder:
         portions: Sequence[Mapping[str, Portion]] = (),
     ) -> None:
         """`runner`: of the stages on this rank, where the model is cut into stages. `portions`: for each rank along tp,
-        those of the parameters that it has a part of; their gradients are noted apart."""
+        those of the parameters that it has a part of. Their gradients are noted apart."""
         self._runner = runner
         self._portions = portions
         self._model = model
@@ -249,7 +249,7 @@ class NotedLoss:
         self.recorder: Recorder | None = None
         """Set once the model has its hooks."""
 
-    def __call__(self, output: Any, batch: Batch) -> torch.Tensor:
+    def __call__(self, output: Any, batch: Microbatch) -> torch.Tensor:
         """The loss of a microbatch."""
         value = self._loss(output, batch)
         if self.recorder is not None:

@@ -4,8 +4,8 @@
                       |                      |
     one process    load 0, update 0       load 1, update 1                      compare with what the ranks left
 
-One process starts each update from the layout's state, not from its own: rounding of one update then does not grow over
-the next ones, and a wrong update is found where it happened.
+One process starts each update from the layout's state, not from its own. Then the rounding of one update does not grow
+over the next ones, and a wrong update is found at its place.
 """
 
 import math
@@ -20,11 +20,12 @@ from torch import nn
 from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Channel, simulate
 from shardwise.engine.batches import Batch, LossFunction, LossWeight
+from shardwise.engine.optimizers import OptimizerFunction
 from shardwise.plan import Plan
 from shardwise.train.verification.error_model import ErrorModel
 from shardwise.train.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
 from shardwise.train.verification.one_process import OneProcess
-from shardwise.train.verification.program import Optimizers, Program, Scheduler
+from shardwise.train.verification.program import Program, Scheduler
 from shardwise.train.verification.report import Divergence, StepComparison, Verdict, VerificationReport
 from shardwise.train.verification.run_comparison import StepComparer, initial_divergence
 
@@ -36,7 +37,7 @@ def verify(
     plan: Plan,
     batches: Sequence[Batch],
     *,
-    optimizer: Optimizers,
+    optimizer: OptimizerFunction,
     loss: LossFunction | None = None,
     loss_weight: LossWeight | None = None,
     scheduler: Scheduler | None = None,
@@ -54,7 +55,7 @@ def verify(
     scheduler: a function from an optimizer to its learning-rate scheduler.
     channel: the ranks that train; all of them make this call and get the report; None: simulated ranks. Rank 0
         compares, while others wait for it as long as the channel lets them for each update.
-    folder: where ranks leave what they compute until it is compared, in a new folder inside, which is removed; all of
+    folder: where ranks leave what they compute until it is compared, in a new folder inside, which is removed. All of
         them see it. None: among temporary files, for ranks of one host.
     timeout_seconds: how long a simulated rank may compute while others wait.
 
@@ -180,7 +181,7 @@ def compare_with_one_process(
     if unknown:
         steps_in_words = f"update{'s' if len(unknown) > 1 else ''} {', '.join(map(str, unknown))}"
         remarks[
-            f"not compared: {steps_in_words}, whose loss or gradient is not finite, in one process too; fix the data, "
+            f"not compared: {steps_in_words}. The loss or gradient is not finite, in one process too; fix the data, "
             "the model or the loss to verify"
         ] = None
     are_equal = all(each.num_compared == each.num_equal for step in steps for each in step.tallies)
@@ -224,8 +225,8 @@ def _about_dropout(program: Program, model: nn.Module) -> list[str]:
     if not drawing:
         return []
     return [
-        f"random numbers inside of regions that are cut along tp are not those of one process; {drawing[0]!r} may draw "
-        "such: a difference that begins there is no error; set dropout to 0 to verify"
+        f"random numbers inside regions that are cut along tp are not those of one process, and {drawing[0]!r} may "
+        "draw them. A difference that begins there is no error; set dropout to 0 to verify"
     ]
 
 

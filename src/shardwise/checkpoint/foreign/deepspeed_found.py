@@ -1,0 +1,110 @@
+"""What is found in a folder of DeepSpeed: tensors by the names of parameters, groups of the optimizer, notes."""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.checkpoint.contents import StoredPiece, StoredTensor, can_exist
+from shardwise.checkpoint.foreign.deepspeed_flat import Shapes
+from shardwise.checkpoint.foreign.deepspeed_settings import optimizer_settings
+from shardwise.checkpoint.stores import value_name
+from shardwise.errors import CheckpointError
+from shardwise.plan.names import split_state_name, state_name
+from shardwise.space import Piece
+
+__all__ = ["FoundTensors", "shapes_of", "vectors_of"]
+
+
+@dataclass(slots=True, kw_only=True)
+class FoundTensors:
+    """What the contents are made of."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    value_sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of values that are in metadata alone: see `stores.value_name`."""
+    groups: list[Mapping[str, Any]] = field(default_factory=list)
+    """The settings of each group of the optimizer."""
+    trained: list[list[str]] = field(default_factory=list)
+    """The parameters of each group."""
+    loss_scale: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, tensor: StoredTensor) -> None:
+        """Add a tensor, unless another pipeline stage had it."""
+        self.tensors.setdefault(tensor.name, tensor)
+
+    def add_step(self, parameter: str, value: float) -> None:
+        """Add the number of updates of a parameter, as torch's optimizers count it."""
+        file = value_name(struct.pack("<f", value))
+        self.value_sizes[file] = 4
+        name = state_name(parameter, "step")
+        piece = Piece(name=name, dtype="float32", global_shape=())
+        stored = StoredPiece(piece=piece, file=file, start=0, checksums=None)
+        self.add(StoredTensor(name=name, dtype="float32", shape=(), pieces=(stored,)))
+
+    def add_groups(self, groups: Sequence[Mapping[str, Any]], trained: Sequence[Sequence[str]]) -> None:
+        """Add the groups of an optimizer; those of several pipeline stages are one optimizer."""
+        if not self.groups:
+            self.groups = list(groups)
+            self.trained = [[] for _ in groups]
+        if len(groups) != len(self.groups):
+            self.notes.append("model-parallel ranks have different groups of the optimizer; their settings are left")
+            return
+        for mine, names in zip(self.trained, trained, strict=True):
+            mine += [name for name in names if name not in mine]
+
+    def take(self, shard: "FoundTensors", prefix: str) -> None:
+        """Add all that a tensor-parallel rank has, with something before the names of parameters."""
+        for name, tensor in shard.tensors.items():
+            self.add(_renamed(tensor, _prefixed(name, prefix)))
+        self.aliases |= {prefix + alias: prefix + name for alias, name in shard.aliases.items()}
+        self.value_sizes |= shard.value_sizes
+        self.add_groups(shard.groups, [[prefix + name for name in names] for names in shard.trained])
+        self.loss_scale = shard.loss_scale
+        self.notes += [note for note in shard.notes if note not in self.notes]
+
+    def ties(self) -> dict[str, str]:
+        """Other names of tensors that are here."""
+        return {
+            alias: name
+            for alias, name in self.aliases.items()
+            if isinstance(alias, str) and name in self.tensors and alias not in self.tensors
+        }
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Contents.settings`."""
+        named = [optimizer_settings(self.groups, self.trained, config)] if self.groups else []
+        return {"ties": self.ties(), "optimizers": named, **self.loss_scale}
+
+
+def _prefixed(name: str, prefix: str) -> str:
+    parameter, key = split_state_name(name) or (name, None)
+    return prefix + parameter if key is None else state_name(prefix + parameter, key)
+
+
+def _renamed(tensor: StoredTensor, name: str) -> StoredTensor:
+    if name == tensor.name:
+        return tensor
+    pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in tensor.pieces)
+    return replace(tensor, name=name, pieces=pieces)
+
+
+def shapes_of(groups: object) -> list[Shapes]:
+    """Return the `param_shapes` of a file of the model: those of each flat vector. Raises CheckpointError."""
+    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        raise CheckpointError("a file of the model does not say the shapes of what is flat (param_shapes)")
+    for name, shape in ((name, shape) for each in groups for name, shape in each.items()):
+        whole = isinstance(shape, tuple | list) and all(type(size) is int and size >= 0 for size in shape)
+        if not (isinstance(name, str) and whole and can_exist(shape, 8)):
+            raise CheckpointError(f"param_shapes has no shape for {name!r:.100}")
+    return [{name: tuple(shape) for name, shape in each.items()} for each in groups]
+
+
+def vectors_of(group: Mapping[str, Any], count: int) -> list[int]:
+    """Return which of `count` vectors a group of the optimizer updates. Raises CheckpointError."""
+    numbers = group.get("params")
+    if not isinstance(numbers, list) or not all(type(each) is int and 0 <= each < count for each in numbers):
+        raise CheckpointError("a group of the optimizer does not number its vectors")
+    return numbers

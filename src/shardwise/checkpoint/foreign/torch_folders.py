@@ -1,0 +1,211 @@
+"""Checkpoints of `torch.save`: one file, or the shards of a model, with what was saved next to them.
+
+    last.ckpt, model.pt, model.pth, model.bin          everything in one file, see `state_dicts`
+    pytorch_model.bin.index.json                       weight_map: w -> pytorch_model-00001-of-00002.bin, ...
+    optimizer.bin, scheduler.bin, random_states_0.pkl  next to a model, as accelerate has them
+    optimizer.pt, scheduler.pt, rng_state.pth          and as the trainer of transformers has them
+
+What is next to a model is read where there is an optimizer. Its tensors have the names of the model's parameters, and
+all that is no tensor is a value under the name of its file.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.foreign.huggingface import read_index
+from shardwise.checkpoint.foreign.optimizer_states import Parameters
+from shardwise.checkpoint.foreign.state_dicts import FoundState, find_state, plain_values
+from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
+from shardwise.checkpoint.foreign.torch_files import read_file
+from shardwise.checkpoint.manifest import packed
+from shardwise.checkpoint.stores import OneFile, OpenFile, Store, about, read_whole
+from shardwise.errors import CheckpointError, few_of
+
+__all__ = ["has_optimizer", "is_torch_file", "is_torch_model", "read_contents", "with_optimizer"]
+
+_FILE = re.compile(r".*\.(?:pt|pth|ckpt|bin)", re.DOTALL)
+_MODEL = re.compile(r"(?:pytorch_model|adapter_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.bin")
+_INDEX_SUFFIX = ".bin.index.json"
+_OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:bin|pt)")
+_BESIDE = re.compile(
+    r"(?:scheduler|sampler|dl_state_dict|scaler)(?:_\d+)?\.(?:bin|pt)|random_states_\d+\.pkl|rng_state(?:_\d+)?\.pth"
+    r"|custom_checkpoint_\d+\.pkl"
+)
+_TRAINER = "trainer_state.json"
+_STEPS = ("global_step", "step")
+"""Under which key a file has the step at which it was saved."""
+
+
+def is_torch_file(name: str) -> bool:
+    """Whether a file is one that `torch.save` writes, by its name."""
+    return _FILE.fullmatch(name) is not None
+
+
+def is_torch_model(name: str) -> bool:
+    """Whether a file is that of a model, a shard of it or its index, by its name."""
+    return _MODEL.fullmatch(name) is not None or name.endswith(_INDEX_SUFFIX)
+
+
+def has_optimizer(store: Store) -> bool:
+    """Whether an optimizer was saved next to the model of a folder."""
+    return not isinstance(store, OneFile) and any(_OPTIMIZER.fullmatch(name) for name in store.names())
+
+
+def read_contents(store: Store) -> Contents:
+    """Return what the files of a store hold: a single one, or a model and what is next to it.
+
+    Raises `CheckpointError`, with all findings, when a file is missing, damaged or not understood.
+    """
+    if isinstance(store, OneFile):
+        found, sizes, location = _read(store, [store.name]), _sizes(store, [store.name]), store.location
+        return _contents(found, sizes, f"{location}/{store.name}", parameters=None)
+    weight_map = read_index(store, _INDEX_SUFFIX)
+    files = _shards(store) if weight_map is None else sorted(set(weight_map.values()))
+    found = _read(store, files)
+    # What is no model is next to it: the value of a shard is a state dict.
+    problems = _index_problems(found, weight_map or {}) if weight_map is not None else []
+    if problems:
+        raise CheckpointError(*problems, about=store.location)
+    parameters = Parameters.of({name: place for name, (_, place) in found.tensors.items()}, ordered=True)
+    beside = list(_beside(store)) if has_optimizer(store) else []
+    _read(store, beside, found, values_by_file=True)
+    _read_trainer(store, found, beside)
+    return _contents(found, _sizes(store, [*files, *beside]), store.location, parameters=parameters)
+
+
+def with_optimizer(contents: Contents, store: Store) -> Contents:
+    """Contents of a folder of safetensors files, with the optimizer and the values that were saved next to them."""
+    found = FoundState()
+    beside = list(_beside(store))
+    _read(store, beside, found, values_by_file=True)
+    _read_trainer(store, found, beside)
+    places = {
+        name: TensorPlace(dtype=each.dtype, shape=each.shape, strides=row_major_strides(each.shape), start=number)
+        for number, (name, each) in enumerate(contents.tensors.items())
+    }
+    sizes = _sizes(store, beside)
+    added = _contents(found, sizes, store.location, parameters=Parameters.of(places, ordered=False))
+    if taken := contents.tensors.keys() & added.tensors.keys():
+        raise CheckpointError(f"{store.location}: {few_of(sorted(taken))} is in the model and next to it")
+    settings = {**added.settings, "ties": dict(contents.aliases)} if added.settings else {}
+    return replace(
+        contents,
+        tensors={**contents.tensors, **added.tensors},
+        file_sizes={**contents.file_sizes, **sizes},
+        settings=settings,
+        extra={**contents.extra, **added.extra},
+        step=added.step,
+        notes=added.notes,
+    )
+
+
+def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, parameters: Parameters | None) -> Contents:
+    with about(location):
+        found.name_optimizers(parameters)
+        tensors = found.stored(sizes)
+        if not tensors and not found.values:
+            raise CheckpointError("it holds neither tensors nor values")
+        # As saves of ours keep it: keys that are numbers, and all that JSON has no words for.
+        extra = {"objects": packed(found.values, "its values")} if found.values else {}
+    steps = (found.values.get(key) for key in _STEPS)
+    trained = found.values.get("trainer_state", {})
+    step = next((each for each in (*steps, trained.get("global_step")) if type(each) is int), None)
+    return Contents(
+        format="torch",
+        location=location,
+        tensors=tensors,
+        file_sizes=sizes,
+        aliases=found.aliases,
+        settings=found.settings(),
+        extra=extra,
+        step=step,
+        notes=tuple(found.notes),
+    )
+
+
+def _read(
+    store: Store, files: list[str], into: FoundState | None = None, *, values_by_file: bool = False
+) -> FoundState:
+    """What files hold together; values_by_file: their values are under their names."""
+    together = FoundState() if into is None else into
+    problems: list[str] = []
+    for name in files:
+        try:
+            with OpenFile(store, name) as opened, about(opened.place):
+                found = find_state(read_file(opened.read, opened.size), name, next_to_model=values_by_file)
+                _merge(together, found, name.rpartition(".")[0] if values_by_file else "")
+        except CheckpointError as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointError(*problems)
+    return together
+
+
+def _merge(together: FoundState, found: FoundState, key: str) -> None:
+    for name, (file, place) in found.tensors.items():
+        together.add(name, file, place)
+    together.aliases |= found.aliases
+    together.optimizers += found.optimizers
+    together.notes += found.notes
+    if found.values:
+        together.values |= {key: found.values} if key else found.values
+
+
+def _shards(store: Store) -> list[str]:
+    """The files of the one model in a folder without an index."""
+    files = [name for name in store.names() if _MODEL.fullmatch(name)]
+    kinds = {re.sub(r"-\d+-of-\d+", "", name) for name in files}
+    if len(kinds) > 1:
+        raise CheckpointError(f"{store.location} has {few_of(sorted(kinds))}: name one file")
+    return files
+
+
+def _beside(store: Store) -> Iterator[str]:
+    names = list(store.names())
+    optimizers = [name for name in names if _OPTIMIZER.fullmatch(name)]
+    if len(optimizers) > 1:
+        raise CheckpointError(
+            f"{store.location} has {len(optimizers)} optimizers, {few_of(optimizers)}, and does not say which trains "
+            "what; name a file of the model to have it alone"
+        )
+    yield from optimizers
+    yield from (name for name in names if _BESIDE.fullmatch(name))
+
+
+def _read_trainer(store: Store, found: FoundState, beside: list[str]) -> None:
+    """The record of the trainer of transformers: its step, its losses."""
+    if not beside or _TRAINER not in store.names():
+        return
+    try:
+        state = json.loads(read_whole(store, _TRAINER))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{store.location}/{_TRAINER} is not JSON: {error}") from None
+    if isinstance(state, dict):
+        found.values["trainer_state"] = plain_values(state, found.notes)
+
+
+def _index_problems(found: FoundState, weight_map: Mapping[str, str]) -> list[str]:
+    """What an index says otherwise than its files."""
+    held: dict[str, Any] = {name: file for name, (file, _) in found.tensors.items()}
+    held |= {alias: held[name] for alias, name in found.aliases.items()}
+    return [
+        f"the index says that tensor {name} is in {file}, but it is not"
+        for name, file in weight_map.items()
+        if held.get(name) != file
+    ] + [
+        f"tensor {name} is in {file}, but the index does not name it"
+        for name, file in held.items()
+        if name not in weight_map
+    ]
+
+
+def _sizes(store: Store, files: list[str]) -> dict[str, int]:
+    sizes = {}
+    for name in files:
+        with OpenFile(store, name) as opened:
+            sizes[name] = opened.size
+    return sizes

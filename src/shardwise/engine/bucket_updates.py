@@ -1,0 +1,98 @@
+"""The update of the masters and its publication, bucket by bucket where transfers go on alone.
+
+    device   | step on bucket 0 | step on bucket 1 | step on bucket 2 |
+    link                        | gather bucket 0 ...... | gather bucket 1 ..| gather bucket 2
+
+The norm of the whole gradient is known before the first step, so nothing else holds a bucket back. `optimizer.step()`
+is then called once for each bucket, with the masters of that bucket in its groups. This must change nothing: a double
+of the optimizer is tried before. One call is made where each is seen: by a hook, a `step` on the object, or a count
+that the optimizer keeps.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+
+from shardwise.engine.optimizers import updates_apart
+from shardwise.engine.plain_calls import counts_steps
+from shardwise.engine.reports import Counters
+from shardwise.engine.zero.flat_params import FlatParams
+
+_Groups = list[dict[str, list[Any]]]
+"""For each group of an optimizer its parameters, with their names where it has names."""
+
+_Part = list[tuple[torch.optim.Optimizer, _Groups]]
+"""For each optimizer the masters of one bucket."""
+
+
+class BucketUpdates:
+    """Steps the optimizers of a rank, and gives the new values to all ranks."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], buffers: FlatParams) -> None:
+        self._optimizers = optimizers
+        self._buffers = buffers
+        self._parts: dict[int, _Part] | None = None
+        """By bucket; None: not known yet. Empty where the update is made at once."""
+
+    def run(self, counters: Counters) -> None:
+        """Step all optimizers on the gradients of the masters, and publish the masters."""
+        if self._parts is None:
+            self._parts = self._find_parts()
+        if not self._parts or any(map(counts_steps, self._optimizers)):
+            for optimizer in self._optimizers:
+                optimizer.step()
+            self._buffers.publish(counters)
+            return
+        parts = self._parts
+        held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
+        for optimizer in self._optimizers:
+            # As always once per update, also where this rank has nothing for it: it may count them.
+            if id(optimizer) not in held:
+                optimizer.step()
+
+        def step(bucket: int) -> None:
+            for optimizer, groups in parts.get(bucket, ()):
+                _step_on(optimizer, groups)
+
+        self._buffers.publish(counters, before=step)
+
+    def _find_parts(self) -> dict[int, _Part]:
+        if not self._buffers.publishes_in_parts:
+            return {}
+        device = self._buffers.buckets[0].working.device
+        # Not asked of other ranks: they publish in the same order, whether or not they step in parts.
+        if not all(updates_apart(each, device) for each in self._optimizers):
+            return {}
+        bucket_of = {each.parameter: self._buffers.bucket_of(each) for each in self._buffers.owned}
+        parts: dict[int, _Part] = {}
+        for bucket in dict.fromkeys(bucket_of.values()):
+            for optimizer in self._optimizers:
+                groups = [
+                    _chosen(group, [bucket_of[each] == bucket for each in group["params"]])
+                    for group in optimizer.param_groups
+                ]
+                if any(group["params"] for group in groups):
+                    parts.setdefault(bucket, []).append((optimizer, groups))
+        return parts
+
+
+def _chosen(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, list[Any]]:
+    return {key: list(compress(group[key], chosen)) for key in ("params", "param_names") if key in group}
+
+
+def _step_on(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:
+    """Step on some of the parameters of an optimizer."""
+    # The groups stay the same objects, for schedulers; so do their lists of parameters afterwards.
+    before = [{key: group[key] for key in part} for group, part in zip(optimizer.param_groups, groups, strict=True)]
+    _put(optimizer, groups)
+    try:
+        optimizer.step()
+    finally:
+        _put(optimizer, before)
+
+
+def _put(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:
+    for group, part in zip(optimizer.param_groups, groups, strict=True):
+        group.update(part)

@@ -1,0 +1,18 @@
+"""Memory for the few numbers that each step makes on a device, used again by the next step: steady steps take none."""
+
+import torch
+
+
+class KeptNumbers:
+    """Places by name. A step writes to one behind the kernels of the last step that read it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._places: dict[str, torch.Tensor] = {}
+
+    def place(self, name: str, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """The place of this name, whose values mean nothing yet; a new one where shape or dtype differ from before."""
+        found = self._places.get(name)
+        if found is None or found.shape != shape or found.dtype != dtype:
+            found = self._places[name] = torch.empty(shape, dtype=dtype, device=self.device)
+        return found

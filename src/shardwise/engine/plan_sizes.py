@@ -1,0 +1,91 @@
+"""What an engine costs a rank in bytes: its buffers, and what it sends in an update."""
+
+from dataclasses import replace
+
+from shardwise.comm import Channel
+from shardwise.comm.device_sums import sums_of
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.zero.install import OwnedLayout
+from shardwise.engine.zero.uneven_microbatches import Passes
+from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
+from shardwise.plan.memory import sharded_footprint, sharded_traffic
+
+
+class PlanSizes:
+    """The formulas of `plan.memory` for what this rank has."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: OwnedLayout,
+        *,
+        owner: int,
+        ties: StageTies,
+        passes: Passes,
+        runner: PipelineRunner | None,
+        channel: Channel,
+    ) -> None:
+        """channel: of all ranks; the others move tensors as it does."""
+        self._sums = sums_of(channel)
+        self._goes_ahead = channel.progresses_alone
+        self._plan = plan
+        self._layout = layout
+        self._owner = owner
+        self._ties = ties
+        self._passes = passes
+        self._runner = runner
+
+    def footprint(self, num_microbatches: int) -> Footprint:
+        """Bytes that the buffers take."""
+        layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        if layout.stage < 2:
+            owned = footprint(
+                layout.ownership,
+                self._owner,
+                precision,
+                num_microbatches=k,
+                sums=self._sums,
+                goes_ahead=self._goes_ahead,
+            )
+        else:
+            units = [unit.name for unit in layout.units.units]
+            owned = sharded_footprint(
+                layout.ownership,
+                self._owner,
+                precision,
+                num_microbatches=k,
+                units=units,
+                keeps=self._plan.sharding.keep_gathered,
+                late=layout.late,
+                sums=self._sums,
+                goes_ahead=self._goes_ahead,
+            )
+        return replace(
+            owned,
+            working_bytes=owned.working_bytes + self._ties.replica_bytes(),
+            gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
+        )
+
+    def traffic(self, num_microbatches: int) -> Traffic:
+        """Bytes of gradients and parameters that are sent per update.
+
+        The number of gatherings follows from the order in which the last step used units, and before the first step
+        from their order in the model.
+        """
+        layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        if layout.stage < 2:
+            owned = traffic(layout.ownership, self._owner, precision, num_microbatches=k)
+        else:
+            schedule = None if self._runner is None else self._runner.schedule
+            actions = None
+            if self._runner is not None and schedule is not None and schedule.num_microbatches == k:
+                actions = [(each.kind, each.stage) for each in schedule.orders[self._runner.stages.rank]]
+            gathers = self._passes.gathers_in(k, actions)
+            owned = sharded_traffic(
+                layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
+            )
+        return Traffic(
+            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
+            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
+        )

@@ -1,0 +1,489 @@
+"""The figures of a step, its loss and its norm: made of what every rank gives, before any of them updates.
+
+    CPU       given   | loss 8 | squares 8 |   (number 8, norm 8) ..     in the message that closes the step
+
+    device    given   | losses | weights | norm | digests |              one all-gather behind the kernels of backward
+              table   | rank 0's | rank 1's | .. | norm of all |
+                          |                        +--> factor of the clip; whether to skip, for the optimizer
+                          +--> a copy for the host, on its way:  loss, norm, skipped, when somebody looks
+
+    weights   of microbatches, where `loss_weight` made them on the device
+    digests   of the batch, where it is on the device and ranks along pp or tp share it
+
+On a device the host waits for none of it: it goes on with the update, which the device carries out or leaves out. The
+table is the same on all ranks, so that they clip and skip alike, and the host computes from it as it does on the CPU.
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from shardwise.comm import Channel
+from shardwise.comm.agreement import understood
+from shardwise.comm.rank_values import RankValues
+from shardwise.engine.channels import RankGroups
+from shardwise.engine.kept_numbers import KeptNumbers
+from shardwise.engine.norm import (
+    clip,
+    clip_on_device,
+    divide_and_square,
+    norm_in_one_process,
+    norm_of,
+    norm_of_norms,
+    norm_on_device,
+    norms_of,
+    total_norm,
+    total_of_norms,
+)
+from shardwise.engine.step_exchange import (
+    Weighting,
+    check_weighting,
+    numbers_in,
+    refuse_different_batches,
+    sum_of_losses,
+)
+
+_PURPOSE = "losses and norms"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFigures:
+    """What the figures of a step are made of on one rank."""
+
+    losses: Sequence[torch.Tensor]
+    """Of each microbatch."""
+    weighting: Weighting
+    weights: torch.Tensor | None
+    """Of each microbatch, where the weights are on the device."""
+    digests: Mapping[str, torch.Tensor]
+    """Of the entries of the batch that are on the device, where ranks share it."""
+    runs: Sequence[tuple[torch.Tensor, bool]]
+    """The owned sums of gradients, flat, as few as follow each other in memory, and whether this rank counts each in
+    the norm."""
+    parts: Sequence[torch.Tensor]
+    """The flat memory in which they are."""
+    divisor: int
+    """What makes the sums means."""
+    scale: torch.Tensor | None
+    """What losses were multiplied by, and gradients are divided by in addition."""
+    used: Mapping[int, torch.Tensor]
+    """Where each gradient is whole on one rank: those that one process would have, by the number of the parameter in
+    the model."""
+
+
+class Figures(Protocol):
+    """Loss and norm of a step, the same on every rank."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host has them. Else to read a number waits for the device."""
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether `check` can raise."""
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean. Raises as `check` does."""
+
+    @property
+    def weight(self) -> float:
+        """The sum of all weights."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the mean gradient; nan where it is not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the norm is."""
+
+    @property
+    def found_inf(self) -> torch.Tensor | None:
+        """On a device: 1 if the step must be skipped, else 0. Optimizers that skip there ask for it in this form."""
+
+    def check(self) -> None:
+        """Raise MismatchError for ranks along tp with unlike losses or batches, and BatchError for weights."""
+
+    def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
+        """Scale the gradients, in the flat memory that has them, so that the norm is at most `max_norm`."""
+
+
+class FiguresMaking(Protocol):
+    """How the ranks make the figures of their steps."""
+
+    def given(self, own: RankFigures) -> list[bytes]:
+        """Divide the gradients; what this rank says in the message that closes the step, in as many parts as all."""
+
+    def made(self, own: RankFigures, answers: Sequence[RankValues]) -> Figures:
+        """From what all ranks said, by parts. All of them call it together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What the figures of all steps of a rank have in common."""
+
+    world: Channel
+    data_rank: int
+    ranks: RankGroups
+    are_whole: bool
+    """Whether each gradient is whole on one rank: the norm is then that of one process in every bit."""
+    dtypes: Sequence[torch.dtype]
+    """Of the gradients of all parameters in the model."""
+    norm_dtype: torch.dtype
+
+
+def figures_making(around: Surroundings) -> FiguresMaking:
+    """The one for the device of the ranks."""
+    return MadeOnHost(around) if around.world.device.type == "cpu" else MadeOnDevice(around)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownFigures:
+    """Figures that the host has computed."""
+
+    loss: float
+    weight: float
+    grad_norm: float
+    dtype: torch.dtype
+    is_known = True
+    may_be_refused = False
+    found_inf = None
+
+    @property
+    def is_finite(self) -> bool:
+        """See `Figures`."""
+        return math.isfinite(self.grad_norm)
+
+    def check(self) -> None:
+        """See `Figures`: done when they were made."""
+
+    def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
+        """See `Figures`."""
+        clip(parts, norm=self.grad_norm, max_norm=max_norm, dtype=self.dtype)
+
+
+class MadeOnHost:
+    """Figures of ranks on CPUs, in one message with what else they agree on."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    def given(self, own: RankFigures) -> list[bytes]:
+        """See `FiguresMaking`."""
+        around = self._around
+        # One division for both: powers of two cost no rounding.
+        divisor = own.divisor if own.scale is None else own.divisor * float(own.scale)
+        # Where gradients are whole the norm is made of those of parameters: nobody asks for squares.
+        runs = [(each, False) for each, _ in own.runs] if around.are_whole else own.runs
+        squares = divide_and_square(runs, divisor, around.world.device)
+        norms = norms_of(list(own.used.values())) if around.are_whole and around.world.size > 1 else []
+        values = torch.stack([loss.double() for loss in own.losses]).tolist() if own.losses else []
+        loss = own.weighting.share_of_mean(values, around.data_rank)
+        pairs = (struct.pack("<qd", *each) for each in zip(own.used, norms, strict=False))
+        return [struct.pack("<dd", loss, squares), b"".join(pairs)]
+
+    def made(self, own: RankFigures, answers: Sequence[RankValues]) -> KnownFigures:
+        """See `FiguresMaking`."""
+        around = self._around
+        sums, of_parameters = answers
+        shares, squares = numbers_in(sums, 2, purpose=_PURPOSE)
+        loss = sum_of_losses(shares, around.ranks.alike, is_exact=True)
+        if not around.are_whole:
+            norm = norm_of(squares, around.norm_dtype)
+        elif around.world.size == 1:
+            norm = norm_in_one_process(list(own.used.values()))
+        else:
+            pairs = understood(of_parameters, self._norms_in, purpose=_PURPOSE)
+            norms = {number: norm for each in pairs for number, norm in each}
+            norm = norm_of_norms(norms, around.dtypes, around.world.device)
+        return KnownFigures(loss=loss, weight=own.weighting.total, grad_norm=norm, dtype=around.norm_dtype)
+
+    def _norms_in(self, packed: bytes) -> list[tuple[int, float]]:
+        return [(_known(number, self._around), norm) for number, norm in struct.iter_unpack("<qd", packed)]
+
+
+def _known(number: int, around: "Surroundings") -> int:
+    """The number of a parameter. Raises ValueError for one that there is not."""
+    if not 0 <= number < len(around.dtypes):
+        raise ValueError(f"parameter {number} of {len(around.dtypes)}")
+    return number
+
+
+class MadeOnDevice:
+    """Figures that stay on the device until somebody looks."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._one = torch.ones((), dtype=around.norm_dtype, device=around.world.device)
+        self._kept = KeptNumbers(around.world.device)
+
+    def given(self, own: RankFigures) -> list[bytes]:
+        """See `FiguresMaking`. Only what the hosts have to know to bring the norms of parameters together."""
+        if own.scale is not None:
+            divisor = self._kept.place("divisor", dtype=own.scale.dtype)
+            torch._foreach_div_(list(own.parts), torch.mul(own.scale, own.divisor, out=divisor))
+        elif own.divisor > 1:
+            torch._foreach_div_(list(own.parts), own.divisor)
+        return [struct.pack(f"<{len(own.used)}q", *own.used) if self._sends_norms else b""]
+
+    def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
+        """See `FiguresMaking`."""
+        around, world = self._around, self._around.world
+        (used,) = answers
+        numbers = understood(
+            used,
+            lambda answer: [_known(each, around) for each in struct.unpack(f"<{len(answer) // 8}q", answer)],
+            purpose=_PURPOSE,
+        )
+        places = _Places(
+            num_losses=len(own.losses),
+            num_norms=[len(each) if self._sends_norms else int(not around.are_whole) for each in numbers],
+            has_weights=own.weights is not None,
+            num_digests=len(own.digests),
+        )
+        # In float64, which holds any loss and any norm exactly.
+        table = self._kept.place("table", sum(places.counts) + 1, dtype=torch.float64)
+        if world.size == 1:
+            norm = total_norm(list(own.used.values()), self._kept)
+            weights = () if own.weights is None else own.weights.unbind()
+            torch.stack([*own.losses, *weights, norm], out=table)
+            return self._figures(own, places, table, norm)
+        row = self._row(own, places.num_norms[world.rank])
+        world.all_gather(table[:-1], row, counts=places.counts, purpose="losses and norms").wait()
+        if not around.are_whole:
+            # All rows are alike: a rank gives one norm.
+            norm = torch.linalg.vector_norm(table[:-1].view(world.size, -1)[:, places.norms(0).start], out=table[-1])
+            return self._figures(own, places, table, norm)
+        starts = [places.norms(rank).start for rank in range(world.size)]
+        norms = {
+            number: table[start + at]
+            for start, each in zip(starts, numbers, strict=True)
+            for at, number in enumerate(each)
+        }
+        norm = total_of_norms(norms, around.dtypes, self._kept)
+        table[-1].copy_(norm)
+        return self._figures(own, places, table, norm)
+
+    def _figures(self, own: RankFigures, places: "_Places", table: torch.Tensor, norm: torch.Tensor) -> "DeviceFigures":
+        if norm.dtype != self._around.norm_dtype:
+            norm = self._kept.place("norm in its dtype", dtype=self._around.norm_dtype).copy_(norm)
+        return DeviceFigures(self._around, own, places, table, norm, self._one, self._kept)
+
+    def _row(self, own: RankFigures, num_norms: int) -> torch.Tensor:
+        """What this rank gives. `num_norms`: of parameters, or the one of all that it counts."""
+        num_losses, num_digests = len(own.losses), len(own.digests)
+        sizes = [num_losses, num_norms, 0 if own.weights is None else num_losses, num_digests]
+        row = self._kept.place("row", sum(sizes), dtype=torch.float64)
+        losses, norms, weights, digests = row.split(sizes)
+        if self._sends_norms:
+            found = torch._foreach_norm(list(own.used.values())) if num_norms else ()
+            torch.stack([*own.losses, *found], out=row[: num_losses + num_norms])
+        else:
+            if num_losses:
+                torch.stack(list(own.losses), out=losses)
+            if num_norms:
+                norm_on_device([run for run, counts in own.runs if counts], self._kept, out=norms[0])
+        if own.weights is not None:
+            weights.copy_(own.weights)
+        if num_digests:
+            torch.stack(list(own.digests.values()), out=digests.view(torch.int64))  # their bits, which copies keep
+        return row
+
+    @property
+    def _sends_norms(self) -> bool:
+        return self._around.are_whole and self._around.world.size > 1
+
+
+class HostCopy:
+    """A copy of numbers on a device for the host, which it does not wait for."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        # It begins here, so that a look waits for what was before it on the device, and not for what comes after.
+        self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._copy.copy_(numbers, non_blocking=True)
+        self._mark = torch.accelerator.current_stream(numbers.device).record_event()
+        self._has_come = False
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `values` would return at once."""
+        self._has_come = self._has_come or bool(self._mark.query())
+        return self._has_come
+
+    def values(self) -> list[float]:
+        """The numbers, which are waited for."""
+        if not self._has_come:
+            self._mark.synchronize()
+        values: list[float] = self._copy.tolist()
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where in the table what is: of each rank losses, norms, weights, digests, in this order."""
+
+    num_losses: int
+    num_norms: Sequence[int]
+    """Of each rank."""
+    has_weights: bool
+    num_digests: int
+
+    @property
+    def counts(self) -> list[int]:
+        """How much each rank gives."""
+        besides = self.num_losses * (1 + self.has_weights) + self.num_digests
+        return [num_norms + besides for num_norms in self.num_norms]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [*accumulate(self.counts, initial=0)]
+
+    def losses(self, rank: int) -> slice:
+        """Of a rank."""
+        start = self._starts[rank]
+        return slice(start, start + self.num_losses)
+
+    def norms(self, rank: int) -> slice:
+        """Of a rank."""
+        start = self.losses(rank).stop
+        return slice(start, start + self.num_norms[rank])
+
+    def weights(self, rank: int) -> slice:
+        """Of a rank."""
+        start = self.norms(rank).stop
+        return slice(start, start + self.num_losses * self.has_weights)
+
+    def digests(self, rank: int) -> slice:
+        """Of a rank."""
+        start = self.weights(rank).stop
+        return slice(start, start + self.num_digests)
+
+
+class DeviceFigures:
+    """Figures on the device, with a copy on its way to the host."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        own: RankFigures,
+        places: _Places,
+        table: torch.Tensor,
+        norm: torch.Tensor,
+        one: torch.Tensor,
+        kept: KeptNumbers,
+    ) -> None:
+        """table: what all ranks gave, and the norm behind it. one: the number, in the dtype of the norm.
+
+        All of them are `kept`, and hold until the next step; what is asked later is in the copy for the host.
+        """
+        self._kept = kept
+        self._around = around
+        self._one = one
+        self._given_weighting = own.weighting
+        self._entries = list(own.digests)
+        self._places = places
+        # Times zero, it is zero where it is finite and nan elsewhere: so the sum is the norm, or nan.
+        self._norm = torch.add(norm, norm, alpha=0, out=kept.place("norm or nan", dtype=norm.dtype))
+        if self._entries:
+            others = [rank for rank, first in enumerate(around.ranks.first_of) if rank != first]
+            mine = self._digests_on_device("digests", others, table)
+            firsts = self._digests_on_device(
+                "digests of the first", [around.ranks.first_of[rank] for rank in others], table
+            )
+            differ = torch.ne(mine, firsts, out=kept.place("digests that differ", len(mine), dtype=torch.bool))
+            self._norm.masked_fill_(torch.any(differ, out=kept.place("any differs", dtype=torch.bool)), math.nan)
+        # Only nan is unlike itself.
+        self.found_inf = torch.ne(self._norm, self._norm, out=kept.place("found_inf", dtype=torch.float32))
+        self._copy = HostCopy(table)
+
+    @property
+    def is_known(self) -> bool:
+        """See `Figures`."""
+        return self._copy.has_come
+
+    @property
+    def may_be_refused(self) -> bool:
+        """See `Figures`."""
+        return (
+            self._places.has_weights or bool(self._entries) or any(len(ranks) > 1 for ranks in self._around.ranks.alike)
+        )
+
+    @property
+    def loss(self) -> float:
+        """See `Figures`."""
+        self._check_batches()
+        ranks = enumerate(self._around.ranks.data_ranks)
+        shares = [
+            self._weighting.share_of_mean(self._values[self._places.losses(rank)], data_rank)
+            for rank, data_rank in ranks
+        ]
+        return sum_of_losses(shares, self._around.ranks.alike, is_exact=False)
+
+    @property
+    def weight(self) -> float:
+        """See `Figures`."""
+        return self._weighting.total
+
+    @property
+    def grad_norm(self) -> float:
+        """See `Figures`."""
+        norm = float(torch.tensor(self._values[-1], dtype=self._around.norm_dtype))
+        return norm if math.isfinite(norm) else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        """See `Figures`."""
+        return math.isfinite(self.grad_norm) and not self._different
+
+    def check(self) -> None:
+        """See `Figures`."""
+        _ = self.loss
+
+    def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
+        """See `Figures`."""
+        clip_on_device(parts, self._norm, max_norm, self._kept, one=self._one)
+
+    @cached_property
+    def _values(self) -> list[float]:
+        return self._copy.values()
+
+    @cached_property
+    def _weighting(self) -> Weighting:
+        if not self._places.has_weights:
+            return self._given_weighting
+        ranks = self._around.ranks.speakers
+        weighting = Weighting(by_rank=tuple([tuple(self._values[self._places.weights(rank)]) for rank in ranks]))
+        check_weighting(weighting)
+        return weighting
+
+    @property
+    def _different(self) -> list[int]:
+        """The ranks whose batch is not that of the first one that has to have the same."""
+        digests = [self._digests_of(rank) for rank in range(self._around.world.size)]
+        return [rank for rank, first in enumerate(self._around.ranks.first_of) if digests[rank] != digests[first]]
+
+    def _check_batches(self) -> None:
+        if self._different:
+            lines_of = [
+                [f"{name!r} with digest {digest}" for name, digest in zip(self._entries, each, strict=True)]
+                for each in map(self._digests_of, range(self._around.world.size))
+            ]
+            refuse_different_batches(lines_of, self._around.ranks.first_of)
+
+    def _digests_on_device(self, name: str, ranks: Sequence[int], table: torch.Tensor) -> torch.Tensor:
+        given = [table[self._places.digests(rank)] for rank in ranks]
+        if len(given) == 1:
+            return given[0].view(torch.int64)
+        place = self._kept.place(name, len(ranks) * len(self._entries), dtype=torch.float64)
+        return torch.cat(given, out=place).view(torch.int64)
+
+    def _digests_of(self, rank: int) -> list[str]:
+        # As bytes: a digest may be the bits of a nan, which is unlike itself.
+        return [struct.pack("<d", value).hex() for value in self._values[self._places.digests(rank)]]

@@ -1,0 +1,175 @@
+"""The data of a run: the text of [data], or the dataset that it names, and the rows that every evaluation reads.
+
+    [data]                    trained on                       evaluated on
+    source                    windows of the text              windows of blocks that are held out
+    dataset                   its samples but some             those, spread evenly
+    dataset, held_out_dataset all samples of the one           samples of the other, spread evenly
+
+`sw.Data` reads what is trained on. It knows nothing of texts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import default_collate
+
+from shardwise.data import Data, DataPlace, EngineOfData, first_batches
+from shardwise.data.row_sources import TensorRows, has_items
+from shardwise.engine.batches import Batch
+from shardwise.errors import DataError
+from shardwise.train.config import RunConfig
+from shardwise.train.corpus import Corpus, TextSamples, evaluation_rows, read_corpus, text_batch
+from shardwise.train.held_out_split import HeldOutSamples, TrainingSamples
+from shardwise.train.references import resolve
+from shardwise.train.run_state import OtherSamples, Samples
+
+
+class SampleSequence(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What a run trains on and is evaluated on; made alike on every rank."""
+
+    data: Data
+    samples: Samples | OtherSamples
+    """What a run that goes on has to have again."""
+    held_out: SampleSequence
+    """The samples of every evaluation, on all ranks together."""
+    collate: Callable[[list[Any]], Any]
+    tokens_per_row: int
+    """1 where rows are no text."""
+    corpus: Corpus | None
+    """The text; None for a dataset that the configuration names."""
+
+    def evaluation(self, place: DataPlace, global_batch: int) -> list[Batch]:
+        """The rows of one rank, of each `global_batch` rows of an evaluation; a rank may have none of the last ones.
+
+        They are read once, so that all evaluations see the same ones, whatever a dataset draws.
+        """
+        batches = []
+        for start in range(0, len(self.held_out), global_batch):
+            rows = place.rows(min(global_batch, len(self.held_out) - start))
+            # A collator makes nothing of no samples; a batch without rows has the entries of one with some.
+            batch = self.collate([self.held_out[start + at] for at in rows or range(1)])
+            batches.append(batch if rows else _without_rows(batch))
+        return batches
+
+
+def build_data(config: RunConfig) -> RunData:
+    """The data that [data] asks for. Raises ConfigError or DataError for what cannot be read."""
+    num_rows = config.train.global_batch * config.train.evaluate_batches
+    if config.data.dataset is None:
+        corpus = read_corpus(config.data, config.folder)
+        return RunData(
+            data=_ordered(config, TextSamples(corpus=corpus, seed=config.order_seed), text_batch),
+            samples=Samples.of(config, corpus),
+            held_out=evaluation_rows(corpus, num_rows),
+            collate=text_batch,
+            tokens_per_row=corpus.sequence_length,
+            corpus=corpus,
+        )
+    dataset, held_out = _named_dataset(config, "dataset", config.data.dataset), None
+    if config.data.held_out_dataset is not None:
+        held_out = _named_dataset(config, "held_out_dataset", config.data.held_out_dataset)
+    else:
+        if not _has_size(dataset):
+            raise DataError(
+                f"data.dataset: a {type(dataset).__name__} has no __len__ and __getitem__, so no part of it can be "
+                "held out. Name the samples of evaluations: data.held_out_dataset"
+            )
+        fraction = config.data.held_out
+        dataset, held_out = TrainingSamples(dataset, fraction), HeldOutSamples(dataset, fraction)
+    collate = config.data.collate
+    found = None if collate is None else resolve(collate, folder=config.folder, key="data.collate")
+    data = _ordered(config, dataset, found)
+    return RunData(
+        data=data,
+        samples=OtherSamples.of(config, num_samples=data.num_samples),
+        held_out=_evaluated(held_out, num_rows),
+        collate=found or default_collate,
+        tokens_per_row=1,
+        corpus=None,
+    )
+
+
+def batches_of(data: Data, engine: EngineOfData) -> Iterator[Batch]:
+    """This rank's rows of each update, from epoch to epoch without end."""
+    while True:
+        yield from data.on(engine)
+
+
+def sample_batch(data: Data, place: DataPlace) -> Batch:
+    """The rows of the first update of a run, also of one that goes on."""
+    batch: Batch = first_batches(data, place, 1)[0]
+    return batch
+
+
+def _ordered(config: RunConfig, dataset: object, collate: Callable[[list[Any]], Any] | None) -> Data:
+    return Data(
+        dataset,
+        global_batch=config.train.global_batch,
+        seed=config.order_seed,
+        collate=collate,
+        num_workers=config.data.num_workers,
+    )
+
+
+def _named_dataset(config: RunConfig, key: str, reference: str) -> Any:
+    factory = resolve(reference, folder=config.folder, key=f"data.{key}")
+    # Each rank makes the dataset for itself: one that draws its samples has to draw the same.
+    torch.manual_seed(config.train.seed)
+    try:
+        dataset = factory(**config.data.dataset_options)
+    except (Exception, SystemExit) as error:  # a factory that calls exit() would end the rank without a word
+        raise DataError(f"data.{key}: {reference} raised {type(error).__name__}: {error}") from error
+    if dataset is None:
+        raise DataError(f"data.{key}: {reference} returned None; it must return the dataset")
+    return TensorRows(dataset) if isinstance(dataset, Mapping) else dataset
+
+
+def _has_size(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and has_items(dataset)
+
+
+class _Spread:
+    """So many samples of a dataset, at equal distances; or all, where it has fewer."""
+
+    def __init__(self, dataset: Any, size: int, max_rows: int) -> None:
+        self._dataset = dataset
+        self._size = size
+        self._num_samples = min(size, max_rows)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, number: int) -> Any:
+        return self._dataset[number * self._size // self._num_samples]
+
+
+def _evaluated(dataset: Any, max_rows: int) -> SampleSequence:
+    """The samples of evaluations; the first ones where it is not known how many there are."""
+    rows: SampleSequence = []
+    if _has_size(dataset):
+        rows = _Spread(dataset, len(dataset), max_rows)
+    elif callable(getattr(dataset, "open", None)):
+        rows = list(islice(dataset.open(0), max_rows))
+    elif has_items(dataset):
+        rows = _Spread(dataset, max_rows, max_rows)
+    if not len(rows):
+        raise DataError(f"data.held_out_dataset: a {type(dataset).__name__} gives no samples to evaluate on")
+    return rows
+
+
+def _without_rows(batch: Any) -> Batch:
+    return {
+        name: value[:0] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
+    }

@@ -1,0 +1,1 @@
+"""Small checkpoints that other libraries wrote, the program that they trained, and the script that wrote them."""

@@ -1,0 +1,81 @@
+"""The pairs of gloo between ranks of other hosts: what is told when gloo has no way, and what a fault leaves alone."""
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from shardwise.comm import gloo_pairs
+from shardwise.comm.gloo_pairs import GlooPairs
+from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
+from shardwise.comm.processes import ProcessChannel
+from shardwise.errors import PeerError
+from tests.comm.boards import boards, on_threads
+
+LARGE = INLINE_BYTES_BETWEEN_HOSTS + 1
+
+
+def swap(channel: ProcessChannel, value: int = 1) -> torch.Tensor:
+    """A tensor from the other one of two ranks, which gloo carries."""
+    got = torch.empty(LARGE, dtype=torch.uint8)
+    channel.send(torch.full((LARGE,), value, dtype=torch.uint8), 1 - channel.rank, purpose="a large one")
+    channel.receive(got, 1 - channel.rank, purpose="a large one").wait()
+    return got
+
+
+def test_a_rank_that_gloo_cannot_reach_is_named_with_the_words_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a firewall lets the connections of the channel through, whose ports were chosen, and not gloo's."""
+
+    def refuse(self: GlooPairs, peer: int, address: str) -> None:
+        raise RuntimeError(f"connect {address}: no route")
+
+    def body(channel: ProcessChannel) -> PeerError:
+        with pytest.raises(PeerError) as caught:
+            swap(channel)
+        return caught.value
+
+    monkeypatch.setattr(GlooPairs, "connect", refuse)
+    monkeypatch.setattr(gloo_pairs, "_GRACE_SECONDS", 0.1)
+    for rank, error in enumerate(on_threads(2, body, remote=(0, 1), timeout_seconds=60.0)):
+        assert str(error).startswith(
+            f"rank {error.rank} cannot be reached by gloo, which moves tensors between hosts ("
+        )
+        assert "RuntimeError: connect 127.0.0.1: no route); let ports of" in str(error)
+        assert f"while rank {rank} was in receive for 'a large one'" in str(error)
+
+
+def test_a_fault_of_one_channel_leaves_the_others_of_the_process_alone() -> None:
+    first, second = (boards(2, remote=(0, 1)) for _ in range(2))
+    results: dict[int, torch.Tensor] = {}
+
+    def live(rank: int) -> None:
+        broken, whole = (ProcessChannel(each[rank], (0, 1), owns_board=True) for each in (first, second))
+        swap(broken)
+        swap(whole)
+        if rank == 1:
+            broken.abort("enough")
+        else:
+            with pytest.raises(PeerError, match="rank 1 stopped: enough"):
+                swap(broken)
+        broken.close()
+        results[rank] = swap(whole, value=2 + rank)
+        whole.close()
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {rank: int(value.unique()) for rank, value in results.items()} == {0: 3, 1: 2}
+
+
+def test_a_rank_that_never_connects_keeps_no_thread_of_a_closed_channel() -> None:
+    pairs = GlooPairs(0, HashStore(), timeout_seconds=60.0)
+    pairs.pair(1, lambda: "127.0.0.1").send(torch.zeros(LARGE, dtype=torch.uint8))
+    pairs.close()
+    pairs.close()
+    deadline = time.monotonic() + 10
+    while any(thread.name == "shardwise gloo pair" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline

@@ -1,0 +1,224 @@
+"""What a peer answers in an exchange may be anything: all ranks raise one error of shardwise that names it."""
+
+import collections
+import json
+import random
+import struct
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import errors
+from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
+from shardwise.comm.joined_values import check_run, joined, one_value, split
+from shardwise.comm.rank_values import RankValues
+from shardwise.engine.channels import RankGroups
+from shardwise.engine.rank_times import RankTimes, rank_times
+from shardwise.engine.step_exchange import (
+    NUM_PARTS_OF_OPENING,
+    batch_compared,
+    exchange_loss,
+    exchange_step,
+    merge_weights,
+    numbers_in,
+    parts_of_opening,
+)
+from shardwise.errors import PeerError, ShardwiseError
+from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.space import Piece
+
+
+class Answering:
+    """The channel of rank 0 of two, whose peer gives one of these answers after the other."""
+
+    rank, size, device = 0, 2, torch.device("cpu")
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = list(answers)
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        return [value, self._answers.pop(0) if self._answers else b""]
+
+    def abort(self, reason: str) -> None:
+        raise AssertionError(f"nothing here is a fault of this rank: {reason}")
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    changed = bytearray(content or b"x")
+    for _ in range(chance.choice([1, 1, 2, 6])):
+        at = chance.randrange(len(changed) + 1)
+        match chance.randrange(4):
+            case 0:
+                changed[at : at + 1] = chance.randbytes(1)
+            case 1:
+                changed[at : at + 1] = chance.choice(
+                    [b"[", b"]", b"{", b"9", b"null", b'"', b"-", b"1e999", b"\\u0000"]
+                )
+            case 2:
+                del changed[at : at + chance.randrange(1, 5)]
+            case _:
+                changed = changed[:at]
+    return bytes(changed)
+
+
+def packed_parts(parts: Sequence[bytes]) -> bytes:
+    """As `exchange_parts` sends them over a channel that knows no parts."""
+    return struct.pack(f"<{len(parts)}I", *map(len, parts)) + b"".join(parts)
+
+
+OPENING = parts_of_opening([1.0, 2.0], written=["w"], batch=batch_compared(["x: float32"], is_whole=True))
+PIECES = [Piece(name="a", dtype="float32", global_shape=(4, 2), offset=(0, 0), shape=(2, 2))]
+TIMES = RankTimes(
+    rank=0,
+    compute_s=1.0,
+    waiting_s=0.5,
+    waited_for={1: 0.5},
+    outside_s=0.0,
+    sent_bytes=1,
+    received_bytes=2,
+    peak_bytes=3,
+    late_steps=0,
+)
+REFUSALS = [
+    [kind, "no room", ["no room"], ["look at the disk"]] for kind in ("CheckpointError", "PlanError", "BatchError")
+]
+
+
+def of_agreement(answer: bytes) -> None:
+    with agreed(Answering(answer), purpose="a verdict"):  # type: ignore[arg-type]
+        pass
+
+
+def of_comparison(answer: bytes) -> None:
+    compare(Answering(bytes(16), answer), ["a", "b"], subject="models", hint="")  # type: ignore[arg-type]
+
+
+def of_weights(answer: bytes) -> None:
+    channel = Answering(answer)
+    parts = exchange_parts(channel, OPENING, purpose="weights")  # type: ignore[arg-type]
+    assert list(map(len, parts)) == [2] * NUM_PARTS_OF_OPENING
+    ranks = RankGroups.of(sw.Plan(mesh=sw.Mesh(dp_shard=2)))
+    merge_weights(channel, parts, ["x: float32"], same_count=False, ranks=ranks)  # type: ignore[arg-type]
+
+
+def of_a_step(answer: bytes) -> None:
+    answered = exchange_step(
+        Answering(answer),  # type: ignore[arg-type]
+        figures=[bytes(16), b""],
+        times=[bytes(8), b""],
+        touched=[True, False],
+        changed_buffers=[False],
+        written=[True],
+        stop=False,
+    )
+    assert (len(answered.touched), [len(each) for each in answered.figures]) == (2, [2, 2])
+    numbers_in(answered.figures[0], 2, purpose="losses")
+
+
+def of_times(answer: bytes) -> None:
+    amounts, seconds = TIMES.packed(num_ranks=2)
+    rank_times([RankValues.of([amounts, answer]), RankValues.of([seconds] * 2)])
+    rank_times([RankValues.of([amounts] * 2), RankValues.of([seconds, answer])])
+
+
+def of_a_loss(answer: bytes) -> None:
+    exchange_loss(Answering(answer), 1.0, [[0], [1]])  # type: ignore[arg-type]
+
+
+def of_pieces(answer: bytes) -> None:
+    unpack_alike([pack_pieces(PIECES), answer], pack_pieces(PIECES), PIECES)
+
+
+def of_texts(answer: bytes) -> None:
+    Gathering("texts").gather(Answering(b"+" + bytes(16), answer), [b"mine"])  # type: ignore[arg-type]
+
+
+def of_joined_values(answer: bytes) -> None:
+    def parse(run: bytes) -> list[bytes]:
+        check_run(bytearray(run), 2, 2)
+        parts, _ = split(joined([bytearray(run), of_two(b"mine")]), 2, 2)
+        return [b"".join(each) for each in zip(*parts, strict=True)]
+
+    assert [len(each) for each in understood([bytes(of_two(b"own")), answer], parse, purpose="")] == [2, 2]
+
+
+def of_two(value: bytes) -> bytearray:
+    """A value of two parts."""
+    return one_value([value, bytes(8)], 1, 0)
+
+
+PARSERS = {
+    of_agreement: [b"+", *(b"-" + json.dumps(each).encode() for each in REFUSALS)],
+    of_comparison: [b'["a", "c"]'],
+    of_joined_values: [bytes(each) for each in (of_two(b"theirs"), of_two(b""), joined([of_two(b"a")] * 2))],
+    of_weights: [packed_parts(OPENING)],
+    of_a_step: [packed_parts([b"\1", bytes(16), b"", bytes(8), b""])],
+    of_times: TIMES.packed(num_ranks=2),
+    of_a_loss: [bytes(8)],
+    of_pieces: [pack_pieces(PIECES)],
+    of_texts: [b'["a text"]'],
+}
+
+
+def hostile(num_rounds: int) -> None:
+    found = collections.Counter[Callable[[bytes], None]]()
+    for number, (read, good) in enumerate(PARSERS.items()):
+        chance = random.Random(number)
+        for at in range(num_rounds):
+            answer = chance.randbytes(9) if at % 8 == 0 else mutated(chance.choice(good), chance)
+            try:
+                read(answer)
+            except PeerError as error:
+                found[read] += error.rank == 1
+            except ShardwiseError:  # it could be read, and says what ranks may say
+                pass
+    assert all(found[read] > num_rounds // 20 for read in PARSERS), found
+
+
+def test_random_and_mutated_answers_end_in_errors_of_shardwise() -> None:
+    hostile(100)
+
+
+def test_10000_random_and_mutated_answers_for_each_reader_end_in_errors_of_shardwise() -> None:
+    hostile(10_000)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ["Sequence", "text", [], []],  # an attribute of the module that is no error
+        ["_listed", "text", [], []],
+        ["in_words", "text", [], []],
+        ["__builtins__", "text", [], []],
+        ["UserWarning", "text", [], []],
+        ["UnderflowWarning", "text", [], []],
+        ["CheckpointError", 5, [], []],
+        ["CheckpointError", "text", "letters", []],
+        ["CheckpointError", "text", [5], []],
+        ["CheckpointError", "text", [], [[]]],
+        [["CheckpointError"], "text", [], []],
+        ["CheckpointError"],
+        {},
+        7,
+        None,
+    ],
+)
+def test_only_errors_of_shardwise_are_made_of_what_a_peer_says(refusal: object) -> None:
+    with pytest.raises(
+        PeerError, match=r"rank 1 gave \d+ bytes that cannot be read in exchange for 'a verdict'"
+    ) as caught:
+        of_agreement(b"-" + json.dumps(refusal).encode())
+    assert caught.value.rank == 1
+
+
+def test_every_error_that_a_rank_refuses_with_arrives_as_what_it_is() -> None:
+    kinds: Sequence[type[ShardwiseError]] = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ShardwiseError)
+    ]
+    assert len(kinds) > 10
+    for kind in kinds:
+        with pytest.raises(kind, match="rank 1: no room") as caught:
+            of_agreement(b"-" + json.dumps([kind.__name__, "no room", [], []]).encode())
+        assert type(caught.value) is kind

@@ -1,0 +1,542 @@
+"""Samples in one order under every layout, and a cursor that loses none and reads none twice."""
+
+import gc
+import json
+import multiprocessing
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, TensorDataset
+
+import shardwise as sw
+from shardwise.comm import alone
+from shardwise.data import DataPlace
+from shardwise.data.global_batches import rows_of
+from shardwise.data.permutation import shuffled
+from shardwise.errors import CheckpointError, DataError, MismatchError
+from tests.data.runs import PLANS, ROWS, SAMPLES, Counting, Endless, Squares, StandIn, engine_of, joined, killed_run
+from tests.forks.programs import started
+from tests.properties import tried
+
+
+def order(num_batches: int, *, rows: int = ROWS, size: int = SAMPLES, seed: int = 7) -> list[list[int]]:
+    """The numbers of the first batches: the permutations of the epochs, one after the other, cut into rows."""
+    numbers: list[int] = []
+    for epoch in range(num_batches * rows // size + 1):
+        numbers += shuffled(np.arange(epoch * size, (epoch + 1) * size), seed=seed, size=size).tolist()
+    return [numbers[at * rows : (at + 1) * rows] for at in range(num_batches)]
+
+
+@tried(8)
+@given(size=st.integers(1, 60), rows=st.integers(1, 20), seed=st.integers(0, 2**63 - 1), first=st.integers(0, 99))
+def test_data_ranks_together_read_one_order_in_which_each_epoch_has_every_sample(
+    size: int, rows: int, seed: int, first: int
+) -> None:
+    expected = order(first + 4, rows=rows, size=size, seed=seed)
+    flat = [number for batch in expected for number in batch]
+    for epoch in range(len(flat) // size):
+        assert sorted(flat[epoch * size : (epoch + 1) * size]) == list(range(size))
+    for num_data_ranks in {1, 2, rows} & set(range(1, rows + 1)):
+        shares = []
+        for data_rank in range(num_data_ranks):
+            data = sw.Data(list(range(size)), global_batch=rows, seed=seed, collate=list)
+            cursor = {"epoch": first * rows // size, "position": first * rows % size, "seed": seed, "num_samples": size}
+            data.resume(cursor)
+            reading = rows_of(data, DataPlace(data_rank=data_rank, num_data_ranks=num_data_ranks))
+            shares.append([reading.take() for _ in range(4)])
+        assert joined(shares) == expected[first:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["stream", "numbered", "indexed"])
+def test_every_kind_of_dataset_is_read_in_its_order_with_and_without_workers(kind: str, num_workers: int) -> None:
+    dataset: Any = {"stream": Counting(), "numbered": Endless(), "indexed": Squares()}[kind]
+    in_order = [[at % SAMPLES for at in range(start, start + ROWS)] for start in range(0, 9 * ROWS, ROWS)]
+    numbered = [list(range(start, start + ROWS)) for start in range(0, 9 * ROWS, ROWS)]
+    expected = {"stream": in_order, "numbered": numbered, "indexed": order(9)}[kind]
+    data = sw.Data(dataset, global_batch=ROWS, seed=7, num_workers=num_workers)
+    engine = StandIn(alone(), PLANS[0])
+    read: list[list[int]] = []
+    for _ in range(4):
+        begun = len(read)
+        for batch in data.on(engine):
+            engine.step(batch)
+            read.append(batch["number"].tolist())
+            if len(read) in (3, 9):
+                break
+        if kind != "numbered" and begun:  # batches 3 to 7 begin in other epochs
+            assert len({at * ROWS // SAMPLES for at in range(begun, len(read))}) == 1
+        if len(read) == 9:
+            break
+    assert read == expected
+    # Workers have read ahead by now; the cursor has not.
+    assert data.cursor()["position"] == (9 * ROWS if kind == "numbered" else 9 * ROWS % SAMPLES)
+
+
+def test_a_batch_that_the_engine_made_no_step_on_comes_again() -> None:
+    data, engine = sw.Data(Squares(), global_batch=ROWS, seed=7), StandIn(alone(), PLANS[0])
+    first = next(iter(data.on(engine)))
+    assert data.cursor()["position"] == 0
+    for again in data.on(engine):
+        assert torch.equal(again["number"], first["number"])
+        engine.step(again)
+        assert data.cursor()["position"] == ROWS
+        break
+    batches = iter(data.on(engine))
+    next(batches)
+    later = next(batches)
+    assert data.cursor()["position"] == ROWS
+    engine.step(later)  # the loop left out a batch by itself: it has trained on a later one
+    assert data.cursor()["position"] == 3 * ROWS
+
+
+class Interrupted(Squares):
+    """One sample cannot be read at first."""
+
+    def __init__(self, error: BaseException, number: int) -> None:
+        super().__init__()
+        self.error: BaseException | None = error
+        self.number = number
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.number and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
+def test_a_batch_that_could_not_be_read_comes_again(error: BaseException) -> None:
+    expected = order(5)
+    data = sw.Data(Interrupted(error, expected[2][1]), global_batch=ROWS, seed=7)
+    engine = StandIn(alone(), PLANS[0])
+    read: list[list[int]] = []
+    while len(read) < 5:
+        try:
+            for batch in data.on(engine):
+                engine.step(batch)
+                read.append(batch["number"].tolist())
+                if len(read) == 5:
+                    break
+        except type(error):
+            assert data.cursor()["position"] == 2 * ROWS
+    assert read == expected
+
+
+def test_a_stream_whose_epoch_ends_with_a_batch_is_in_the_next_epoch_then() -> None:
+    class Lines:
+        def open(self, position: int) -> Iterator[dict[str, int]]:
+            return iter([{"number": number} for number in range(position, 2 * ROWS)])
+
+    engine = StandIn(alone(), PLANS[0])
+    data = sw.Data(Lines(), global_batch=ROWS)
+    for batch in data.on(engine):
+        engine.step(batch)
+    assert (data.epoch, data.cursor()["position"]) == (1, 0)
+    # A cursor from before the loop had asked: no sample of that epoch is left, and none of the next is taken for one.
+    data.resume({**data.cursor(), "epoch": 0, "position": 2 * ROWS})
+    while data.epoch < 3:
+        for batch in data.on(engine):
+            engine.step(batch)
+    assert engine.steps == 2 + 4
+
+
+def test_after_a_relayout_the_loop_begins_anew_on_the_new_engine() -> None:
+    engine = engine_of(sw.Plan(), alone())
+    data = sw.Data(Squares(), global_batch=ROWS, seed=7)
+    read: list[list[int]] = []
+    with pytest.raises(DataError, match=r"Begin the loop anew on that one: for batch in data\.on\(engine\)"):  # noqa: PT012
+        for batch in data.on(engine):
+            if len(read) == 1:
+                old, engine = engine, sw.relayout(engine, sw.Plan(sharding=sw.Sharding(stage=3)))
+            engine.step(batch)
+            read.append(batch["number"].tolist())
+    with pytest.raises(DataError, match="another engine"):
+        data.on(old)
+    for batch in data.on(engine):
+        engine.step(batch)
+        read.append(batch["number"].tolist())
+        if len(read) == 4:
+            break
+    assert read == order(4)
+
+
+class Columns:
+    """The interface of a Hugging Face Dataset with_format("torch"): rows by number, by list, and a batch at once."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, key: Any) -> Any:
+        assert type(key) is int or isinstance(key, list)
+        return {"number": torch.as_tensor(key)}
+
+    def __getitems__(self, keys: list[int]) -> list[dict[str, Any]]:
+        columns = self[keys]
+        return [{name: column[at] for name, column in columns.items()} for at in range(len(keys))]
+
+
+class Skipping(IterableDataset[Any]):
+    """That of its IterableDataset."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+
+    def skip(self, count: int) -> "Skipping":
+        return Skipping(self.first + count)
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return ({"number": number} for number in range(self.first, SAMPLES))
+
+
+class Opening:
+    """As the page says to open it."""
+
+    rows = Skipping()
+
+    def open(self, position: int) -> Iterator[dict[str, int]]:
+        return iter(self.rows.skip(position))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Columns(), Opening()])
+def test_datasets_of_hugging_face_are_read_over_the_ends_of_epochs(dataset: Any, num_workers: int) -> None:
+    in_order = [[at % SAMPLES for at in range(start, start + ROWS)] for start in range(0, 5 * ROWS, ROWS)]
+    shares = []
+    for data_rank in range(2):
+        data = sw.Data(dataset, global_batch=ROWS, seed=7, num_workers=num_workers)
+        rows = rows_of(data, DataPlace(data_rank=data_rank, num_data_ranks=2))
+        shares.append([rows.take()["number"].tolist() for _ in range(5)])
+    assert joined(shares) == (order(5) if isinstance(dataset, Columns) else in_order)
+
+
+def test_tensors_by_name_are_a_dataset_of_their_rows() -> None:
+    tensors = {"x": torch.arange(SAMPLES * 2).view(SAMPLES, 2), "y": torch.arange(SAMPLES)}
+    data, engine = sw.Data(tensors, global_batch=ROWS, seed=7), StandIn(alone(), PLANS[0])
+    for batch, numbers in zip(data.on(engine), order(3), strict=False):
+        assert batch["y"].tolist() == numbers
+        assert torch.equal(batch["x"], tensors["x"][numbers])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_order_survives_a_kill_at_a_random_instant_on_any_world(seed: int) -> None:
+    assert order_after_kills(random.Random(seed)) > 0
+
+
+def test_the_order_survives_a_hundred_kills_on_1_to_8_ranks() -> None:
+    drawn, num_kills = random.Random(100), 0
+    while num_kills < 100:
+        num_kills += order_after_kills(drawn)
+
+
+def order_after_kills(drawn: random.Random) -> int:
+    """Kill runs until 12 updates are saved, and compare their samples; how many were killed.
+
+    The cursor alone: the engine is a counter. `killed_run` has engines and saves.
+    """
+    num_lives = 0
+    trained: list[list[int]] = []
+    saved: list[str] = []
+
+    def on_rank(channel: sw.Channel, plan: sw.Plan, instant: int, every: int) -> list[list[int]]:
+        data, engine = sw.Data(Squares(), global_batch=ROWS, seed=7), StandIn(channel, plan)
+        if saved:
+            data.resume(json.loads(saved[-1]))
+        numbers: list[list[int]] = []
+        while True:
+            for batch in data.on(engine):
+                if len(numbers) == instant:
+                    return numbers
+                engine.step(batch)
+                numbers.append(batch["number"].tolist())
+                if len(numbers) % every == 0 and channel.rank == 0:
+                    saves[len(numbers)] = json.dumps(data.cursor())
+
+    while len(trained) < 12:
+        num_lives += 1
+        plan = drawn.choice(PLANS)
+        saves: dict[int, str] = {}
+        instant, every = drawn.randint(0, 9), drawn.randint(1, 3)
+        lives = sw.simulate(plan.mesh.size, lambda channel: on_rank(channel, plan, instant, every))  # noqa: B023
+        shares = {plan.mesh.data_rank(rank): numbers for rank, numbers in enumerate(lives)}
+        whole = joined([shares[at] for at in sorted(shares)])
+        if saves:
+            last = max(saves)
+            trained += whole[:last]
+            saved.append(saves[last])
+    assert trained == order(len(trained))
+    return num_lives
+
+
+def test_a_run_that_is_killed_and_goes_on_has_the_losses_of_the_undisturbed_one(tmp_path: Path) -> None:
+    undisturbed = killed_run(tmp_path / "whole", 0, steps=6, num_kills=0, plans=PLANS[1:2])
+    killed = killed_run(tmp_path / "killed", 1, steps=6, num_kills=2, plans=PLANS[1:2])
+    assert killed.numbers == undisturbed.numbers == order(6)
+    assert killed.losses == undisturbed.losses
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_runs_read_each_sample_once_under_all_plans(tmp_path: Path, seed: int) -> None:
+    killed = killed_run(tmp_path / "killed", seed, steps=9, num_kills=4, plans=PLANS)
+    assert killed.numbers == order(9)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(6, 31))
+def test_kills_at_a_hundred_instants_lose_no_sample(tmp_path: Path, seed: int) -> None:
+    """Four kills each; losses are those of one process, up to the sums of other layouts."""
+    killed = killed_run(tmp_path / "killed", seed, steps=12, num_kills=4, plans=PLANS)
+    whole = killed_run(tmp_path / "whole", 0, steps=12, num_kills=0, plans=PLANS[:1])
+    assert killed.numbers == whole.numbers == order(12)
+    assert killed.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
+def test_a_save_keeps_the_cursor_and_a_load_gives_it_back(tmp_path: Path) -> None:
+    engine = engine_of(PLANS[0], alone())
+    data = sw.Data(Squares(), global_batch=ROWS, seed=7)
+    for batch in data.on(engine):
+        engine.step(batch)
+        break
+    sw.save(tmp_path, engine, extra={"step": 1}, data=data)
+    cursor = {"epoch": 0, "position": ROWS, "seed": 7, "num_samples": SAMPLES}
+    assert sw.load(tmp_path, engine) == {"step": 1, "sw.Data": cursor}
+    fresh = sw.Data(Squares(), global_batch=ROWS, seed=7)
+    assert sw.load(tmp_path, engine, data=fresh) == {"step": 1}
+    assert fresh.cursor() == cursor
+    with pytest.raises(CheckpointError, match="seed was 7 and is 8; the number of samples was 43 and is 44"):
+        sw.load(tmp_path, engine, data=sw.Data(Squares(44), global_batch=ROWS, seed=8))
+    with pytest.raises(CheckpointError, match=r"extra has the key 'sw\.Data', which is that of data"):
+        sw.save(tmp_path, engine, extra={"sw.Data": cursor}, data=data)
+    with sw.checkpoint.AsyncSaver(tmp_path / "background") as saver:
+        saver.save(engine, data=data)
+    assert sw.load(tmp_path / "background", engine)["sw.Data"] == cursor
+
+
+def test_a_dataset_in_the_place_of_data_is_told(tmp_path: Path) -> None:
+    engine = engine_of(sw.Plan(), alone())
+    data: Any = Squares()
+    with pytest.raises(CheckpointError, match=r"data is a Squares; give the sw\.Data that the loop reads"):
+        sw.save(tmp_path, engine, data=data)
+    sw.save(tmp_path, engine, data=sw.Data(data, global_batch=ROWS))
+    with pytest.raises(CheckpointError, match="data is a Squares"):
+        sw.load(tmp_path, engine, data=data)
+
+
+def test_a_save_without_data_says_so_to_a_load_with_it(tmp_path: Path) -> None:
+    engine = engine_of(PLANS[0], alone())
+    sw.save(tmp_path, engine)
+    with pytest.raises(CheckpointError, match="was saved without data, so it does not say which samples come next"):
+        sw.load(tmp_path, engine, data=sw.Data(Squares(), global_batch=ROWS))
+
+
+def test_ranks_whose_data_differ_are_named() -> None:
+    def differing(channel: sw.Channel) -> None:
+        data = sw.Data(Squares(), global_batch=ROWS, seed=channel.rank // 3)
+        next(iter(data.on(StandIn(channel, sw.Plan(mesh=sw.Mesh(dp_shard=4))))))
+
+    with pytest.raises(MismatchError, match=r"rank 3 and rank 0 were given different data.*rank 0 has seed 0, rank 3"):
+        sw.simulate(4, differing)
+
+
+def test_a_loop_that_another_has_overtaken_is_refused() -> None:
+    data, engine = sw.Data(Squares(), global_batch=ROWS), StandIn(alone(), PLANS[0])
+    first = iter(data.on(engine))
+    engine.step(next(first))
+    next(iter(data.on(engine)))
+    with pytest.raises(DataError, match="another loop has begun to read"):
+        next(first)
+
+
+class Unopened(IterableDataset[int]):
+    """An iterable without places."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "settings", "words"),
+    [
+        ([], {}, "the dataset, a list, has no samples"),
+        (Unopened(), {}, "a Unopened cannot be read from a position on"),
+        ({"x": torch.zeros(2), "y": torch.zeros(3)}, {}, "same number of rows"),
+        ({"x": [1, 2], "y": np.float64(3)}, {}, r"'x' is a list, 'y' is a float64\. torch\.as_tensor makes tensors"),
+        ({"x": torch.tensor(3)}, {}, "'x' is a tensor without rows"),
+        ({}, {}, "rows in dim 0; this one is empty"),
+        ("texts/train.jsonl", {}, "the dataset is a str, 'texts/train.jsonl'; give an object that reads it"),
+        (Path("texts"), {}, "the dataset is a PosixPath, 'texts'"),
+        (b"bytes", {}, "the dataset is a bytes"),
+        (Squares, {}, r"the dataset is the class Squares; give an object of it: Squares\(\.\.\.\)"),
+        (torch.tensor(3), {}, "the dataset, a Tensor, has no number of samples: len"),
+        ([1], {"global_batch": 0}, "global_batch is 0; give a whole number from 1 on"),
+        ([1], {"seed": -1}, "seed is -1"),
+        ([1], {"seed": np.int64(-1)}, r"seed is np\.int64\(-1\)|seed is -1"),
+        ([1], {"seed": 1.0}, "seed is 1.0; give a whole number"),
+        ([1], {"seed": 1 << 63}, "at most"),
+        ([1], {"collate": 3}, "collate is a int"),
+        ([1], {"num_workers": True}, "num_workers is True"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(dataset: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        sw.Data(dataset, **{"global_batch": 4, **settings})
+
+
+def test_a_global_batch_has_a_row_for_each_data_rank() -> None:
+    engine = StandIn(alone(), sw.Plan(mesh=sw.Mesh(dp_shard=4)))
+    with pytest.raises(DataError, match="give global_batch=4 or more"):
+        sw.Data([1], global_batch=3).on(engine)
+    with pytest.raises(DataError, match=r"data\.on takes an engine.*not a int"):
+        sw.Data([1], global_batch=3).on(3)  # type: ignore[arg-type]
+
+
+def test_an_empty_stream_is_told() -> None:
+    data = sw.Data(Counting(0), global_batch=3)
+    with pytest.raises(DataError, match="has no samples: open"):
+        next(iter(data.on(StandIn(alone(), PLANS[0]))))
+
+
+def test_whole_numbers_of_numpy_and_torch_are_whole_numbers() -> None:
+    counts: dict[str, Any] = {"global_batch": np.int32(4), "seed": np.int64(3), "num_workers": torch.tensor(0)}
+    data = sw.Data(list(range(9)), **counts)
+    assert data.cursor() == {"epoch": 0, "position": 0, "seed": 3, "num_samples": 9}
+    assert json.loads(json.dumps(data.cursor())) == data.cursor()
+
+
+class Short(Squares):
+    """Says that it has more samples than it has."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= 3:
+            raise IndexError("list index out of range")
+        return super().__getitem__(index)
+
+
+class ShortTogether(Short):
+    """The same, for those who ask for a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (Short(), r"a Short, has 43 samples by its __len__; sample \d+ raised IndexError: list index out of range"),
+        (
+            ShortTogether(),
+            r"a ShortTogether, has 43 samples .*; one of the samples \[.*\] raised IndexError",
+        ),
+    ],
+)
+def test_a_dataset_that_is_shorter_than_it_says_is_told(dataset: Any, words: str, num_workers: int) -> None:
+    data = sw.Data(dataset, global_batch=ROWS, num_workers=num_workers)
+    with pytest.raises(DataError, match=words):
+        next(iter(data.on(StandIn(alone(), PLANS[0]))))
+
+
+def test_a_dataset_of_numbers_that_ends_is_told_to_have_a_size() -> None:
+    class Ending:
+        def __getitem__(self, index: int) -> int:
+            return [3, 4][index]
+
+    words = r"an? Ending, has no __len__, so it is asked for samples without end\. Give it one; sample 2 raised Ind"
+    with pytest.raises(DataError, match=words):
+        next(iter(sw.Data(Ending(), global_batch=4).on(StandIn(alone(), PLANS[0]))))
+
+
+def test_a_stream_that_gives_one_iterator_for_all_epochs_is_told() -> None:
+    class Spent:
+        def __init__(self) -> None:
+            self.rows = iter(range(6))
+
+        def open(self, position: int) -> Iterator[int]:
+            return self.rows
+
+    words = r"open\(0\) gave none in this epoch, after it gave some before\. Make a new iterator in each call of open"
+    with pytest.raises(DataError, match=words):
+        list(sw.Data(Spent(), global_batch=4).on(StandIn(alone(), PLANS[0])))
+
+
+def test_an_open_that_gives_no_iterable_is_told() -> None:
+    class Opened:
+        def open(self, position: int) -> None:
+            pass
+
+    with pytest.raises(DataError, match=r"open\(0\) of the dataset, a Opened, gave a NoneType; give an iterable"):
+        next(iter(sw.Data(Opened(), global_batch=4).on(StandIn(alone(), PLANS[0]))))
+
+
+def test_several_data_are_saved_and_loaded_by_name(tmp_path: Path) -> None:
+    def both() -> dict[str, sw.Data]:
+        return {
+            "text": sw.Data(Squares(), global_batch=ROWS, seed=7),
+            "code": sw.Data(Squares(30), global_batch=4, seed=8),
+        }
+
+    engine, data = engine_of(PLANS[0], alone()), both()
+    for number, (text, code) in enumerate(zip(data["text"].on(engine), data["code"].on(engine), strict=False)):
+        engine.step(text)
+        engine.step(code)
+        if number == 2:
+            break
+    sw.save(tmp_path, engine, data=data)
+    fresh = both()
+    assert sw.load(tmp_path, engine, data=fresh) == {}
+    assert {name: each.cursor() for name, each in fresh.items()} == {name: each.cursor() for name, each in data.items()}
+    assert [each.cursor()["position"] for each in fresh.values()] == [3 * ROWS, 12]
+    with pytest.raises(CheckpointError, match=r"was saved with several data; give all of them: data=\{'text': \.\.\."):
+        sw.load(tmp_path, engine, data=data["text"])
+    with pytest.raises(CheckpointError, match="cursors of other data: those of code, text, and data has text"):
+        sw.load(tmp_path, engine, data={"text": data["text"]})
+    with pytest.raises(CheckpointError, match="code: the cursor counts samples in another order: seed was 8 and is 7"):
+        sw.load(tmp_path, engine, data={**data, "code": sw.Data(Squares(30), global_batch=4, seed=7)})
+    wrong: dict[str, Any] = {"text": Squares()}
+    with pytest.raises(CheckpointError, match=r"data\['text'\] is a Squares; give the sw\.Data"):
+        sw.save(tmp_path, engine, data=wrong)
+    with pytest.raises(CheckpointError, match="data is an empty dict"):
+        sw.save(tmp_path, engine, data={})
+
+
+def test_a_program_ends_although_workers_read_ahead() -> None:
+    program = (
+        "import shardwise as sw\nfrom shardwise.comm import alone\nfrom tests.data.runs import *\n"
+        "data = sw.Data(Squares(), global_batch=12, num_workers=2)\n"
+        "batches = iter(data.on(StandIn(alone(), PLANS[0])))\nnext(batches)\nprint('over')\n"
+    )
+    with started(["-c", program]) as ended:
+        assert ended.communicate(timeout=100) == ("over\n", "")
+        assert ended.wait(timeout=0) == 0
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_workers_end_with_their_data(in_a_cycle: bool) -> None:
+    before = set(multiprocessing.active_children())
+    data = sw.Data(Squares(), global_batch=ROWS, num_workers=2)
+    batches = iter(data.on(StandIn(alone(), PLANS[0])))
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    if in_a_cycle:
+        cycle: list[Any] = [batches]
+        cycle.append(cycle)
+    del data, batches
+    if in_a_cycle:
+        del cycle
+        gc.collect()
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_cursors_of_other_things_are_refused() -> None:
+    data = sw.Data(TensorDataset(torch.zeros(4)), global_batch=2)
+    for wrong in ({"epoch": 0}, {"epoch": 0, "position": -1}, [3]):
+        with pytest.raises(DataError, match="cursor"):
+            data.resume(wrong)  # type: ignore[arg-type]

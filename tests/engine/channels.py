@@ -1,0 +1,89 @@
+"""Channels that differ from those of simulated ranks in one respect."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+import shardwise as sw
+from benchmarks.silence import Silence
+from shardwise.comm import Work
+from shardwise.comm.channel import reduce_scatter_signature
+from shardwise.comm.device_sums import BackendSum, ExactSum, PartsMemory, Sums
+
+
+class GoesOnAlone:
+    """A channel whose transfers are said to go on while the rank computes: reductions then start within backward."""
+
+    progresses_alone = True
+
+    def __init__(self, channel: sw.Channel) -> None:
+        self._channel = channel
+        self.rank, self.size, self.device = channel.rank, channel.size, channel.device
+
+    def over(self, ranks: Sequence[int]) -> sw.Channel:
+        return GoesOnAlone(self._channel.over(ranks))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return self._channel.allocate(num_bytes)
+
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
+        return self._channel.share(num_bytes)
+
+    def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+        return self._channel.exchange(value, purpose=purpose)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        return self._channel.all_gather(output, input, purpose=purpose, counts=counts)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        return self._channel.reduce_scatter(output, input, purpose=purpose, counts=counts)
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        return self._channel.send(tensor, destination, purpose=purpose)
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        return self._channel.receive(tensor, source, purpose=purpose)
+
+    def abort(self, reason: str) -> None:
+        self._channel.abort(reason)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Adding:
+    """The sum of a silent device."""
+
+    is_done = True
+
+    def __init__(self, total: ExactSum | BackendSum) -> None:
+        self._total: ExactSum | BackendSum | None = total
+
+    def wait(self) -> None:
+        if self._total is not None:
+            self._total.finish()
+        self._total = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SilentDevice(Silence):
+    """`Silence` that adds like a channel between devices: what the others give is as it was in memory."""
+
+    sums: Sums = "exact"
+    memory: PartsMemory = field(default_factory=PartsMemory)
+
+    def summing(self, sums: Sums) -> sw.Channel:
+        return replace(self, sums=sums)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
+        if self.sums == "exact":
+            return Adding(ExactSum(output, input, signature, self.rank, self.memory))
+        return Adding(BackendSum(output, input, signature, self.memory))

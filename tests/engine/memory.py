@@ -1,0 +1,33 @@
+"""Bytes of tensors: those that are alive, and the most at one time."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def distinct_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of the storages, each counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def tensor_bytes_alive() -> int:
+    """Bytes of all tensors that the interpreter can reach, each storage once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    return distinct_bytes([each for each in tensors if each.layout == torch.strided])  # others have no storage
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most that is allocated at one time."""
+    gc.collect()  # of earlier tests: memory that is let go meanwhile would count as less
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    held = peak = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

@@ -1,0 +1,90 @@
+"""Norms and clips that stay on the device are those that the host reads: run here on the CPU, where both can be."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.engine.kept_numbers import KeptNumbers
+from shardwise.engine.norm import (
+    clip,
+    clip_on_device,
+    divide_and_square,
+    norm_in_one_process,
+    norm_of,
+    norm_of_norms,
+    norm_on_device,
+    norms_of,
+    total_norm,
+    total_of_norms,
+)
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+def gradients(*dtypes: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(3 + 7 * at, 5, generator=generator, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
+        for at, dtype in enumerate(dtypes)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_of_parts_is_that_of_sums_of_squares(dtype: torch.dtype) -> None:
+    found = gradients(dtype, dtype, dtype)
+    squares = divide_and_square([(each.clone().view(-1), True) for each in found], 1, CPU)
+    got = torch.full((), math.nan, dtype=torch.float64)
+    norm_on_device(found, KeptNumbers(CPU), out=got)
+    assert got.dtype == torch.float64
+    assert float(got) == pytest.approx(math.sqrt(squares), rel=1e-14)
+    assert float(got.to(torch.float32)) == norm_of([squares], torch.float32)
+    norm_on_device([], KeptNumbers(CPU), out=got)
+    assert float(got) == 0.0
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [[torch.float32] * 5, [torch.float32, torch.bfloat16] * 3, [torch.bfloat16, torch.float64, torch.float32] * 2],
+    ids=["one", "two", "three"],
+)
+def test_norms_of_stages_make_the_norm_of_one_process_in_every_bit(dtypes: list[torch.dtype]) -> None:
+    found = gradients(*dtypes)
+    norms = dict(enumerate(norms_of(found)))
+    there = {at: torch.tensor(norm, dtype=torch.float64) for at, norm in norms.items()}
+    kept = KeptNumbers(CPU)
+    got = float(total_of_norms(there, dtypes, kept))
+    assert got == norm_of_norms(norms, dtypes, CPU) == norm_in_one_process(found) == float(total_norm(found, kept))
+    assert float(total_of_norms({}, dtypes, kept)) == 0.0
+    assert float(total_norm([], kept)) == 0.0
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 3.7])
+def test_a_clip_has_the_bits_of_torch(norm: float) -> None:
+    masters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(9))]
+    flat = gradients(torch.float32)[0].view(-1)[:13].clone()
+    for master, part in zip(masters, flat.clone().split([4, 9]), strict=True):
+        master.grad = part
+    nn.utils.clip_grads_with_norm_(masters, 1.0, torch.tensor(norm))
+    on_host = flat.clone()
+    clip([on_host], norm=norm, max_norm=1.0, dtype=torch.float32)
+    clip_on_device([flat], torch.tensor(norm), 1.0, KeptNumbers(CPU), one=torch.ones(()))
+    assert torch.equal(flat, torch.cat([master.grad for master in masters if master.grad is not None]))
+    assert torch.equal(flat, on_host)
+
+
+def test_gradients_of_a_step_that_is_skipped_stay_as_they_are() -> None:
+    flat = torch.tensor([1.0, math.inf, math.nan])
+    clip_on_device([flat], torch.tensor(math.nan), 1.0, KeptNumbers(CPU), one=torch.ones(()))
+    assert torch.equal(flat.nan_to_num(nan=-7.0), torch.tensor([1.0, math.inf, -7.0]).nan_to_num(nan=-7.0))
+
+
+def test_a_number_of_the_next_step_is_where_the_last_one_was() -> None:
+    kept = KeptNumbers(CPU)
+    first = kept.place("table", 3, dtype=torch.float64)
+    assert kept.place("table", 3, dtype=torch.float64) is first
+    assert kept.place("row", 3, dtype=torch.float64) is not first
+    assert kept.place("table", 4, dtype=torch.float64).shape == (4,)
+    assert kept.place("table", 4, dtype=torch.float32).dtype == torch.float32

@@ -1,0 +1,249 @@
+"""Where the time of ranks goes: exactly what a clock says that only forwards, loops and nothing else move."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import Recorded
+from shardwise.comm.rank_values import RankValues
+from shardwise.comm.tally import RankTally, tally_of
+from shardwise.engine.rank_times import RankTimes, rank_times, slowest
+from shardwise.errors import BatchError
+
+PAUSE = 0.5
+STEPS = 3
+
+
+class Clock:
+    """One clock for all simulated ranks, which run one at a time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.paused_s: defaultdict[int, float] = defaultdict(float)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pause(self, rank: int, seconds: float) -> None:
+        self.now_s += seconds
+        self.paused_s[rank] += seconds
+
+
+class Block(nn.Module):
+    """A layer that takes its time on one rank."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self._pause = pause
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._pause()
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+def reports(
+    plan: sw.Plan, pauses: Sequence[float], *, outside: Sequence[float] | None = None
+) -> tuple[list[tuple[RankTimes, ...]], list[list[float]]]:
+    """The times of all ranks in each step, and what each rank paused in it. pauses: of each rank's blocks. outside: of
+    each rank between steps."""
+    clock = Clock()
+
+    def run(channel: sw.Channel) -> tuple[list[tuple[RankTimes, ...]], list[float]]:
+        tally_of(channel).now_s = clock
+        torch.manual_seed(0)
+        rank = channel.rank
+        pause = partial(clock.pause, rank, pauses[rank])
+        engine = sw.parallelize(
+            nn.Sequential(Block(pause), Block(pause)),
+            plan,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        found, paused = [], []
+        for _ in range(STEPS):
+            before_s = clock.paused_s[rank]
+            found.append(engine.step({"input": torch.ones(4, 4)}).ranks)
+            paused.append(clock.paused_s[rank] - before_s)
+            if outside is not None:
+                clock.now_s += outside[rank]
+        return found, paused
+
+    (first, _), *others = of_all = sw.simulate(plan.mesh.size, run)
+    assert all(found == first for found, _ in others)
+    return first, [list(each) for each in zip(*(paused for _, paused in of_all), strict=True)]
+
+
+TENSOR = sw.Tensor(rules={"*.up": "column", "*.down": "row"})
+
+PLANS = {
+    "stage 0": sw.Plan(mesh=sw.Mesh(dp_replicate=3), sharding=sw.Sharding(stage=0)),
+    "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=3)),
+    "stage 2": sw.Plan(mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(stage=2), merge=sw.Merge(microbatches=2)),
+    "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(stage=3)),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2)),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=TENSOR),
+}
+
+
+@pytest.mark.parametrize(("name", "slow"), list(zip(PLANS, [0, 1, 2, 1, 0, 1], strict=True)))
+def test_the_slow_rank_computes_what_the_others_wait_for(name: str, slow: int) -> None:
+    plan = PLANS[name]
+    size = plan.mesh.size
+    pauses = [PAUSE if rank == slow else 0.0 for rank in range(size)]
+    steps, paused = reports(plan, pauses)
+    for ranks, expected in zip(steps, paused, strict=True):
+        assert [each.rank for each in ranks] == list(range(size))
+        assert expected[slow] >= PAUSE
+        assert [each.compute_s for each in ranks] == expected
+        assert ranks[slow].waiting_s == 0.0
+        assert slowest(ranks) == (slow,)
+    # What is left of the last step comes after its close. Until then each rank has waited for the slow one alone.
+    for rank in range(size):
+        if rank != slow:
+            waited = [ranks[rank] for ranks in steps]
+            assert {peer for each in waited for peer in each.waited_for} == {slow}
+            total = sum(each.waiting_s for each in waited)
+            assert total == sum(sum(each.waited_for.values()) for each in waited)
+            assert sum(each[slow] for each in paused[:-1]) <= total <= sum(each[slow] for each in paused)
+
+
+def test_all_time_is_compute_wait_or_outside() -> None:
+    clock_of = [0.5, 0.25, 0.125]
+    outside = [0.0, 4.0, 0.0]
+    steps, _ = reports(PLANS["stage 1"], clock_of, outside=outside)
+    for step, ranks in enumerate(steps):
+        assert [each.compute_s for each in ranks] == [2 * pause for pause in clock_of]
+        assert [each.outside_s for each in ranks] == (outside if step else [0.0] * 3)
+        if step:
+            # One rank runs at a time, so each waits while the other two compute and load.
+            whole = 2 * sum(clock_of) + sum(outside)
+            assert [each.compute_s + each.waiting_s + each.outside_s for each in ranks] == [whole] * 3
+            assert slowest(ranks) == (1,)
+
+
+def on_two(channel: sw.Channel) -> sw.Engine[nn.Module]:
+    return sw.parallelize(
+        nn.Linear(4, 4),
+        sw.Plan(mesh=sw.Mesh(dp_shard=2)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=lambda output, batch: output.square().mean(),
+        channel=channel,
+    )
+
+
+def test_bytes_are_those_of_the_recorded_calls() -> None:
+    def run(channel: sw.Channel) -> tuple[list[int], list[int]]:
+        recorded = Recorded(channel)
+        engine = on_two(recorded)
+        report = engine.step({"input": torch.ones(2, 4)})
+        recorded.clear()
+        report = engine.step({"input": torch.ones(2, 4)})
+        mine = report.ranks[channel.rank]
+        tensors = ("all_gather", "reduce_scatter")
+        moved = [sum(map(count, tensors)) for count in (recorded.bytes_sent, recorded.bytes_received)]
+        return moved, [mine.sent_bytes, mine.received_bytes]
+
+    for (sent, received), (counted_sent, counted_received) in sw.simulate(2, run):
+        # Exchanges are counted too: two small messages, of some hundred bytes.
+        assert sent <= counted_sent <= sent + 400
+        assert received <= counted_received <= received + 400
+
+
+def test_a_message_has_all_but_the_rank() -> None:
+    times = RankTimes(
+        rank=1,
+        compute_s=0.125,
+        waiting_s=0.75,
+        waited_for={3: 0.5, 0: 0.25},
+        outside_s=0.375,
+        sent_bytes=1 << 40,
+        received_bytes=7,
+        peak_bytes=1 << 41,
+        late_steps=0,
+    )
+    assert through_a_message([times] * 4)[1] == times
+    assert through_a_message([times] * 4, late_steps=2)[1] == replace(times, late_steps=2)
+    assert rank_times([RankValues.of([value, b""]) for value in times.packed(num_ranks=2)]) == ()
+    many = replace(times, waited_for={rank: 0.5**rank for rank in range(20)})
+    assert through_a_message([many] * 21)[0].waited_for == {rank: 0.5**rank for rank in range(8)}
+    # Seconds as they travel have seven digits.
+    fine = replace(times, compute_s=123.456789, waited_for={3: 1e-9 / 3})
+    found = through_a_message([fine] * 2)[0]
+    assert found.compute_s == pytest.approx(fine.compute_s, rel=2**-24)
+    assert found.waited_for[3] == pytest.approx(1e-9 / 3, rel=2**-24)
+
+
+def through_a_message(times: Sequence[RankTimes], *, late_steps: int = 0) -> tuple[RankTimes, ...]:
+    packed = [each.packed(num_ranks=len(times), late_steps=late_steps) for each in times]
+    return rank_times([RankValues.of(part) for part in zip(*packed, strict=True)])
+
+
+def test_ranks_alike_are_not_slow() -> None:
+    times = through_a_message([RankTimes(
+        rank=0, compute_s=1.0, waiting_s=0.0, waited_for={}, outside_s=0.0, sent_bytes=0, received_bytes=0,
+        peak_bytes=0, late_steps=0,
+    )] * 4)  # fmt: skip
+    assert slowest(times) == ()
+    slower = [replace(each, outside_s=each.rank * 0.2) for each in times]
+    assert slowest(slower) == (3, 2)
+    assert slowest(times[:1]) == ()
+
+
+def test_what_a_step_that_failed_has_left_is_not_counted() -> None:
+    tally = RankTally()
+    tally.open()
+    tally.waited(1, 5.0)
+    tally.moved(sent_bytes=3, received_bytes=4)
+    tally.open()
+    counted = tally.take()
+    assert (counted.waited, counted.sent_bytes, counted.received_bytes) == ({}, 0, 0)
+    tally.waited(1, 0.5)
+    tally.close()
+    tally.waited(1, 0.5)  # of a save, or of another thread
+    tally.moved(sent_bytes=3, received_bytes=4)
+    assert (tally.take().waited, tally.take().sent_bytes) == ({1: 0.5}, 0)
+
+
+def test_time_outside_is_counted_once_where_a_step_is_refused() -> None:
+    def run(channel: sw.Channel) -> float:
+        tally_of(channel).now_s = clock = Clock()
+        engine = sw.parallelize(
+            nn.Linear(4, 1),
+            sw.Plan(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        engine.step({"input": torch.ones(4, 4)})
+        for seconds in (2.0, 3.0):
+            clock.now_s += seconds
+            with pytest.raises(BatchError):
+                engine.step({"input": torch.ones(0, 4)})
+        clock.now_s += 4.0
+        return engine.step({"input": torch.ones(4, 4)}).ranks[0].outside_s
+
+    assert sw.simulate(1, run) == [9.0]
+
+
+def test_times_cost_no_exchange_and_few_bytes() -> None:
+    def run(channel: sw.Channel) -> list[int]:
+        recorded = Recorded(channel)
+        engine = on_two(recorded)
+        for _ in range(2):
+            recorded.clear()
+            engine.step({"input": torch.ones(2, 4)})
+        exchanges = [call for call in recorded.calls if call.operation == "exchange"]
+        assert [call.purpose for call in exchanges] == ["weights of a step", "losses and norms"]
+        return [call.counts[channel.rank] for call in exchanges]
+
+    # Of the message that closes a step: five lengths, flags, a loss and a norm, and the times.
+    assert all(closing == 5 * 4 + 1 + 16 + 18 + 20 + 8 for _, closing in sw.simulate(2, run))

@@ -1,0 +1,65 @@
+"""The compiled half of the fake device: built once per checkout and version of torch, into build/fake_device."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent
+FOLDER = SOURCES.parents[1] / "build" / "fake_device"
+
+_COMPILE_SECONDS = 600
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine, None where it has none."""
+    names = [os.environ.get("CXX"), "c++", "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def library() -> Path:
+    """The shared library; compiled where it is not there yet. Workers that come at the same time wait for the first."""
+    found = compiler()
+    assert found is not None, "ask `compiler` first"
+    command = [found, *_flags()]
+    files = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    text = "".join([*command, torch.__version__, *(each.read_text(encoding="utf-8") for each in files)])
+    made = FOLDER / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if not made.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with (FOLDER / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                _compile([*command, str(SOURCES / "accelerator.cpp")], made)
+    return made
+
+
+def _flags() -> list[str]:
+    # Not optimised: that takes twice as long, and the kernels are torch's own.
+    include, libraries = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    return [
+        *("-std=c++20", "-O0", "-w", "-shared", "-fPIC"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}",
+        *(f"-L{libraries}", "-lc10", "-ltorch_cpu"),
+    ]
+
+
+def _compile(command: list[str], made: Path) -> None:
+    # Into a name of its own first: who sees the library sees all of it.
+    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
+        part = Path(folder) / "part.so"
+        # The sources come before the libraries that they need: some linkers look in this order.
+        done = subprocess.run(
+            [command[0], command[-1], *command[1:-1], "-o", str(part)],
+            capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"the fake device does not compile:\n{done.stderr}")
+        os.replace(part, made)

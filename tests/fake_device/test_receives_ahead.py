@@ -1,0 +1,173 @@
+"""Contents that cross stages on devices are received one ahead, whatever comes; the bits of CPU ranks."""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import Work
+from shardwise.engine.pipeline.post import Key, MessageKind, Post
+from tests.engine.late_channels import Log, LoggedBlock
+from tests.engine.pipeline import path_models
+from tests.engine.pipeline.stages import assert_equals_one_process
+from tests.fake_device.accelerator import LAST, behind
+from tests.moving.watched import Watched
+
+WIDTH = 8
+
+
+class Receiving:
+    """A channel that writes down when the receive of a content is called."""
+
+    def __init__(self, channel: sw.Channel, log: Log) -> None:
+        self._channel, self._log = channel, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
+        if tensor.device.type != "cpu":
+            self._log.compute(f"receive {purpose}")
+        return self._channel.receive(tensor, source, purpose=purpose)
+
+
+def loss_of(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return output.square().mean()
+
+
+def engine_of(channel: sw.Channel, log: Log, k: int, *, num_blocks: int = 2) -> sw.Engine:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        blocks = [LoggedBlock(log, str(at), WIDTH, WIDTH) for at in range(num_blocks)]
+    engine = sw.parallelize(
+        nn.Sequential(*blocks).to(channel.device),
+        sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=k)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=loss_of,
+        channel=channel,
+    )
+    assert engine.pipeline is not None
+    engine.pipeline.post._channel = Receiving(engine.pipeline.post._channel, log)
+    return engine
+
+
+def test_the_next_content_is_received_while_the_one_before_is_computed_with(fake: str) -> None:
+    def run(channel: sw.Channel) -> list[str]:
+        log = Log()
+        engine = engine_of(channel, log, k=4)
+        for _ in range(3):
+            log.events.clear()
+            engine.step({"input": torch.ones(8, WIDTH)})
+        return [re.sub(r"receive (\w)\w* .*", r"\1", each.what) for each in log.events]
+
+    first, second = sw.simulate(2, run, device=fake)
+    # v and g: the receive of a value, of a gradient. Without a list, "v F B v F B ..": each before its own computation.
+    assert " ".join(first) == "g F 0 F 0 g B 0 F 0 g B 0 F 0 g B 0 B 0"
+    assert " ".join(second) == "v v F 1 B 1 v F 1 B 1 v F 1 B 1 F 1 B 1"
+
+
+@pytest.mark.parametrize("num_messages", [8, 16])
+def test_one_content_more_is_held_for_each_link(num_messages: int, fake: str) -> None:
+    num_bytes = 4 << 12
+
+    def run(channel: sw.Channel) -> int:
+        watched = Watched(channel)
+        post = Post(watched)
+        for _ in range(2):
+            post.begin(num_messages)
+            for number in range(num_messages):
+                value, gradient = (Key(kind, number, 0) for kind in (MessageKind.VALUE, MessageKind.GRADIENT))
+                sent, taken = (value, gradient) if channel.rank == 0 else (gradient, value)
+                if channel.rank == 1:
+                    post.take(0, taken)
+                post.send(1 - channel.rank, sent, torch.ones(num_bytes // 4, device=channel.device))
+                if channel.rank == 0:
+                    post.take(1, taken)
+            post.settle()
+        assert post.num_ahead == num_messages
+        return watched.most_under_way
+
+    # This message and the one before, with their headers, the one that is received, and the one after that.
+    assert max(sw.simulate(2, run, device=fake)) <= 4 * (num_bytes + 1024)
+
+
+def content_of(kind: int, number: int, device: torch.device) -> torch.Tensor | None:
+    values = torch.arange(24.0).view(4, 6) + number
+    if kind == 0:
+        return None
+    if kind == 1:
+        return values
+    moved = values.to(device)
+    return (moved, moved.t(), moved[:, ::2], moved.double(), moved[:0])[kind - 2]
+
+
+def script_of(generator: random.Random, before: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The messages of a step, (sender, kind of content): those of the step before, and mostly a change."""
+    script = list(before)
+    for _ in range(generator.choice([0, 0, 1, 2])):
+        at = generator.randrange(len(script) + 1)
+        change = (generator.randrange(2), generator.randrange(7))
+        script[at : at + generator.randrange(3)] = [change] * generator.randrange(3)
+    return script
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_come_as_they_were_sent_whether_they_are_those_of_the_last_step_or_not(seed: int, fake: str) -> None:
+    def run(channel: sw.Channel) -> int:
+        post, generator = Post(channel), random.Random(seed)
+        script = [(generator.randrange(2), generator.randrange(7)) for _ in range(6)]
+        for step in range(12):
+            script = script_of(generator, script)
+            # The steps may be of another number of microbatches, and evaluations come between them.
+            way = generator.choice(["1", "1", "1", "2", "evaluation"])
+            if way != "evaluation":
+                post.begin(int(way))
+            for number, (sender, kind) in enumerate(script):
+                key = Key(MessageKind.GRADIENT, 0, number)
+                wanted = content_of(kind, 100 * step + number, channel.device)
+                if sender == channel.rank:
+                    post.send(1 - sender, key, wanted)
+                    continue
+                got = post.take(sender, key).content
+                assert (got is None) == (wanted is None)
+                if got is not None and wanted is not None:
+                    assert (got.device, got.dtype, got.stride()) == (wanted.device, wanted.dtype, wanted.stride())
+                    assert torch.equal(got.cpu(), wanted.cpu())
+            post.settle()
+            post.forget()
+        return post.num_ahead
+
+    with behind(LAST):
+        assert sum(sw.simulate(2, run, device=fake)) > 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("delays", [LAST], indirect=True)
+def test_forwards_that_change_their_paths_train_as_one_process(schedule: str, delays: None) -> None:
+    assert_equals_one_process(path_models.turning(9), schedule=schedule, pp=2, k=3)
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_step_stops_the_other(fake: str) -> None:
+    def run(channel: sw.Channel) -> None:
+        log = Log()
+        engine = engine_of(channel, log, k=4)
+        for _ in range(2):
+            engine.step({"input": torch.ones(8, WIDTH)})
+        log.events.clear()
+        begun = log.compute
+
+        def compute(what: str) -> None:
+            begun(what)
+            if sum(each.what == "F 1" for each in log.events) == 3:
+                raise RuntimeError("broken sample")
+
+        log.compute = compute  # type: ignore[method-assign]
+        engine.step({"input": torch.ones(8, WIDTH)})
+
+    with pytest.raises(RuntimeError, match="broken sample"):
+        sw.simulate(2, run, device=fake, timeout_seconds=20)

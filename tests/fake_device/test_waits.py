@@ -1,0 +1,362 @@
+"""What a step on a device waits for: nothing, in the steady state; and what stays there is right all the same.
+
+The oracle is the same program with ranks on the CPU: the fake device has its kernels.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import BatchError, MismatchError
+from tests.fake_device.accelerator import Counts, behind, counted
+
+Batch = dict[str, Any]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Words(nn.Module):
+    """With a tied head two stages share a parameter."""
+
+    def __init__(self, *, num_blocks: int = 2, is_tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(num_blocks))
+        self.head = nn.Linear(8, 13, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def words(device: torch.device, *, num_blocks: int = 2, is_tied: bool = False) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Words(num_blocks=num_blocks, is_tied=is_tied).to(device)
+        if is_tied:
+            model.head.weight = model.embedding.weight
+        return model
+
+
+def loss_of(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    loss = nn.functional.cross_entropy(output.float().flatten(0, 1), batch["ids"].flatten())
+    # A row of zeros is a broken sample: its loss is not finite.
+    scaled: torch.Tensor = loss / (batch["ids"].sum(1) > 0).all()
+    return scaled
+
+
+def batch_of(seed: int, device: torch.device | str, *, is_broken: bool = False) -> Batch:
+    ids = torch.randint(1, 13, (4, 5), generator=torch.Generator().manual_seed(seed))
+    return {"ids": (ids * (not is_broken)).to(device)}
+
+
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, fused=True)
+
+
+def tokens(batch: Batch) -> torch.Tensor:
+    """A weight that is where the batch is."""
+    found: torch.Tensor = (batch["ids"] > 3).sum()
+    return found
+
+
+CUT = {f"blocks.*.{name}": rule for name, rule in {"up": "column", "down": "row"}.items()}
+
+
+def plan(k: int = 1, *, stage: int = 1, bf16: bool = False, clip: float | None = 0.5, **mesh: int) -> sw.Plan:
+    return sw.Plan(
+        mesh=sw.Mesh(**mesh),
+        sharding=sw.Sharding(stage=stage),
+        merge=sw.Merge(microbatches=k),
+        precision=sw.Precision(compute="bfloat16") if bf16 else sw.Precision(),
+        tensor=sw.Tensor(rules=CUT, prove=False) if "tp" in mesh else sw.Tensor(),
+        clip_grad_norm=clip,
+    )
+
+
+def steps(
+    channel: sw.Channel,
+    asked: sw.Plan,
+    *,
+    optimizer: Any = fused,
+    loss_weight: Callable[[Batch], Any] | None = None,
+    host_batch: bool = False,
+    is_tied: bool = False,
+    broken: int | None = None,
+) -> tuple[list[Any], dict[str, torch.Tensor], Counts]:
+    """Six steps: their reports, the state, and what was counted on this rank's device in the last three."""
+    engine = sw.parallelize(
+        words(channel.device, is_tied=is_tied),
+        asked,
+        optimizer=optimizer,
+        loss=loss_of,
+        loss_weight=loss_weight,
+        channel=channel,
+    )
+    at = asked.mesh.data_rank(channel.rank)
+
+    def batch(step: int) -> Batch:
+        where = "cpu" if host_batch else channel.device
+        return batch_of(10 * step + at, where, is_broken=step == broken and at == 0)
+
+    reports = [engine.step(batch(step)) for step in range(3)]
+    later = [batch(step) for step in range(3, 6)]
+    # Ranks may be steps apart; here they wait for each other, so that each counts its own steps only.
+    with counted("sync") as counts:
+        reports += [engine.step(each) for each in later]
+    found = counts[channel.device.index or 0]
+    state = {str(piece): values.cpu() for piece, values in engine.state().items()}
+    numbers = [(report.loss, report.grad_norm, report.skipped, report.weight) for report in reports]
+    return [*numbers, (engine.counters.updates, engine.counters.skipped)], state, found
+
+
+PLANS: dict[str, tuple[sw.Plan, dict[str, Any]]] = {
+    "one": (plan(), {}),
+    "one, bf16, k=4, no clip": (plan(4, bf16=True, clip=None), {}),
+    "stage 0": (plan(stage=0, dp_shard=2), {}),
+    "stage 1, bf16, k=4": (plan(4, dp_shard=2, bf16=True), {}),
+    "stage 2, k=4": (plan(4, stage=2, dp_shard=2), {}),
+    "stage 3": (plan(stage=3, dp_shard=2), {}),
+    "stage 3, bf16, k=4": (plan(4, stage=3, dp_shard=2, bf16=True), {}),
+    "replicas": (plan(dp_shard=2, dp_replicate=2), {}),
+    "weights": (plan(4, dp_shard=2), {"loss_weight": tokens}),
+    "weights of a batch on the host": (plan(2, dp_shard=2), {"loss_weight": tokens, "host_batch": True}),
+    "tp": (plan(tp=2), {}),
+    "tp, bf16, k=4, weights": (plan(4, tp=2, bf16=True), {"loss_weight": tokens}),
+    "pp, k=4": (plan(4, pp=2), {}),
+    "pp, k=4, weights, tied": (plan(4, pp=2), {"loss_weight": tokens, "is_tied": True}),
+    "all": (plan(2, stage=2, pp=2, dp_shard=2, tp=2), {}),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_steady_step_waits_for_nothing(case: str, fake: str) -> None:
+    asked, options = PLANS[case]
+    size = asked.mesh.size
+    expected = sw.simulate(size, lambda channel: steps(channel, asked, **options))
+    got = sw.simulate(size, lambda channel: steps(channel, asked, **options), device=fake)
+    for (numbers, state, counts), (others, other_state, _) in zip(got, expected, strict=True):
+        assert counts.syncs == 0, counts.lines
+        assert numbers[-1] == (6, 0) == others[-1]
+        for one, other in zip(numbers[:-1], others[:-1], strict=True):
+            assert one == pytest.approx(other, rel=1e-6)
+        assert state.keys() == other_state.keys()
+        for name, values in state.items():
+            torch.testing.assert_close(values, other_state[name], rtol=1e-4, atol=1e-6)
+    assert len({str(numbers) for numbers, *_ in got}) == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [plan(), plan(2, stage=0, dp_shard=2), plan(stage=3, dp_shard=2, bf16=True), plan(tp=2), plan(2, pp=2, dp_shard=2)],
+    ids=["one", "stage 0", "stage 3", "tp", "pp and dp"],
+)
+def test_the_device_leaves_out_a_step_on_all_ranks_bit_for_bit(asked: sw.Plan, fake: str) -> None:
+    def run(channel: sw.Channel, *, is_broken: bool) -> tuple[dict[str, torch.Tensor], Any]:
+        engine = sw.parallelize(words(channel.device), asked, optimizer=fused, loss=loss_of, channel=channel)
+        at = asked.mesh.data_rank(channel.rank)
+        for step in range(2):
+            engine.step(batch_of(10 * step + at, channel.device))
+        if is_broken:
+            with counted("sync") as counts:
+                report = engine.step(batch_of(99, channel.device, is_broken=at == 0))
+            assert counts[channel.device.index].syncs == 0, counts
+            assert report.skipped
+            assert math.isnan(report.grad_norm)
+        working = {name: each.detach().cpu() for name, each in sw.full(engine)}
+        state = {str(piece): values.cpu() for piece, values in engine.state().items()}
+        return state | working, engine.counters
+
+    size = asked.mesh.size
+    kept = sw.simulate(size, lambda channel: run(channel, is_broken=False), device=fake)
+    skipped = sw.simulate(size, lambda channel: run(channel, is_broken=True), device=fake)
+    for (one, _), (other, counters) in zip(kept, skipped, strict=True):
+        assert (counters.updates, counters.skipped) == (2, 1)
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            assert torch.equal(values, other[name]), name
+
+
+def test_a_gradient_with_an_infinite_element_is_left_out(fake: str) -> None:
+    def run(channel: sw.Channel) -> tuple[torch.Tensor, bool]:
+        model = nn.Linear(3, 1, bias=False).to(channel.device)
+        engine = sw.parallelize(model, plan(), optimizer=fused, loss=lambda y, batch: y.sum(), channel=channel)
+        x = torch.ones(2, 3, device=channel.device)
+        engine.step({"x": x})
+        before = model.weight.detach().clone()
+        x[0, 0] = math.inf  # the gradient is the sum of the rows: no element of it is nan
+        skipped = engine.step({"x": x}).skipped
+        return (model.weight.detach() - before).cpu(), skipped
+
+    ((moved, skipped),) = sw.simulate(1, run, device=fake)
+    assert skipped
+    assert torch.equal(moved, torch.zeros(1, 3))
+
+
+def test_a_step_that_would_make_the_state_of_an_optimizer_is_left_out_by_the_host(fake: str) -> None:
+    def run(channel: sw.Channel) -> Any:
+        momentum = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
+        return steps(channel, plan(), optimizer=momentum, broken=0)[:2]
+
+    ((numbers, state),) = sw.simulate(1, run, device=fake)
+    ((others, other_state),) = sw.simulate(1, run)
+    assert numbers[-1] == (5, 1) == others[-1]
+    for name, values in state.items():
+        torch.testing.assert_close(values, other_state[name], rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_that_cannot_skip_on_the_device_costs_one_wait(fake: str) -> None:
+    (found,) = sw.simulate(1, lambda channel: steps(channel, plan(), optimizer=torch.optim.AdamW), device=fake)
+    assert found[2].syncs == 3, found[2].lines
+
+
+@pytest.mark.parametrize("asked", [plan(tp=2), plan(pp=2)], ids=["tp", "pp"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_batches_that_differ_are_named_and_train_nothing(asked: sw.Plan, is_first: bool, fake: str) -> None:
+    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+
+    def run(channel: sw.Channel) -> None:
+        engine = sw.parallelize(words(channel.device), asked, optimizer=fused, loss=loss_of, channel=channel)
+        for step in range(0 if is_first else 2):
+            engine.step(batch_of(step, channel.device))
+        states = found[channel.rank] = []
+        states.append({str(piece): values.cpu() for piece, values in engine.state().items()})
+        other = batch_of(7, "cpu")
+        other["ids"][3, 4] += 1 if channel.rank else 0
+        try:
+            report = engine.step({name: each.to(channel.device) for name, each in other.items()})
+            assert report.loss
+        finally:
+            named = {str(each.segment.name): each.parameter.detach().cpu() for each in engine._buffers.owned}
+            states.append(named)
+
+    with pytest.raises(MismatchError, match=r"ranks along pp and tp need the same batch, but rank 1 got another"):
+        sw.simulate(2, run, device=fake)
+    for before, after in found.values():
+        for name, values in after.items():
+            assert any(torch.equal(values.view(-1), each.view(-1)) for key, each in before.items() if name in key)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_losses_that_differ_along_tp_are_refused_by_all_ranks_in_the_next_step(seed: int, fake: str) -> None:
+    def run(channel: sw.Channel) -> tuple[int, str]:
+        wrong: list[float] = []
+
+        def loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+            return loss_of(output, batch) + sum(wrong)
+
+        engine = sw.parallelize(words(channel.device), plan(tp=2), optimizer=fused, loss=loss, channel=channel)
+        steps = 0
+        try:
+            for steps in range(9):
+                wrong += [0.5] * (steps == 3 and channel.rank)
+                engine.step(batch_of(steps, channel.device))
+        except MismatchError as error:
+            return steps, str(error)
+        return steps, ""
+
+    with behind(seed):
+        (found, text), other = sw.simulate(2, run, device=fake)
+    assert (found, text) == other
+    assert found == 4
+    assert "rank 0 and rank 1 are peers along tp" in text
+
+
+def test_a_weight_on_the_device_that_is_none_is_named_at_a_look(fake: str) -> None:
+    def run(channel: sw.Channel) -> None:
+        signs = [1, 1, 1, -1]
+        engine = sw.parallelize(
+            words(channel.device),
+            plan(2),
+            optimizer=fused,
+            loss=loss_of,
+            loss_weight=lambda batch: tokens(batch) * signs.pop(0),
+            channel=channel,
+        )
+        assert engine.step(batch_of(0, channel.device)).weight == float(tokens(batch_of(0, "cpu")))
+        report = engine.step(batch_of(1, channel.device))
+        assert report.num_microbatches == 2
+        with pytest.raises(BatchError, match=r"loss_weight gave -\d.0 for a microbatch"):
+            report.loss  # noqa: B018
+        raise BatchError("seen")
+
+    with pytest.raises(BatchError):
+        sw.simulate(1, run, device=fake)
+
+
+def test_a_microbatch_without_weight_counts_nothing_on_the_device(fake: str) -> None:
+    def weight(batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = (batch["ids"][0, 0] > 6).sum()
+        return found
+
+    def run(channel: sw.Channel) -> Any:
+        return steps(channel, plan(4), loss_weight=weight)[:2]
+
+    ((numbers, state),) = sw.simulate(1, run, device=fake)
+    ((others, other_state),) = sw.simulate(1, run)
+    for one, other in zip(numbers, others, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    for name, values in state.items():
+        torch.testing.assert_close(values, other_state[name], rtol=1e-4, atol=1e-6)
+
+
+class Silent(nn.Module):
+    """Writes a vector in a way that torch does not count, as batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(6))
+        self.var = nn.Buffer(torch.ones(6))
+        self.fixed = nn.Buffer(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True) * self.fixed
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.BatchNorm1d(6), Silent], ids=["torch", "own"])
+def test_running_statistics_are_those_of_the_first_rank_and_wait_for_nothing(
+    kind: Callable[[], nn.Module], fake: str
+) -> None:
+    def run(channel: sw.Channel) -> tuple[dict[str, torch.Tensor], int]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 6), kind()).to(channel.device)
+        engine = sw.parallelize(
+            model, plan(dp_shard=2), optimizer=fused, loss=lambda y, batch: y.square().mean(), channel=channel
+        )
+        syncs = 0
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + channel.rank))
+            batch = {"x": x.to(channel.device)}
+            with counted("sync") as counts:
+                engine.step(batch)
+            syncs = counts[channel.device.index or 0].syncs
+        return {name: each.cpu() for name, each in model.named_buffers()}, syncs
+
+    (first, no_syncs), (second, none) = sw.simulate(2, run, device=fake)
+    (expected, _), _ = sw.simulate(2, run)
+    assert (no_syncs, none) == (0, 0)
+    for name, values in first.items():
+        assert torch.equal(values, second[name])
+        torch.testing.assert_close(values, expected[name])
+    assert not torch.equal(first["1.running_mean" if "1.running_mean" in first else "1.mean"], torch.zeros(6))

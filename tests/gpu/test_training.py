@@ -1,0 +1,157 @@
+"""Training on devices: every layout gives the numbers of a plain loop, and a steady step never makes the host wait."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import Channel
+from tests.contracts.channel_cases import CASES
+from tests.gpu.conftest import DEVICE, Place
+from tests.gpu.layouts import CELLS, LAYOUTS, STEPS, engine_of, full, plain, plan_of, share
+from tests.processes.pool import Transport
+from tests.processes.test_channel_contract import run_case
+
+
+def run_contract(channel: Channel) -> None:
+    for case in CASES:
+        if not case.poisons:
+            run_case(channel, case.name)
+
+
+# On CPU processes `tests/processes` does the same.
+@pytest.mark.parametrize("place", [DEVICE], indirect=True)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_channel_fulfils_its_contract(place: Place, size: int) -> None:
+    place.run(size, run_contract)
+
+
+def train(channel: Channel, layout: str) -> tuple[str, str]:
+    """The kinds of device on which this rank computed, where its channel is and where its parameters are."""
+    plan = plan_of(layout, channel.size)
+    engine = engine_of(channel, plan)
+    losses = [engine.step(share(plan, channel.rank, step)).loss for step in range(STEPS)]
+    expected_losses, expected = plain(channel.device)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    got = full(engine)
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.allclose(got[name], values, rtol=1e-4, atol=1e-6), name
+    here = {each.device.type for each in engine.model.parameters() if not each.is_meta}
+    assert len(here) == 1
+    return channel.device.type, here.pop()
+
+
+@pytest.mark.parametrize(("size", "layout"), CELLS)
+def test_every_layout_gives_the_numbers_of_a_plain_loop(place: Place, size: int, layout: str) -> None:
+    for of_channel, of_parameters in place.run(size, train, layout):
+        assert of_channel == of_parameters
+        assert (of_channel == "cpu") == (place.kind == "cpu")
+
+
+@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
+def test_interpreters_that_start_anew_as_on_devices_are_ranks_too(place: Place) -> None:
+    assert place.pools["anew"].run(2, train, "stage 1", transport=Transport()) == [("cpu", "cpu")] * 2
+
+
+def learn_in_half_precision(channel: Channel) -> tuple[float, float, int]:
+    plan = sw.Plan(
+        mesh=sw.Mesh(dp_shard=channel.size),
+        precision=sw.Precision(compute="bfloat16", keep=("*norm*",)),
+    )
+    engine = engine_of(channel, plan)
+    losses = [engine.step(share(plan, channel.rank, 0)).loss for _ in range(20)]
+    return losses[0], losses[-1], engine.counters.cast_elements
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bfloat16_holds_masters_and_learns(place: Place, size: int) -> None:
+    for first, last, num_cast in place.run(size, learn_in_half_precision):
+        assert last < 0.7 * first
+        assert num_cast > 0
+
+
+def recompute(channel: Channel) -> list[float]:
+    """The norms of gradients without recomputation, with it, and from another seed."""
+    plan = plan_of("stage 2", channel.size)
+    norms = []
+    for recomputed, seed in ((False, 0), (True, 0), (True, 1)):
+        engine = engine_of(channel, plan, dropout=0.5, recomputed=recomputed, seed=seed)
+        norms.append(engine.step(share(plan, channel.rank, 0)).grad_norm)
+    return norms
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_dropout_draws_the_same_masks_in_the_recomputation(place: Place, size: int) -> None:
+    for without, recomputed, of_another_seed in place.run(size, recompute):
+        assert recomputed == pytest.approx(without, rel=1e-6)
+        assert abs(of_another_seed - without) > 1e-3 * without
+
+
+def step_steadily(channel: Channel, layout: str) -> float:
+    """The loss of a step in which a wait of the host for the device is an error, where torch can make it one."""
+    plan = plan_of(layout, channel.size)
+    engine = engine_of(channel, plan)
+    batches = [
+        {name: rows.to(channel.device) for name, rows in share(plan, channel.rank, step).items()} for step in range(5)
+    ]
+    for batch in batches[:4]:  # what is found out once is found out here
+        engine.step(batch)
+    with waits_forbidden(channel.device):
+        report = engine.step(batches[4])
+    return report.loss
+
+
+@contextmanager
+def waits_forbidden(device: torch.device) -> Iterator[None]:
+    """The host waits for no device inside, where that can be found out."""
+    if device.type == "fake":
+        from tests.fake_device.accelerator import counted
+
+        with counted("sync") as counts:
+            yield
+        assert counts[device.index].syncs == 0, "\n".join(counts[device.index].lines)
+        return
+    forbid: Any = getattr(torch.get_device_module(device), "set_sync_debug_mode", None)
+    if forbid is not None:
+        forbid("error")
+    try:
+        yield
+    finally:
+        if forbid is not None:
+            forbid("default")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_steady_step_does_not_make_the_host_wait(place: Place, layout: str) -> None:
+    size = max(2, LAYOUTS[layout][0])
+    losses = place.run(size, step_steadily, layout)
+    assert len(set(losses)) == 1
+    assert losses[0] > 0
+
+
+def peak_at_start(channel: Channel, layout: str) -> tuple[int, int] | None:
+    """The most bytes on the device while parallelize ran, and those of the footprint; None where none are counted."""
+    if channel.device.type == "cpu":
+        return None
+    gc.collect()  # of earlier tests: memory that is let go meanwhile would count as less
+    torch.accelerator.reset_peak_memory_stats(channel.device)
+    before = torch.accelerator.memory_allocated(channel.device)
+    held = engine_of(channel, plan_of(layout, channel.size)).footprint()
+    # Of a unit that is cut, the whole is there while its values are taken over.
+    expected = held.working_bytes + held.master_bytes + held.gathered_bytes
+    return torch.accelerator.max_memory_allocated(channel.device) - before, expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_is_cut_before_it_moves(place: Place, layout: str) -> None:
+    size = max(2, LAYOUTS[layout][0])
+    for measured in place.run(size, peak_at_start, layout):
+        assert (measured is None) == (place.kind == "cpu")
+        if measured is not None:
+            peak, held = measured
+            assert peak <= held + (64 << 10)  # allocators round, and small trials take a few KiB

@@ -1,0 +1,162 @@
+"""What survivors see whose device waits for a rank that dies, gives up or stops moving: an error, and never a hang."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import Channel
+from shardwise.errors import CallMismatchError, PeerError
+from tests.processes.emulated_device import synchronize
+from tests.processes.pool import Pool, Transport
+
+READ_LATER = Transport(device="emulated, read later")
+IMPATIENT = Transport(device="emulated, read later", timeout_seconds=2.0)
+
+Told = tuple[str, int | None, str, str, float]
+
+
+def sum_of(channel: Channel, purpose: str) -> None:
+    channel.reduce_scatter(torch.empty(8), torch.ones(8 * channel.size), purpose=purpose).wait()
+
+
+def told(channel: Channel, begin: float) -> Told:
+    """What the next call says, once the host has come back from its read."""
+    synchronize()
+    taken = time.monotonic() - begin
+    with pytest.raises(PeerError) as caught:
+        channel.exchange(b"", purpose="after the read")
+    error = caught.value
+    return str(error), error.rank, error.operation, error.purpose, taken
+
+
+def lose_the_last(channel: Channel, way: str) -> Told | None:
+    """All but the last rank block in a read of a sum that needs it."""
+    sum_of(channel, "gradients")  # from now on nobody waits for the others' calls
+    synchronize()
+    store = dist.distributed_c10d._get_default_store()
+    if channel.rank == channel.size - 1:
+        store.wait([f"{way}: rank {rank} reads" for rank in range(channel.rank)])
+        if way == "aborts":
+            channel.abort("ValueError: the loss is not a number")
+            return None
+        os.kill(os.getpid(), signal.SIGKILL if way == "dies" else signal.SIGSTOP)
+    begin = time.monotonic()
+    sum_of(channel, "gradients")
+    store.set(f"{way}: rank {channel.rank} reads", "")
+    return told(channel, begin)
+
+
+@pytest.mark.parametrize(
+    ("way", "transport", "expected"),
+    [
+        ("dies", READ_LATER, "rank 2 is gone (its process died)"),
+        ("aborts", READ_LATER, "rank 2 stopped: ValueError: the loss is not a number"),
+        ("stops", IMPATIENT, "rank 2 made no progress for 2 s (last seen in reduce_scatter for 'gradients'"),
+    ],
+    ids=["dies", "aborts", "stops"],
+)
+def test_a_host_that_reads_from_its_device_learns_of_a_lost_rank(
+    pool: Pool, way: str, transport: Transport, expected: str
+) -> None:
+    lost = [] if way == "aborts" else [2]
+    results = pool.run(3, lose_the_last, way, transport=transport, lost=lost, poisons=True)
+    for rank in (0, 1):
+        text, culprit, operation, purpose, taken = results[rank]
+        assert text.startswith(expected)
+        assert text.endswith(f"while rank {rank} was in reduce_scatter for 'gradients'")
+        assert (culprit, operation, purpose) == (2, "reduce_scatter", "gradients")
+        assert taken < 8
+
+
+def close_without_the_last_call(channel: Channel) -> Told | None:
+    """The last rank leaves out a call that all have agreed on before. The others read, and make no call any more."""
+    sum_of(channel, "gradients")
+    synchronize()
+    if channel.rank == channel.size - 1:
+        return None
+    begin = time.monotonic()
+    sum_of(channel, "gradients")
+    synchronize()
+    with pytest.raises(PeerError) as caught:
+        channel.close()
+    error = caught.value
+    channel.close()  # once is enough
+    return str(error), error.rank, error.operation, error.purpose, time.monotonic() - begin
+
+
+def test_a_read_from_a_device_that_waits_for_a_rank_that_has_closed_its_channel_ends_in_words(pool: Pool) -> None:
+    """Soon, and though nothing but `close` can say them."""
+    transport = Transport(device="emulated, read later", timeout_seconds=40.0)
+    results = pool.run(3, close_without_the_last_call, transport=transport, poisons=True)
+    for rank in (0, 1):
+        text, culprit, operation, purpose, taken = results[rank]
+        assert text == f"rank 2 has closed its channel, while rank {rank} was in reduce_scatter for 'gradients'"
+        assert (culprit, operation, purpose) == (2, "reduce_scatter", "gradients")
+        assert taken < 20
+
+
+def send_to_the_dead(channel: Channel) -> Told | None:
+    channel.exchange(b"", purpose="start")
+    if channel.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        channel.send(torch.ones(8), 1, purpose="activation").wait()
+    error = caught.value
+    return str(error), error.rank, error.operation, error.purpose, time.monotonic() - begin
+
+
+def test_a_message_to_a_rank_that_never_connects_ends_in_an_error(pool: Pool) -> None:
+    text, culprit, operation, purpose, taken = pool.run(2, send_to_the_dead, transport=READ_LATER, lost=[1])[0]
+    assert text == "rank 1 is gone (its process died), while rank 0 was in send for 'activation'"
+    assert (culprit, operation, purpose) == (1, "send", "activation")
+    assert taken < 8
+
+
+def call_known_things_in_another_order(channel: Channel) -> tuple[str, float]:
+    """The last rank gathers where the others add. All have agreed on both before, and send no message about them."""
+    whole = torch.empty(8 * channel.size)
+
+    def gather() -> None:
+        channel.all_gather(whole, torch.ones(8), purpose="weights").wait()
+
+    def add() -> None:
+        sum_of(channel, "gradients")
+
+    calls = [gather, add]
+    for call in calls:
+        call()
+    synchronize()
+    channel.exchange(b"", purpose="start")
+    begin = time.monotonic()
+    for call in calls if channel.rank == channel.size - 1 else calls[::-1]:
+        call()
+    synchronize()
+    taken = time.monotonic() - begin
+    with pytest.raises(CallMismatchError) as caught:
+        channel.exchange(b"", purpose="after the read")
+    return str(caught.value), taken
+
+
+def test_hosts_that_read_from_devices_in_different_calls_learn_which(pool: Pool) -> None:
+    results = pool.run(3, call_known_things_in_another_order, transport=READ_LATER, poisons=True)
+    for text, taken in results:
+        assert "  - rank 2: all_gather for 'weights' of float32" in text
+        assert text.count("reduce_scatter for 'gradients' of float32") == 1
+        assert taken < 15
+
+
+def wait_for_each_other(channel: Channel) -> str:
+    """Both ranks receive first, which no channel can carry out."""
+    with pytest.raises(PeerError) as caught:
+        channel.receive(torch.empty(8), 1 - channel.rank, purpose=f"parcel {channel.rank}").wait()
+    return str(caught.value)
+
+
+def test_ranks_that_wait_for_each_other_are_named(pool: Pool) -> None:
+    for text in pool.run(2, wait_for_each_other, transport=IMPATIENT, poisons=True):
+        assert "made no progress for 2 s" in text
