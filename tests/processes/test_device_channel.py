@@ -13,7 +13,9 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.comm.device_channel import DeviceChannel
+from shardwise.comm.processes import ProcessChannel
 from tests.contracts.channel_cases import CASES
+from tests.contracts.channel_fault_cases import refuse_message
 from tests.contracts.channel_oracles import Case, assert_same_bits, gather_and_check, given, part_of, values
 from tests.processes.emulated_device import EmulatedCommunicator, emulated
 from tests.processes.pool import EMULATED_DEVICE, SHARED_MEMORY, Pool
@@ -59,6 +61,33 @@ def test_a_channel_leaves_the_programs_groups_alone_and_frees_its_own(pool: Pool
     for before, after, left in pool.run(3, use_own_groups, transport=EMULATED_DEVICE, poisons=True):
         assert before == after
         assert left == 0
+
+
+def close_while_another_thread_looks(channel: Channel) -> None:
+    """A message was refused, so that its operation waits on the device; then a thread looks for news at the close."""
+    made = emulated(sw.comm.processes(), timeout_seconds=20, waits_on_host=True)
+    assert isinstance(made, DeviceChannel)
+    assert isinstance(made.control, ProcessChannel)
+    refuse_message(made, given(made, 3, torch.float32), given(made, 5, torch.float32), ["apples", "apples"])
+    board, looks = made.control._board, threading.Event()
+    deadline = time.monotonic() + 10
+    while not made._communicators._made and time.monotonic() < deadline:
+        time.sleep(0.01)  # both ranks connect, whatever was refused
+
+    def look() -> None:
+        with board.lock:
+            looks.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    looks.wait()
+    made.close()
+    thread.join()
+
+
+def test_a_channel_that_has_failed_ends_its_operations_whatever_another_thread_does(pool: Pool) -> None:
+    pool.run(2, close_while_another_thread_looks, transport=EMULATED_DEVICE, poisons=True)
 
 
 class Tied(nn.Module):

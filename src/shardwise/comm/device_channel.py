@@ -45,6 +45,10 @@ _LOOK_SECONDS = 0.1
 """How often a host that waits for a communicator to be connected looks for lost ranks."""
 
 
+_LAST_LOOK_SECONDS = 1.0
+"""How long closing a channel waits for a call of another thread, to know whether a rank is lost."""
+
+
 class _Control(Channel, Witness, Protocol):
     """The channel of the same ranks on the CPU (a `ProcessChannel`)."""
 
@@ -272,7 +276,7 @@ class DeviceChannel:
             self._watch.drain()
             self._watch.stop()
             # Communicators of a lost rank cannot be taken down together with it.
-            if self.control.has_failed():
+            if self.control.has_failed(patience_seconds=_LAST_LOOK_SECONDS):
                 self._communicators.abort()
             else:
                 self._communicators.close()

@@ -33,8 +33,8 @@ _CLOSED_SECONDS = 3.0
 class Witness(Protocol):
     """The connections between the CPUs, as far as the watch asks them."""
 
-    def has_failed(self) -> bool:
-        """Whether a rank is lost or has given up."""
+    def has_failed(self, *, patience_seconds: float = 0.0) -> bool:
+        """Whether a rank is lost or has given up. Waits so long at most for another thread's call to end."""
 
     def has_closed(self, awaited: Sequence[int]) -> bool:
         """Whether one of these world ranks has closed its channel, as far as was heard."""

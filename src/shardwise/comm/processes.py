@@ -411,9 +411,9 @@ class ProcessChannel:
         """Raise if a rank is lost, or has given up."""
         self._board.check(signature)
 
-    def has_failed(self) -> bool:
-        """Whether a rank is lost or has given up, as far as can be seen at once."""
-        return self._board.has_failed()
+    def has_failed(self, *, patience_seconds: float = 0.0) -> bool:
+        """Whether a rank is lost or has given up, as far as can be seen so soon."""
+        return self._board.has_failed(patience_seconds=patience_seconds)
 
     def has_closed(self, awaited: Sequence[int]) -> bool:
         """Whether one of these world ranks has closed its channel, as far as was heard."""

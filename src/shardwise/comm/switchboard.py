@@ -243,17 +243,20 @@ class Switchboard:
             if self.verdict is not None:
                 self._raise(signature)
 
-    def has_failed(self) -> bool:
-        """Whether a rank is lost or has given up; False while a call is in progress, which sees it itself."""
-        if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            if self.verdict is None:
-                self._turn(0)
-                self._note_ended()
-            return self.verdict is not None
-        finally:
-            self.lock.release()
+    def has_failed(self, *, patience_seconds: float = 0.0) -> bool:
+        """Whether a rank is lost or has given up.
+
+        Looks for news unless another thread is in a call for longer than `patience_seconds`: that call sees them.
+        """
+        # What is known needs no lock: a thread that only looks may hold it while the program closes the channel.
+        if self.verdict is None and self.lock.acquire(timeout=patience_seconds):
+            try:
+                if self.verdict is None:
+                    self._turn(0)
+                    self._note_ended()
+            finally:
+                self.lock.release()
+        return self.verdict is not None
 
     def has_closed(self, ranks: Sequence[int]) -> bool:
         """Whether one of these world ranks has said goodbye, as far as this rank has heard."""
