@@ -71,8 +71,9 @@ def test_training_goes_on_with_the_losses_of_the_program_that_saved(kind: str, p
         return losses
 
     for losses in sw.simulate(2, go_on):
-        # Two ranks add two halves of a batch, where one process adds it whole: two roundings apart.
-        assert losses == pytest.approx(LOSSES[kind], rel=4 * 2**-23 if plan == "sharded" else 0)
+        # Two ranks add two halves of a batch, where one process adds it whole, and the processor that wrote the losses
+        # may round products in another way: a few roundings apart.
+        assert losses == pytest.approx(LOSSES[kind], rel=4 * 2**-23)
 
 
 @pytest.mark.parametrize("name", ["single/plain.pt", "single/legacy.pth", "full_state.pt", "lightning.ckpt"])
