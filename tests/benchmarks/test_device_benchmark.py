@@ -41,6 +41,7 @@ def test_without_an_accelerator_the_benchmark_says_how_to_make_a_dry_run(monkeyp
 
 
 # Every side proves, before it is timed, that it trains as the others do.
+@pytest.mark.stress
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_dry_run_on_cpu_processes_measures_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:

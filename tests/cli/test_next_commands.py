@@ -30,7 +30,7 @@ def test_the_demo_is_found_by_its_name_and_a_file_of_that_name_comes_first(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = read_config(Path("demo"), num_processes=2)
-    assert (config.name, config.output, config.train.steps) == ("demo", Path("runs/demo"), 250)
+    assert (config.name, config.output, config.train.steps) == ("demo", Path("runs/demo"), 200)
     Path("demo").mkdir()  # no configuration is a folder
     assert read_config(Path("demo"), num_processes=2).path == config.path
     Path("demo").rmdir()
@@ -46,7 +46,7 @@ def test_commands_of_the_demo_name_its_saves_and_a_pipeline(monkeypatch: pytest.
     assert lines("demo", num_processes=2) == [
         "shardwise ckpt ls runs/demo/checkpoints",
         "shardwise ckpt convert runs/demo/checkpoints runs/demo/hf --to hf --dtype float32",
-        "shardwise train demo --nproc 2 --resume auto --set mesh.pp=2 --set train.steps=300",
+        "shardwise train demo --nproc 2 --resume auto --set mesh.pp=2 --set train.steps=240",
     ]
 
 
