@@ -37,19 +37,21 @@ class Batch:
     microbatches: list[dict[str, torch.Tensor]]
 
 
-def llama(*, num_heads: int = 6, num_layers: int = 8) -> nn.Module:
-    """Build a Llama in float32, with 8 layers of 15.7 M parameters; the same values on every rank."""
+def llama(
+    *, num_heads: int = 6, num_layers: int = 8, width: int = 384, vocabulary: int = VOCABULARY, num_positions: int = 512
+) -> nn.Module:
+    """Build a Llama in float32, by default with 8 layers of 15.7 M parameters; the same values on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=384,
-        intermediate_size=1024,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 64 * 64 or 64,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
-        max_position_embeddings=512,
+        max_position_embeddings=num_positions,
         tie_word_embeddings=False,
         use_cache=False,
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.device.sides import SIDES, Step, pairs_on
 from benchmarks.rank import prove_training
-from benchmarks.workload import Batch
+from benchmarks.workload import Batch, llama
 
 MODELS = {
     # Name: width, layers, heads, words.
@@ -61,25 +61,10 @@ class DeviceOutcome:
     """By side, the most that rank 0's allocator gave out for it at a time; empty where none counts."""
 
 
-def llama(name: str) -> nn.Module:
+def model_of(name: str) -> nn.Module:
     """The model in float32 on the CPU, the same on every rank."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     width, layers, heads, words = MODELS[name]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=words,
-        hidden_size=width,
-        intermediate_size=width * 8 // 3 // 64 * 64 or 64,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    model: nn.Module = LlamaForCausalLM(config)
-    return model.train()
+    return llama(num_heads=heads, num_layers=layers, width=width, vocabulary=words, num_positions=4096)
 
 
 def drawn(cell: DeviceCell, rank: int, device: torch.device) -> list[Batch]:
@@ -130,7 +115,7 @@ def run_device_cell(cell: DeviceCell, device: torch.device) -> DeviceOutcome:
     num_parameters = 0
     for name in names:
         before = _begin_peak(device)
-        model = llama(cell.model)
+        model = model_of(cell.model)
         num_parameters = sum(each.numel() for each in model.parameters())
         steps[name] = SIDES[name].prepare(model, device, cell.num_microbatches)
         losses[name] = [_mean_of_ranks(float(steps[name](batches[0]))) for _ in range(NUM_PROOF_STEPS)]

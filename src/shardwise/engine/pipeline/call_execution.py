@@ -410,8 +410,7 @@ def _wrap(
 ) -> list[torch.Tensor]:
     """The outputs as values of the stage."""
     known = _all_known(entry, moved)
-    made_of = [moved[at].lineage if at in moved else 0 for at in range(len(given))]
-    module = call.name if isinstance(call, PlacedModule) else _origin(given, stage)
+    lineages, module = _lineages(given, moved), _module_of(call, given, stage)
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
         local = None if made is None else made[at]
@@ -431,7 +430,7 @@ def _wrap(
             call.name,
             memory=memory,
             has_known_shape=known or not output.spec.shape,
-            lineage=flow.lineage_of(call.name, at, made_of),
+            lineage=flow.lineage_of(call.name, at, lineages),
             module=module,
         )
         wrapped.append(StageTensor(flow, value))
@@ -448,20 +447,26 @@ def _wrapped_one(
     made: Sequence[torch.Tensor] | None,
 ) -> StageTensor:
     """What `_wrap` gives for one output that has a known shape and shares no memory: the most frequent one."""
-    made_of = [moved[at].lineage if at in moved else 0 for at in range(len(given))]
     value = StageValue(
         stage,
         spec,
         None if made is None else made[0],
         call.name,
-        lineage=flow.lineage_of(call.name, 0, made_of),
-        module=call.name if call.is_user_code else _origin(given, stage),
+        lineage=flow.lineage_of(call.name, 0, _lineages(given, moved)),
+        module=_module_of(call, given, stage),
     )
     return StageTensor(flow, value)
 
 
-def _origin(given: Sequence[torch.Tensor], stage: int) -> str:
-    """The placed module from which the result of an operation comes: that of its first input on the stage."""
+def _lineages(given: Sequence[torch.Tensor], moved: dict[int, StageValue]) -> list[int]:
+    """That of each input; 0 for those that are no values of a stage."""
+    return [moved[at].lineage if at in moved else 0 for at in range(len(given))]
+
+
+def _module_of(call: StagedCall, given: Sequence[torch.Tensor], stage: int) -> str:
+    """The placed module from which a result comes; for an operation, that of its first input on the stage."""
+    if call.is_user_code:
+        return call.name
     values = [each.value for each in given if isinstance(each, StageTensor)]
     return next((each.module for each in values if each.stage == stage), values[0].module)
 
