@@ -270,6 +270,10 @@ class _FinishedWork:
         """Everything was done in the call."""
 
 
+FINISHED: Work = _FinishedWork()
+"""Of a call that leaves nothing to wait for."""
+
+
 class _Alone:
     # Calls are checked as on any channel: an argument that is wrong must not wait for a second rank to be found.
     rank = 0
@@ -299,14 +303,14 @@ class _Alone:
     ) -> Work:
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
         gather([output], [input], signature.counts)
-        return _FinishedWork()
+        return FINISHED
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
         scatter_sum([output], [input], signature.counts)
-        return _FinishedWork()
+        return FINISHED
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         message_signature(self, "send", tensor, destination, purpose=purpose)

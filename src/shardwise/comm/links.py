@@ -158,6 +158,10 @@ class PeerLink:
         self.put(frame(FrameKind.SIGNATURE, digest=digest, payload=text.encode()))
         return True
 
+    def knows_signature(self, digest: int) -> bool:
+        """Whether the other side has been told the text of a digest."""
+        return digest in self._sent_digests
+
     def tell_segment(self, segment: SharedSegment) -> None:
         """Queue the descriptor of a segment before its first use."""
         if segment.number not in self._announced:

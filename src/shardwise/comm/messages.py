@@ -269,7 +269,7 @@ class Outbound:
         """Chunks published and not yet consumed."""
         self.answered = True
         """False until the receiver of a first message of its signature has matched it, or waits elsewhere."""
-        self.total = len(source)
+        self.total = source.numel()  # `len` of a tensor costs three times as much
         self._source = source
         self._digest = stamp.digest
         self._pool = pool
@@ -469,7 +469,9 @@ class TransferInFlight:
     @property
     def is_done(self) -> bool:
         """Whether the tensors are the caller's again."""
-        return not self.awaited
+        if self._intake is not None and self._intake.awaited:
+            return False
+        return all(each.is_published and each.answered for each in self._outbounds)
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -488,10 +490,12 @@ class MessageFilling:
         # Chunks of one message come in order, but each knows its place, so that the messages may come in any order.
         for opened in tuple(self._open):
             inbound, target = opened
-            while inbound.fits(len(target), target=target):
+            num_bytes = target.numel()
+            while inbound.fits(num_bytes, target=target):
                 chunk = inbound.take()
                 content = chunk.tensor()
-                place = target[chunk.offset : chunk.offset + len(content)]
+                is_whole = content.numel() == num_bytes
+                place = target if is_whole else target[chunk.offset : chunk.offset + content.numel()]
                 if content.data_ptr() != place.data_ptr():  # gloo has received into the place itself
                     place.copy_(content)
                 chunk.consumed()

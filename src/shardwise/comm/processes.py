@@ -32,6 +32,7 @@ import torch.distributed as dist
 from shardwise.comm.agreement import aborting, understood
 from shardwise.comm.call_log import CallLog, Calls, first_difference, packed_calls, parsed_calls
 from shardwise.comm.channel import (
+    FINISHED,
     Channel,
     Signature,
     Work,
@@ -383,8 +384,10 @@ class ProcessChannel:
         self.tally.count(signature, self.rank)
         with self._board.lock:
             self._board.check(signature)
-            peer = self.members[destination]
-            outbounds = self._board.send(as_bytes(tensor), [peer], self._messages, signature, buffered=True)
+            peer, source = self.members[destination], as_bytes(tensor)
+            if self._board.send_in_frame(source, peer, self._messages, signature):
+                return FINISHED
+            outbounds = self._board.send(source, [peer], self._messages, signature, buffered=True)
             return self._board.start(signature, outbounds, None)
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:

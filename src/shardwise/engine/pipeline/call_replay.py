@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor, around_of, spec_of
+from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor, around_of
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import TensorSlot
-from shardwise.engine.pipeline.stage_values import StageTensor, ViewMemory
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor, ViewMemory
 from shardwise.engine.pipeline.staged_calls import StagedCall, storage_of
 
 # A program whose arguments never repeat would else fill the memory of the rank.
@@ -135,14 +135,19 @@ def _read(seen: SeenCall, call: StagedCall, flow: MicrobatchFlow, values: Iterab
     for leaf in values:
         kind = type(leaf)
         if kind in _TENSORS:
-            tensor = flow.adopted(leaf)
-            if type(tensor) is StageTensor and not tensor.value.has_known_shape:
-                raise _TooLittleSaidError
+            tensor = leaf if kind is StageTensor else flow.adopted(leaf)
+            if type(tensor) is StageTensor:
+                value = tensor.value
+                if not value.has_known_shape:
+                    raise _TooLittleSaidError
+                spec = value.spec
+            else:
+                spec = Spec.of(tensor)
             at = next((at for at, each in enumerate(tensors) if each is tensor), len(tensors)) if tensors else 0
             if at == len(tensors):
                 tensors.append(tensor)
             seen.positions.append(at)
-            tokens += (at, spec_of(tensor))
+            tokens += (at, spec)
         elif kind in _PLAIN:
             # The type too: Python takes 1, 1.0 and True for equal.
             tokens.append(kind)
@@ -208,6 +213,8 @@ def fits(
     known: KnownCall, result: Any, used: Sequence[torch.Tensor], versions: Sequence[int]
 ) -> list[torch.Tensor] | None:
     """The outputs of a call that was executed, where all is as it was recorded; else None."""
+    if known.gives_one_new:
+        return _fits_one_new(known.entry.outputs[0], result, used, versions)
     made: list[torch.Tensor] = []
     if not _takes_apart(known.template, result, made):
         return None
@@ -227,6 +234,19 @@ def fits(
             return None
         made_memories.append(memory)
     return made if versions == [each._version for each in used] else None
+
+
+def _fits_one_new(
+    output: OutcomeTensor, result: Any, used: Sequence[torch.Tensor], versions: Sequence[int]
+) -> list[torch.Tensor] | None:
+    """The same for one tensor in memory of its own, the most frequent result."""
+    if type(result) is not torch.Tensor or not _is_alike(output, result, used):
+        return None
+    memory = storage_of(result)
+    for each, before in zip(used, versions, strict=True):
+        if each._version != before or storage_of(each) == memory:
+            return None
+    return [result]
 
 
 def _is_alike(output: OutcomeTensor, tensor: torch.Tensor, used: Sequence[torch.Tensor]) -> bool:

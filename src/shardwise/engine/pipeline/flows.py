@@ -120,7 +120,7 @@ class MicrobatchFlow:
         self.last = name
         # Numbers are part of it: a program that scales by another factor on each rank has equal shapes and calls,
         # and would else train to other weights without an error.
-        self.progress = zlib.crc32(f"{name}@{stage}{numbers}".encode(), self.progress)
+        self.progress = zlib.crc32(f"{name}@{stage}{numbers or ()}".encode(), self.progress)
         # Of every rank, not of this one alone: all of them have to choose the same schedule from it.
         if stage < self._entered[rank] and not self.steps_back:
             self.steps_back = True

@@ -25,6 +25,8 @@ keep a record of it (`_Record`), and small contents of the size that is expected
 Contents on a device come apart, and are received one ahead (`expected_contents.py`).
 """
 
+import functools
+import math
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -41,7 +43,11 @@ from shardwise.errors import MismatchError, PeerError
 
 # Fixed, so that a header is one message of known size: the receiver cannot know dims before it has read something.
 _MAX_DIMS = 16
-_HEADER = struct.Struct(f"<BBBBBBHIIHHI24s48s{2 * _MAX_DIMS}q")
+_HEAD = struct.Struct("<BBBBHIIHHI")
+"""kind, note, on_host, flags, lead, microbatch, number, source stage, target stage, progress: of every message anew."""
+_FORM = struct.Struct(f"<BB24s48s{2 * _MAX_DIMS}q")
+"""has_content, dims, dtype, maker, sizes and strides: the same for a transfer in every microbatch."""
+_HEADER_BYTES = _HEAD.size + _FORM.size
 _ALIGNMENT_BYTES = 64
 """At multiples of this torch allocates, on every device."""
 
@@ -57,6 +63,9 @@ class MessageKind(IntEnum):
     VALUE = 0
     GRADIENT = 1
     NEWS = 2
+
+
+_KINDS = tuple(MessageKind)
 
 
 class Key(NamedTuple):
@@ -115,6 +124,16 @@ def _num_host_bytes(content: torch.Tensor | None) -> int:
     if content is None or content.device.type != "cpu":
         return 0
     return content.numel() * content.element_size()
+
+
+class _Form(NamedTuple):
+    """What a header says of the form of its content."""
+
+    has_content: bool
+    dtype: torch.dtype
+    maker: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 class _Posted(NamedTuple):
@@ -178,27 +197,34 @@ class Post:
             content = None if kept is None else _flagged(_copied(_bare(kept)), _flags(kept))
             self._box[rank, key] = _message(key, stages, progress, maker, content, note)
             return
-        flat = None if kept is None else _flat(_compact(_bare(kept)))
+        flat = None if kept is None else _flat(_bare(kept))
         record = self._outgoing[rank]
-        header = _packed(key, stages, progress, maker, kept, note)
-        header += bytes(record.expected_bytes)
-        message = torch.frombuffer(header, dtype=torch.uint8)
+        message = bytearray(_HEADER_BYTES + record.expected_bytes)
+        _pack_into(message, key, stages, progress, maker, kept, note)
+        packed = torch.frombuffer(message, dtype=torch.uint8)
         is_joined = record.holds(flat)
         if is_joined:
             assert flat is not None
-            message[_HEADER.size :].copy_(flat.view(torch.uint8))
+            packed[_HEADER_BYTES:].copy_(flat.view(torch.uint8))
             self.num_joined += 1
         elif flat is not None and key.kind is MessageKind.VALUE and flat.data_ptr() == kept.data_ptr():  # type: ignore[union-attr]
             flat = flat.clone()  # the sender's forward may write to it before it has been read
         # Header and content follow each other on one channel, which keeps their order. So the receiver can make room
         # of the right size before the content comes, and an empty tensor needs no second message.
-        self._sent.append(self._channel.send(message, rank, purpose="the next message of the pipeline"))
+        self._send(packed, rank, "the next message of the pipeline")
         place = None if kept is None else _place_of(kept, purpose)
         self._fill_expected(rank, place)
         self._outgoing_contents[rank].note(place)
         if flat is not None and flat.numel() and not is_joined:
-            self._sent.append(self._channel.send(flat, rank, purpose=purpose))
+            self._send(flat, rank, purpose)
         record.note(key, flat)
+
+    def _send(self, content: torch.Tensor, rank: int, purpose: str) -> None:
+        work = self._channel.send(content, rank, purpose=purpose)
+        if work.is_done:
+            work.wait()
+        else:
+            self._sent.append(work)
 
     def take(self, rank: int, key: Key, *, stages: tuple[int, int] = (0, 0)) -> ReceivedMessage:
         """Wait for a message. Raises PeerError, and MismatchError where the sender is past it."""
@@ -255,7 +281,7 @@ class Post:
         expected = self._outgoing_contents[rank].next
         if expected is not None and expected != place:
             _, flat = _room_for(expected, self._channel.device)
-            self._sent.append(self._channel.send(flat, rank, purpose=expected.purpose))
+            self._send(flat, rank, expected.purpose)
 
     def _post_next(self, rank: int) -> None:
         """Begin to receive what the next message of a rank brings, as far as that is known."""
@@ -266,43 +292,21 @@ class Post:
 
     def _receive(self, rank: int) -> ReceivedMessage:
         record = self._incoming[rank]
-        packed = torch.empty(_HEADER.size + record.expected_bytes, dtype=torch.uint8)
+        packed = torch.empty(_HEADER_BYTES + record.expected_bytes, dtype=torch.uint8)
         self._channel.receive(packed, rank, purpose="the next message of the pipeline").wait()
-        (
-            kind,
-            note,
-            has_content,
-            on_host,
-            flags,
-            lead,
-            num_dims,
-            microbatch,
-            number,
-            source,
-            target,
-            progress,
-            dtype,
-            maker,
-            *sizes,
-        ) = _HEADER.unpack(packed[: _HEADER.size].numpy().tobytes())
-        is_dtype = not has_content or isinstance(getattr(torch, _text(dtype), None), torch.dtype)
-        if (
-            kind >= len(MessageKind)
-            or num_dims > _MAX_DIMS
-            or lead >= _ALIGNMENT_BYTES
-            or min(sizes) < 0
-            or not is_dtype
-        ):
+        header = packed.numpy().data
+        kind, note, on_host, flags, lead, microbatch, number, source, target, progress = _HEAD.unpack_from(header)
+        form = _form_of(bytes(header[_HEAD.size : _HEADER_BYTES]))
+        if form is None or kind >= len(MessageKind) or lead >= _ALIGNMENT_BYTES:
             raise MismatchError(
                 f"rank {rank} of the pipeline sent bytes that are no message between stages. Run the same version of "
                 "shardwise on every rank; no other program may send to them"
             )
-        key, stages = Key(MessageKind(kind), microbatch, number), (source, target)
+        key, stages = Key(_KINDS[kind], microbatch, number), (source, target)
         content = flat = place = None
-        if has_content:
-            shape, stride = tuple(sizes[:num_dims]), tuple(sizes[_MAX_DIMS : _MAX_DIMS + num_dims])
-            purpose = f"{_PURPOSES[key.kind]} of stage {source} for stage {target}"
-            place = ContentPlace(purpose, shape, stride, lead, torch_dtype(_text(dtype)))
+        if form.has_content:
+            purpose = f"{_PURPOSES[kind]} of stage {source} for stage {target}"
+            place = ContentPlace(purpose, form.shape, form.stride, lead, form.dtype)
         # One on the host, or without elements, is not listed: see `_place_of`.
         listed = None if place is None or on_host or 0 in place.shape else place
         works: list[Work] = []
@@ -316,7 +320,7 @@ class Post:
             # Received in place where the memory has no holes: then no second buffer of that size exists.
             content, flat = _room_for(place, torch.device("cpu") if on_host else self._channel.device)
             if record.holds(flat):
-                flat.view(torch.uint8).copy_(packed[_HEADER.size :])
+                flat.view(torch.uint8).copy_(packed[_HEADER_BYTES:])
             elif flat.numel():
                 works.append(self._channel.receive(flat, rank, purpose=place.purpose))
         self._incoming_contents[rank].note(listed)
@@ -327,7 +331,26 @@ class Post:
         if content is not None and flat is not None:
             content = _flagged(_filled(content, flat), flags)
         record.note(key, flat)
-        return _message(key, stages, progress, _text(maker), content, note)
+        return _message(key, stages, progress, form.maker, content, note)
+
+
+class _Extent(NamedTuple):
+    """The memory of a tensor, by its shape and strides."""
+
+    num_elements: int
+    """From the first element to the last one."""
+    is_one_piece: bool
+    """Whether it is sent as it is: it has no holes, or its elements share places (windows of `unfold`)."""
+    shape: tuple[int, ...]
+    """Without repetitions: dims that it was expanded in have one element."""
+
+
+# Few forms cross stages, and each many times.
+@functools.lru_cache(maxsize=1 << 10)
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> _Extent:
+    compact = tuple([1 if not step and size > 1 else size for size, step in zip(shape, stride, strict=True)])
+    num_elements = 0 if 0 in compact else 1 + sum((size - 1) * step for size, step in zip(compact, stride, strict=True))
+    return _Extent(num_elements, _is_dense(compact, stride) or not _is_apart(compact, stride), compact)
 
 
 def _room(
@@ -337,13 +360,13 @@ def _room(
 
     It begins `lead` elements behind an aligned address, as the one that was sent.
     """
-    memory = torch.empty(lead + _extent(shape, stride), dtype=dtype, device=device)
+    extent = _extent(tuple(shape), tuple(stride))
+    memory = torch.empty(lead + extent.num_elements, dtype=dtype, device=device)
     room = torch.empty(0, dtype=dtype, device=device)
     room.set_(memory.untyped_storage(), lead, tuple(shape), tuple(stride))  # no view of `memory`, so it can be written
-    compact = _compact(room)
-    if _is_one_piece(compact):
-        return room, _flat(compact)
-    return room, torch.empty(compact.numel(), dtype=dtype, device=device)
+    if extent.is_one_piece:
+        return room, memory[lead:] if lead else memory
+    return room, torch.empty(math.prod(extent.shape), dtype=dtype, device=device)
 
 
 def _room_for(place: ContentPlace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -358,22 +381,17 @@ def _place_of(kept: torch.Tensor, purpose: str) -> ContentPlace | None:
     return ContentPlace(purpose, tuple(kept.shape), kept.stride(), _lead(kept), kept.dtype)
 
 
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements of memory from the first to the last one."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
 def _copied(kept: torch.Tensor) -> torch.Tensor:
     room, flat = _room(kept.shape, kept.stride(), _lead(kept), kept.dtype, kept.device)
-    flat.copy_(_flat(_compact(kept)))
+    flat.copy_(_flat(kept))
     return _filled(room, flat)
 
 
 def _filled(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """The tensor once its flat memory has been written."""
-    compact = _compact(room)
-    if not _is_one_piece(compact):
-        compact.copy_(flat.view(compact.shape))
+    extent = _extent(room.shape, room.stride())
+    if not extent.is_one_piece:
+        _compact(room, extent).copy_(flat.view(extent.shape))
     return room
 
 
@@ -391,34 +409,48 @@ def _message(
     )
 
 
-def _packed(
-    key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None, note: int
-) -> bytearray:
+def _pack_into(
+    message: bytearray,
+    key: Key,
+    stages: tuple[int, int],
+    progress: int,
+    maker: str,
+    content: torch.Tensor | None,
+    note: int,
+) -> None:
+    if content is None:
+        head, form = (False, 0, 0), _packed_form(None, maker, (), ())
+    else:
+        head = (content.device.type == "cpu", _flags(content), _lead(content))
+        form = _packed_form(content.dtype, maker, content.shape, content.stride())
+    _HEAD.pack_into(message, 0, key.kind, note, *head, key.microbatch, key.number, *stages, progress)
+    message[_HEAD.size : _HEADER_BYTES] = form
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _packed_form(dtype: torch.dtype | None, maker: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
     sizes = [0] * (2 * _MAX_DIMS)
-    dtype, num_dims = b"", 0
-    if content is not None:
-        dtype, num_dims = dtype_name(content.dtype).encode(), content.dim()
-        sizes[:num_dims] = content.shape
-        sizes[_MAX_DIMS : _MAX_DIMS + num_dims] = content.stride()
+    sizes[: len(shape)] = shape
+    sizes[_MAX_DIMS : _MAX_DIMS + len(stride)] = stride
+    name = b"" if dtype is None else dtype_name(dtype).encode()
     # The end of a long name says more than its beginning: "...layers.31.mlp".
-    name = maker.encode(errors="replace")[-48:]
-    on_host = content is not None and content.device.type == "cpu"
-    head = (
-        key.kind,
-        note,
-        content is not None,
-        on_host,
-        0 if content is None else _flags(content),
-        0 if content is None else _lead(content),
-        num_dims,
-        key.microbatch,
-        key.number,
-        *stages,
-        progress,
-        dtype,
-        name,
+    return _FORM.pack(dtype is not None, len(shape), name, maker.encode(errors="replace")[-48:], *sizes)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _form_of(packed: bytes) -> _Form | None:
+    """What `_packed_form` has packed; None for bytes that it never gives."""
+    has_content, num_dims, dtype, maker, *sizes = _FORM.unpack(packed)
+    is_dtype = not has_content or isinstance(getattr(torch, _text(dtype), None), torch.dtype)
+    if num_dims > _MAX_DIMS or min(sizes) < 0 or not is_dtype:
+        return None
+    return _Form(
+        has_content=bool(has_content),
+        dtype=torch_dtype(_text(dtype)) if has_content else torch.float32,
+        maker=_text(maker),
+        shape=tuple(sizes[:num_dims]),
+        stride=tuple(sizes[_MAX_DIMS : _MAX_DIMS + num_dims]),
     )
-    return bytearray(_HEADER.pack(*head, *sizes))
 
 
 def _text(packed: bytes) -> str:
@@ -462,43 +494,35 @@ def _lead(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() % _ALIGNMENT_BYTES // tensor.element_size()
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without repetitions: dims that it was expanded in have one element."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+def _compact(tensor: torch.Tensor, extent: _Extent) -> torch.Tensor:
+    return tensor.as_strided(extent.shape, tensor.stride())
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements fill their memory without holes and overlaps, in some order."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1:
-            if stride != expected:
+            if step != expected:
                 return False
             expected *= size
     return True
 
 
-def _is_apart(tensor: torch.Tensor) -> bool:
+def _is_apart(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether no two elements share a place."""
     reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for step, size in sorted(zip(stride, shape, strict=True)):
         if size != 1:
-            if stride <= reach:
+            if step <= reach:
                 return False
-            reach += (size - 1) * stride
+            reach += (size - 1) * step
     return True
 
 
-def _is_one_piece(compact: torch.Tensor) -> bool:
-    """Whether the memory is sent as it is: it has no holes, or its elements share places (windows of `unfold`)."""
-    return _is_dense(compact) or not _is_apart(compact)
-
-
-def _flat(compact: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as they are sent: its memory as a view, or a copy without the holes."""
-    if _is_one_piece(compact):
-        return compact.as_strided((_extent(compact.shape, compact.stride()),), (1,))
-    return compact.contiguous().view(-1)
+    extent = _extent(tensor.shape, tensor.stride())
+    if extent.is_one_piece:
+        return tensor.as_strided((extent.num_elements,), (1,))
+    return _compact(tensor, extent).contiguous().view(-1)

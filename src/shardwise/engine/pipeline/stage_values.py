@@ -191,8 +191,9 @@ class StageTensor(torch.Tensor):
     """A value of one stage in the hands of the user's forward. Every operation on it goes through its flow."""
 
     value: StageValue
-    family: ValueCopies
     flow: ValueForward
+    copies: ValueCopies | None
+    """What `family` gives, once somebody has asked: few values cross."""
 
     @staticmethod
     def __new__(cls, flow: ValueForward, value: StageValue, family: ValueCopies | None = None) -> "StageTensor":
@@ -210,13 +211,20 @@ class StageTensor(torch.Tensor):
         )
         made.flow = flow
         made.value = value
-        made.family = ValueCopies(value) if family is None else family
+        made.copies = family
         return made
+
+    @property
+    def family(self) -> ValueCopies:
+        """The copies of the value on other stages."""
+        if self.copies is None:
+            self.copies = ValueCopies(self.value)
+        return self.copies
 
     def rebind(self, value: StageValue) -> None:
         """Be another value from now on: an operation in place has moved it to another stage."""
         self.value = value
-        self.family = ValueCopies(value)
+        self.copies = None
 
     @classmethod
     def __torch_function__(
