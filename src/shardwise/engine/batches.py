@@ -235,7 +235,7 @@ def _loss_in(output: Any) -> Any:
 
 def _scalar(value: Any, source: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.reshape(())
+        return value.reshape(()) if value.dim() else value
     given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
     raise ModelError(
         f"{source} holds no scalar loss (found {given}). Give labels to a model that computes its loss, or pass "

@@ -18,7 +18,6 @@ same.
 On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may coincide, and no result depends on it.
 """
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -241,7 +240,8 @@ class Stream:
         self._outer: _States = []
         self._around: Stream | None = None
         self._is_entered = False
-        self._thread = contextlib.ExitStack()
+        self._added: set[int] = set()
+        """This thread, where it was not one of the engine's before."""
         self.frames: list[tuple[nn.Module, _States | int]] = []
         """The module calls that have not ended, and the states of the streams around them; of a skipped call its
         seed."""
@@ -250,7 +250,7 @@ class Stream:
         assert not self._is_entered, "a stream is entered once at a time"
         random = self._random
         self._is_entered = True
-        self._thread.enter_context(random.in_this_thread())
+        self._added = random._add_thread()
         self._around, random._active = random._active, self
         self._outer = random._states()
         if self._inner is None:
@@ -264,7 +264,7 @@ class Stream:
         self._inner = random._states()
         random._install(self._outer)
         random._active, self._around = self._around, None
-        self._thread.close()
+        random._threads -= self._added
         self._is_entered = False
 
 

@@ -12,6 +12,7 @@ lack.
     block(h)           a placed module                see `PipelineRunner`; operations inside it do not come here
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -72,6 +73,15 @@ _READS = _getters(
 _GRAPH = _getters(
     "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", "_version"
 ) | {torch.autograd.grad, torch.autograd.backward}
+_ANSWERS: dict[Any, Callable[[Spec], Any]] = {
+    _Tensor.shape.__get__: lambda spec: torch.Size(spec.shape),
+    _Tensor.size: lambda spec: torch.Size(spec.shape),
+    _Tensor.numel: lambda spec: math.prod(spec.shape),
+    _Tensor.dim: lambda spec: len(spec.shape),
+    _Tensor.ndim.__get__: lambda spec: len(spec.shape),
+    _Tensor.dtype.__get__: lambda spec: spec.dtype,
+}
+"""What programs ask most often, without arguments."""
 _RANDOM = _getters(
     *("bernoulli", "bernoulli_", "multinomial", "normal", "normal_", "uniform_", "random_", "exponential_"),
     *("geometric_", "log_normal_", "cauchy_", "rand_like", "randn_like", "randint_like", "poisson", "dropout"),
@@ -180,6 +190,8 @@ class Glue(TorchFunctionMode):
         """The answer to a question about a value that all ranks can give."""
         flow = tensor.flow
         spec = flow.shape_known(tensor) if func in _SHAPES else tensor.value.spec
+        if not args and not kwargs and (answer := _ANSWERS.get(func)) is not None:
+            return answer(spec)
         if func == _REQUIRES_GRAD:
             return spec.requires_grad
         if func == _IS_LEAF:

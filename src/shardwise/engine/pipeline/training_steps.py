@@ -189,6 +189,8 @@ class TrainingStep:
         self._rounds = rounds
         self._turns: dict[int, Turn] = {}
         """The forwards that park between the stages of this rank."""
+        # Autograd wants one of the right form for each root, and a departure ignores it.
+        self._no_gradient = torch.zeros((), dtype=torch.float32, device=equipment.stages.device)
 
     def forward(self, number: int, stage: int) -> None:
         """The forward of a microbatch up to the end of its work on a stage."""
@@ -214,7 +216,7 @@ class TrainingStep:
         # One call for all roots, so that autograd orders their nodes: the last made first, as in one process.
         roots = [root for graph in graphs for root in graph.roots]
         losses = [graph.loss for graph in graphs if graph.loss is not None]
-        gradients = [torch.ones_like(root) for root in roots] + [self._gradient_of(loss) for loss in losses]
+        gradients = [self._no_gradient] * len(roots) + [self._gradient_of(loss) for loss in losses]
         roots += losses
         if roots and equipment.kinds is not None:
             flow.trace = equipment.kinds.trace(graphs)
