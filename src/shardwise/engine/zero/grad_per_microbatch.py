@@ -428,11 +428,8 @@ class GradPerMicrobatch(Passes):
         # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
         if pending.buffer is None:
             self._give_buffer(pending)
-        if name in pending.touched:
-            self._copies.add(pending.views[name], gradient)
-        else:
-            self._copies.copy(pending.views[name], gradient)
-            pending.touched.add(name)
+        self._copies.put(pending.views[name], gradient, adds=name in pending.touched)
+        pending.touched.add(name)
         pending.missing.discard(name)
         if not pending.missing and not self._is_ordered and pending.num_rounds == 0:
             self._completed.append(pending.index)

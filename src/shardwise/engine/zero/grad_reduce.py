@@ -187,7 +187,7 @@ class GradPerUpdate:
         self._is_collecting = False
         self._works: list[Work | None] = []
         self._num_complete = 0
-        self._is_last = False
+        self._starts_early = False
         self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
         self._parameters = [parameters[name] for name in self._bucket_of]
         self._copies = GradCopies()
@@ -236,13 +236,13 @@ class GradPerUpdate:
         self._is_collecting = True
         for parameter in self._parameters:
             parameter.grad = None  # of a backward of the user's own, which this update does not count
-        self._is_last = False
+        self._starts_early = False
         self._works = []
         self._num_complete = 0
 
     def expect_last(self) -> None:
         """The next backward is the last of this update: buckets it completes may be reduced at once."""
-        self._is_last = True
+        self._starts_early = self._owners.progresses_alone
         self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
 
     def expect(self, touched: Collection[str]) -> None:
@@ -274,15 +274,12 @@ class GradPerUpdate:
         # part has left already; to add the second one to the buffer would change what a transfer reads.
         if index < len(self._works):
             raise ModelError(twice_in_one_backward(name))
-        if name in self._touched:
-            self._copies.add(self._views[name], gradient)
-        else:
-            # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
-            self._copies.copy(self._views[name], gradient)
-            self._touched.add(name)
+        # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
+        self._copies.put(self._views[name], gradient, adds=name in self._touched)
+        self._touched.add(name)
         # A `late` parameter gets parts of its gradient from other stages after this backward: it stays pending here,
         # and its bucket waits for `reduce`.
-        if self._is_last and self._owners.progresses_alone and name not in self._late:
+        if self._starts_early and name not in self._late:
             pending = self._pending[index]
             pending.discard(name)
             if not pending:
