@@ -29,6 +29,7 @@ from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.plan import Bucket, Ownership, Segment, Slot
+from shardwise.plan.memory import sharded_run_bytes
 
 
 class WholeBucket:
@@ -161,7 +162,7 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
     if not sharded:
         return {}
     starts = [
-        list(accumulate((_run_bytes(bucket, owner) for bucket in sharded.values()), initial=0))
+        list(accumulate((sharded_run_bytes(bucket, owner) for bucket in sharded.values()), initial=0))
         for owner in range(owners.size)
     ]
     num_bytes = max(each[-1] for each in starts)  # `share` asks all ranks for one number
@@ -180,13 +181,6 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
         )
         for at, (index, bucket) in enumerate(sharded.items())
     }
-
-
-def _run_bytes(bucket: Bucket, owner: int) -> int:
-    """Bytes of an owner's run, up to where the next one may begin."""
-    # torch allocates at multiples of 64 bytes, and vector kernels round by the alignment of what they read: with
-    # another one, results would differ from those of one process in the last digit.
-    return -(-bucket.counts[owner] * torch_dtype(bucket.working).itemsize // 64) * 64
 
 
 def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
