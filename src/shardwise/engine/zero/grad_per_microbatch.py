@@ -34,7 +34,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.zero.flat_params import Owned
+from shardwise.engine.zero.flat_params import Owned, Run
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_reduce import (
     Collectors,
@@ -285,6 +285,10 @@ class GradPerMicrobatch(Passes):
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """See `GradReduce`."""
         return self._owned.views(owned, self.parts, self._part_of)
+
+    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+        """See `GradReduce`."""
+        return self._owned.runs(runs)
 
     def _part_of(self, name: str) -> torch.Tensor:
         pending = self._of.get(name)
