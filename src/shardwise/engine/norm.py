@@ -49,6 +49,8 @@ def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float,
             continue
         if not block.numel():
             block = block.new_empty(_BLOCK_ELEMENTS)
+        if flat.is_complex():
+            flat, spans = torch.view_as_real(flat).view(-1), [(2 * start, 2 * stop) for start, stop in spans]
         double = block[: flat.numel()]
         double.copy_(flat)
         # Stays a tensor: a Python float per block would wait for the device each time.
@@ -61,27 +63,27 @@ _Span: TypeAlias = tuple[int, int]
 
 
 def _blocks(runs: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[torch.Tensor, list[_Span]]]:
-    """The memory of all runs in real parts of at most a block, and the spans in each that count.
+    """The memory of all runs in parts of at most a block, and the spans in each that count.
 
     A call of torch costs the host some microseconds, whatever the size: small runs with nothing but padding between
     them are one part.
     """
     first, num_elements, spans, storage = torch.empty(0), 0, list[_Span](), 0
-    for given, counts in runs:
-        run = torch.view_as_real(given).view(-1) if given.is_complex() else given
+    for run, counts in runs:
+        most = _BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS
         size, held = run.numel(), run.untyped_storage()._cdata
         at = run.storage_offset() - first.storage_offset()
         if not (
             held == storage
             and run.dtype == first.dtype
             and 0 <= at - num_elements < ALIGNMENT_ELEMENTS
-            and at + size <= _BLOCK_ELEMENTS
+            and at + size <= most
         ):
             if num_elements:
                 yield first.as_strided((num_elements,), (1,)), spans
-            *full, first = run.split(_BLOCK_ELEMENTS)
+            *full, first = run.split(most)
             for each in full:
-                yield each, [(0, _BLOCK_ELEMENTS)] if counts else []
+                yield each, [(0, most)] if counts else []
             at, size, spans, storage = 0, first.numel(), [], held
         if counts:
             spans.append((at, at + size))
