@@ -72,7 +72,7 @@ def _blocks(runs: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[torch.T
     for run, counts in runs:
         most = _BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS
         size, held = run.numel(), run.untyped_storage()._cdata
-        at = run.storage_offset() - first.storage_offset()
+        at = int(run.storage_offset()) - int(first.storage_offset())
         if not (
             held == storage
             and run.dtype == first.dtype
@@ -96,7 +96,8 @@ def _cut(flat: torch.Tensor, spans: Sequence[_Span]) -> Sequence[torch.Tensor]:
     if len(spans) == 1:
         return [flat[slice(*spans[0])]]
     ends = [0, *chain.from_iterable(spans), flat.numel()]
-    return flat.split([stop - start for start, stop in pairwise(ends)])[1::2]
+    parts: Sequence[torch.Tensor] = flat.split([stop - start for start, stop in pairwise(ends)])
+    return parts[1::2]
 
 
 def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
