@@ -255,11 +255,12 @@ class ModelContents:
 
 
 def _held_by(modules: Sequence[nn.Module]) -> list[object]:
-    """The names and objects of all parameters and modules that are held by modules themselves."""
+    """The names and objects of their parameters, and the modules inside."""
     # By identity: tensors compare element by element. The list keeps its objects alive, so that no other one has the
     # address of one that is gone.
-    tables = [table for each in modules for table in (each._parameters, each._modules) if table]
-    return [*chain.from_iterable(tables), *chain.from_iterable([each.values() for each in tables])]
+    parameters = [each._parameters for each in modules if each._parameters]
+    tables = [*parameters, *(each._modules for each in modules if each._modules)]
+    return [*chain.from_iterable(parameters), *chain.from_iterable([each.values() for each in tables])]
 
 
 def _has_statistics(module: nn.Module) -> bool:
