@@ -259,8 +259,10 @@ def _held_by(modules: Sequence[nn.Module]) -> list[object]:
     # By identity: tensors compare element by element. The list keeps its objects alive, so that no other one has the
     # address of one that is gone.
     parameters = [each._parameters for each in modules if each._parameters]
-    tables = [*parameters, *(each._modules for each in modules if each._modules)]
-    return [*chain.from_iterable(parameters), *chain.from_iterable([each.values() for each in tables])]
+    found: list[object] = [*chain.from_iterable(parameters)]
+    found += chain.from_iterable([each.values() for each in parameters])
+    found += chain.from_iterable([each._modules.values() for each in modules if each._modules])
+    return found
 
 
 def _has_statistics(module: nn.Module) -> bool:
