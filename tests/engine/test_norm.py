@@ -1,6 +1,7 @@
 """Norms and clips that stay on the device are those that the host reads: run here on the CPU, where both can be."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from shardwise.engine.norm import (
 )
 
 CPU = torch.device("cpu")
+BLOCK = 256
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
 
@@ -43,6 +45,44 @@ def test_the_norm_of_parts_is_that_of_sums_of_squares(dtype: torch.dtype) -> Non
     assert float(got.to(torch.float32)) == norm_of([squares], torch.float32)
     norm_on_device([], KeptNumbers(CPU), out=got)
     assert float(got) == 0.0
+
+
+def divided_and_squared_one_by_one(runs: list[tuple[torch.Tensor, bool]], divisor: int) -> float:
+    """The plain version."""
+    squares = []
+    for run, counts in runs:
+        for block in run.split(BLOCK // 2 if run.is_complex() else BLOCK):
+            block.div_(divisor)
+            real = torch.view_as_real(block).view(-1) if block.is_complex() else block
+            squares += [float(torch.dot(real.double(), real.double()))] if counts else []
+    return sum(squares, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_runs_are_divided_and_squared_together_as_one_by_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.engine.norm._BLOCK_ELEMENTS", BLOCK)
+    places = random.Random(1)
+    for _ in range(20):
+        memory = gradients(*[dtype] * 9)[8].view(-1).repeat(9)[: 40 * 64].contiguous()
+        spans, at = [], 0
+        while (stop := at + places.choice([0, 1, 5, 16, 24, 70, 600])) <= len(memory):
+            spans.append((at, stop, places.random() < 0.8))
+            # Up to the next slot, and sometimes beyond: what is in between belongs to others then.
+            at = -(-stop // 16) * 16 + places.choice([0, 0, 0, 16, 32])
+        mine, plain = memory.clone(), memory.clone()
+        got = divide_and_square([(mine[start:stop], counts) for start, stop, counts in spans], 3, CPU)
+        assert got == divided_and_squared_one_by_one([(plain[start:stop], counts) for start, stop, counts in spans], 3)
+        for start, stop, _ in spans:
+            assert torch.equal(mine[start:stop], plain[start:stop])
+        for (_, stop, _), (start, _, _) in zip(spans, [*spans[1:], (len(memory), 0, False)], strict=True):
+            if start - stop >= 16:
+                assert torch.equal(mine[stop:start], memory[stop:start])
+    # Neighbours in another memory are no neighbours.
+    apart = [(each.view(-1), True) for each in gradients(dtype, dtype)]
+    copies = [(each.clone(), counts) for each, counts in apart]
+    assert divide_and_square(apart, 3, CPU) == divided_and_squared_one_by_one(copies, 3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import Channel
+from shardwise.comm import Channel, Work
 from shardwise.errors import CallMismatchError, PeerError
 from tests.processes.emulated_device import synchronize
 from tests.processes.pool import Pool, Transport
@@ -97,6 +97,64 @@ def test_a_read_from_a_device_that_waits_for_a_rank_that_has_closed_its_channel_
         assert text == f"rank 2 has closed its channel, while rank {rank} was in reduce_scatter for 'gradients'"
         assert (culprit, operation, purpose) == (2, "reduce_scatter", "gradients")
         assert taken < 20
+
+
+def close_before_the_wait(channel: Channel, operation: str, was_used: bool) -> Told | None:
+    """Rank 0 lets go of a message, whose other side rank 1 never calls."""
+    if was_used:
+        message(channel, operation).wait()
+        synchronize()
+    channel.exchange(b"", purpose="start")
+    begin = time.monotonic()
+    if channel.rank == 1:
+        return None  # it closes its channel at the end of the program
+    message(channel, operation)
+    with pytest.raises(PeerError) as caught:
+        channel.close()
+    error = caught.value
+    return str(error), error.rank, error.operation, error.purpose, time.monotonic() - begin
+
+
+def message(channel: Channel, operation: str) -> Work:
+    """The one of rank 0 or, on rank 1, its other side."""
+    is_sent = (operation == "send") == (channel.rank == 0)
+    return (channel.send if is_sent else channel.receive)(torch.ones(8), 1 - channel.rank, purpose="let go")
+
+
+@pytest.mark.parametrize(
+    ("operation", "was_used"), [("send", True), ("receive", False)], ids=["connected", "not connected"]
+)
+def test_a_channel_closes_in_words_over_a_message_that_nobody_waits_for(
+    pool: Pool, operation: str, was_used: bool
+) -> None:
+    transport = Transport(device="emulated, read later", timeout_seconds=40.0)
+    results = pool.run(2, close_before_the_wait, operation, was_used, transport=transport, poisons=True)
+    text, culprit, told_operation, purpose, taken = results[0]
+    assert text == f"rank 1 has closed its channel, while rank 0 was in {operation} for 'let go'"
+    assert (culprit, told_operation, purpose) == (1, operation, "let go")
+    assert taken < 20
+
+
+def receive_when_the_sender_closes(channel: Channel, num_messages: int) -> list[float]:
+    store = dist.distributed_c10d._get_default_store()
+    received = [torch.zeros(8) for _ in range(num_messages)]
+    if channel.rank == 0:
+        for number in range(num_messages):
+            channel.send(torch.full((8,), number + 1.0), 1, purpose="let go")
+        store.set(f"{num_messages} are sent", "")
+    else:
+        store.wait([f"{num_messages} are sent"])
+        for each in received:
+            channel.receive(each, 0, purpose="let go").wait()
+        synchronize()
+    channel.close()
+    return [float(each.sum()) for each in received]
+
+
+@pytest.mark.parametrize("num_messages", [1, 100])
+def test_a_message_that_nobody_waits_for_arrives_before_the_channel_closes(pool: Pool, num_messages: int) -> None:
+    results = pool.run(2, receive_when_the_sender_closes, num_messages, transport=READ_LATER, poisons=True)
+    assert results[1] == [8.0 * (number + 1) for number in range(num_messages)]
 
 
 def send_to_the_dead(channel: Channel) -> Told | None:

@@ -183,6 +183,11 @@ class Launch:
         self._follower = follower
         self._follow: Callable[[], None] | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended on the device."""
+        return self.done.is_set() and self.work is not None and self.work.is_completed()
+
     def postpone(self) -> None:
         """It will begin on another thread."""
         self._follow = self._follower()

@@ -49,6 +49,10 @@ _LAST_LOOK_SECONDS = 1.0
 """How long closing a channel waits for a call of another thread, to know whether a rank is lost."""
 
 
+_MOST_UNWAITED = 64
+"""Transfers without a wait, from which on those that have ended are forgotten."""
+
+
 class _Control(Channel, Witness, Protocol):
     """The channel of the same ranks on the CPU (a `ProcessChannel`)."""
 
@@ -106,8 +110,18 @@ class _DeviceWork:
         """See `Work.is_done`. On the device, not only begun there."""
         if self._launch is None:
             return True
-        work = self._launch.work if self._launch.done.is_set() else None
-        return work is not None and work.is_completed() and (self._comparison is None or self._comparison.is_done)
+        return self._launch.has_ended and (self._comparison is None or self._comparison.is_done)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device has nothing to do for it any more."""
+        return self._launch is None or self._launch.has_ended or self._launch.error is not None
+
+    def watched(self) -> DeviceWait:
+        """For a channel that closes before anybody has waited."""
+        wait = DeviceWait(self._signature, self._channel.control, self._peers, _at_once)
+        wait.passed = lambda: self.has_ended
+        return wait
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -120,6 +134,7 @@ class _DeviceWork:
             self._finish()
         self._launch = None
         self._kept, self._finish = (), None
+        self._channel.unwaited.discard(self)
 
 
 class DeviceChannel:
@@ -163,6 +178,8 @@ class DeviceChannel:
         self._peers = [member for rank, member in enumerate(control.members) if rank != control.rank]
         self._name = ".".join(map(str, control.members))
         self._lines: dict[str, DeviceLine] = {} if whole is None else whole._lines
+        self.unwaited: set[_DeviceWork] = set() if whole is None else whole.unwaited
+        """Transfers for which nobody has waited; those that have ended may be gone."""
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -267,14 +284,19 @@ class DeviceChannel:
     def close(self) -> None:
         """See `Channel.close`. The communicators belong to the first channel; those made by `over` hold nothing.
 
-        Raises what ended a transfer, if no call has: the program has read numbers that mean nothing.
+        Waits for what nobody has waited for: the backend would, without an end. Raises what ended a transfer, if no
+        call has: the program has read numbers that mean nothing.
         """
         if self._whole is not None:
             if self.control is self._whole.control:  # the same ranks, which add in the other way
                 self._whole.close()
         else:
+            if not self.control.has_failed(patience_seconds=_LAST_LOOK_SECONDS):
+                for work in list(self.unwaited):
+                    self._watch.add(work.watched())
             self._watch.drain()
             self._watch.stop()
+            self.unwaited.clear()
             # Communicators of a lost rank cannot be taken down together with it.
             if self.control.has_failed(patience_seconds=_LAST_LOOK_SECONDS):
                 self._communicators.abort()
@@ -347,7 +369,7 @@ class DeviceChannel:
             self._known.add(signature)
         launch = Launch(begin, self._follower)
         self._line(self._name, self.rank, self.size).start(launch)
-        return _DeviceWork(self, signature, launch, *kept, peers=self._peers, finish=finish)
+        return self._noted(_DeviceWork(self, signature, launch, *kept, peers=self._peers, finish=finish))
 
     def _message(
         self, signature: Signature, begin: Callable[[Communicator], dist.Work], tensor: torch.Tensor, peer: int
@@ -357,7 +379,15 @@ class DeviceChannel:
         ends = (self.rank, peer) if signature.operation == "send" else (peer, self.rank)
         launch = Launch(begin, self._follower)
         self._line(f"{self._name}/{ends[0]}>{ends[1]}", ends.index(self.rank), 2).start(launch)
-        return _DeviceWork(self, signature, launch, tensor, peers=[self.control.members[peer]], comparison=comparison)
+        peers = [self.control.members[peer]]
+        return self._noted(_DeviceWork(self, signature, launch, tensor, peers=peers, comparison=comparison))
+
+    def _noted(self, work: _DeviceWork) -> Work:
+        # A program that lets go of messages, as it may of those that it sends, keeps few of them here.
+        if len(self.unwaited) >= _MOST_UNWAITED:
+            self.unwaited.difference_update([each for each in self.unwaited if each.has_ended])
+        self.unwaited.add(work)
+        return work
 
     def _line(self, name: str, rank: int, size: int) -> DeviceLine:
         if name not in self._lines:

@@ -558,7 +558,7 @@ class Engine(Generic[Model_co]):
             weights=weights,
             digests=digests,
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
-            runs=[(gradients[name].as_strided((size,), (1,)), counts) for name, size, counts in self._runs],
+            runs=self._gradients.runs_of(self._runs),
             parts=self._gradients.parts,
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.

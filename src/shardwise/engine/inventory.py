@@ -12,6 +12,7 @@ the local tensors. A DTensor is a shell around a view of a buffer, and its gradi
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeVar, cast
 
 import torch
@@ -234,38 +235,34 @@ class ModelContents:
         self._places = places_in(model)
         self._parameters = [each for inventory in inventories for each in inventory.parameters.values()]
         self._trainable = [spec.trainable for inventory in inventories for spec in inventory.specs]
-        self._known: list[object] = []
+        self._known: list[nn.Module] = []
+        """Every module of the model, and what they had when all was well."""
+        self._held: list[object] = []
 
     def check(self) -> None:
         """Raise ModelError for parameters that came since, are others, or became frozen or trainable."""
-        now = self._now()
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
             are_trainable = [each.requires_grad for each in self._parameters]
-        # By identity: tensors compare element by element. The list keeps its objects alive, so that no other one has
-        # the address of one that is gone.
-        is_known = len(now) == len(self._known) and all(map(operator.is_, now, self._known))
+        # Where the known modules hold what they held, no other one is reached.
+        held = _held_by(self._known)
+        is_known = bool(held) and len(held) == len(self._held) and all(map(operator.is_, held, self._held))
         if is_known and are_trainable == self._trainable:
             return
         refuse_replaced([name for inventory in self._inventories for name in inventory.replaced()])
         refuse_added(self._model, self._places)
-        self._known = now  # a module without parameters came or went
+        self._known = list(self._model.modules())  # a module without parameters came or went
+        self._held = _held_by(self._known)
 
-    def _now(self) -> list[object]:
-        """Every module, with the names and objects of its parameters."""
-        found: list[object] = []
-        seen = set()
-        modules: list[nn.Module | None] = [self._model]
-        while modules:
-            module = modules.pop()
-            if module is None or module in seen:
-                continue
-            seen.add(module)
-            found.append(module)
-            if held := module._parameters:
-                found.extend(held)
-                found.extend(held.values())
-            modules.extend(module._modules.values())
-        return found
+
+def _held_by(modules: Sequence[nn.Module]) -> list[object]:
+    """The names and objects of their parameters, and the modules inside."""
+    # By identity: tensors compare element by element. The list keeps its objects alive, so that no other one has the
+    # address of one that is gone.
+    parameters = [each._parameters for each in modules if each._parameters]
+    found: list[object] = [*chain.from_iterable(parameters)]
+    found += chain.from_iterable([each.values() for each in parameters])
+    found += chain.from_iterable([each._modules.values() for each in modules if each._modules])
+    return found
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -15,14 +15,17 @@ first, then the norm of these, in torch's order (`norms_of`, `norm_of_norms`).
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import chain, pairwise
+from typing import TypeAlias
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from shardwise.engine.exact_sums import exact_sum
 from shardwise.engine.kept_numbers import KeptNumbers
+from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 
 _BLOCK_ELEMENTS = 1 << 18
 """Elements converted to float64 at a time: 2 MiB, which stay in cache."""
@@ -31,27 +34,70 @@ _BLOCK_ELEMENTS = 1 << 18
 def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float, device: torch.device) -> float:
     """Divide gradients in place, and sum |g|^2 over all elements of those that count.
 
-    runs: flat gradients, and whether they count. The sum is taken in float64, so that it does not depend on how
-    elements are cut over ranks. Both are done block by block, while a block is in the cache.
+    runs: flat gradients, and whether they count; padding between them is divided too. The sum is taken in float64, so
+    that it does not depend on how elements are cut over ranks. Both are done block by block, while a block is in the
+    cache.
     """
-    weighed = list(runs)
-    num_doubles = _BLOCK_ELEMENTS if any(counts for _, counts in weighed) else 0
-    block = torch.empty(num_doubles, dtype=torch.float64, device=device)
+    block = torch.empty(0, dtype=torch.float64, device=device)
     squares = []
     # One pass over memory for the division and the sum: gradients are too large for the cache, and each pass over
     # them costs as much as the arithmetic.
-    for run, counts in weighed:
-        for part in run.split(_BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS):
-            if divisor != 1:
-                part.div_(divisor)
-            if counts:
-                real = torch.view_as_real(part).view(-1) if part.is_complex() else part
-                double = block[: real.numel()]
-                double.copy_(real)
-                # Stays a tensor: a Python float per block would wait for the device each time.
-                squares.append(torch.dot(double, double))
+    for flat, spans in _blocks(runs):
+        if divisor != 1:
+            flat.div_(divisor)
+        if not spans:
+            continue
+        if not block.numel():
+            block = block.new_empty(_BLOCK_ELEMENTS)
+        if flat.is_complex():
+            flat, spans = torch.view_as_real(flat).view(-1), [(2 * start, 2 * stop) for start, stop in spans]
+        double = block[: flat.numel()]
+        double.copy_(flat)
+        # Stays a tensor: a Python float per block would wait for the device each time.
+        squares += [torch.dot(each, each) for each in _cut(double, spans)]
     # Added one after the other, in the order of the runs.
     return sum(torch.stack(squares).tolist(), 0.0) if squares else 0.0
+
+
+_Span: TypeAlias = tuple[int, int]
+
+
+def _blocks(runs: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[torch.Tensor, list[_Span]]]:
+    """The memory of all runs in parts of at most a block, and the spans in each that count.
+
+    A call of torch costs the host some microseconds, whatever the size: small runs with nothing but padding between
+    them are one part.
+    """
+    first, num_elements, spans, storage = torch.empty(0), 0, list[_Span](), 0
+    for run, counts in runs:
+        most = _BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS
+        size, held = run.numel(), run.untyped_storage()._cdata
+        at = int(run.storage_offset()) - int(first.storage_offset())
+        if not (
+            held == storage
+            and run.dtype == first.dtype
+            and 0 <= at - num_elements < ALIGNMENT_ELEMENTS
+            and at + size <= most
+        ):
+            if num_elements:
+                yield first.as_strided((num_elements,), (1,)), spans
+            *full, first = run.split(most)
+            for each in full:
+                yield each, [(0, most)] if counts else []
+            at, size, spans, storage = 0, first.numel(), [], held
+        if counts:
+            spans.append((at, at + size))
+        num_elements = at + size
+    if num_elements:
+        yield first.as_strided((num_elements,), (1,)), spans
+
+
+def _cut(flat: torch.Tensor, spans: Sequence[_Span]) -> Sequence[torch.Tensor]:
+    if len(spans) == 1:
+        return [flat[slice(*spans[0])]]
+    ends = [0, *chain.from_iterable(spans), flat.numel()]
+    parts: Sequence[torch.Tensor] = flat.split([stop - start for start, stop in pairwise(ends)])
+    return parts[1::2]
 
 
 def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:

@@ -115,6 +115,13 @@ def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) ->
     return bucket.master if num_microbatches == 1 else promote(bucket.working, precision.accumulate)
 
 
+def sharded_run_bytes(bucket: Bucket, owner: int) -> int:
+    """Bytes of an owner's run of a working copy that is cut (stage 3), up to where the next one may begin."""
+    # torch allocates at multiples of 64 bytes, and vector kernels round by the alignment of what they read: with
+    # another one, results would differ from those of one process in the last digit.
+    return -(-bucket.counts[owner] * itemsize_bytes(bucket.working) // 64) * 64
+
+
 def held_by_sum(num_elements: int, num_ranks: int, *, wire: str, total: str, sums: Sums | None) -> int:
     """Bytes that a rank holds until it has its part of a sum, of `num_elements`.
 
@@ -307,7 +314,7 @@ def sharded_footprint(
         itemsize = itemsize_bytes(bucket.working)
         if bucket.unit in gathered:
             gathered[bucket.unit] += bucket.num_elements * itemsize
-            working += bucket.counts[owner] * itemsize
+            working += sharded_run_bytes(bucket, owner)
         else:
             working += bucket.num_elements * itemsize
     return replace(

@@ -17,7 +17,7 @@ ShardedBucket   the working copy of the owned part; that of all elements from `f
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.plan import Bucket, Ownership, Segment, Slot
+from shardwise.plan.memory import sharded_run_bytes
 
 
 class WholeBucket:
@@ -161,7 +162,7 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
     if not sharded:
         return {}
     starts = [
-        list(accumulate((_run_bytes(bucket, owner) for bucket in sharded.values()), initial=0))
+        list(accumulate((sharded_run_bytes(bucket, owner) for bucket in sharded.values()), initial=0))
         for owner in range(owners.size)
     ]
     num_bytes = max(each[-1] for each in starts)  # `share` asks all ranks for one number
@@ -180,13 +181,6 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
         )
         for at, (index, bucket) in enumerate(sharded.items())
     }
-
-
-def _run_bytes(bucket: Bucket, owner: int) -> int:
-    """Bytes of an owner's run, up to where the next one may begin."""
-    # torch allocates at multiples of 64 bytes, and vector kernels round by the alignment of what they read: with
-    # another one, results would differ from those of one process in the last digit.
-    return -(-bucket.counts[owner] * torch_dtype(bucket.working).itemsize // 64) * 64
 
 
 def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
@@ -213,16 +207,18 @@ class Owned:
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
 
 
-def runs_of(
-    owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], bool]
-) -> list[tuple[str, int, bool]]:
+Run: TypeAlias = tuple[str, int, bool]
+"""The first name of what follows each other in memory, its elements, and whether its parameters count."""
+
+
+def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], bool]) -> list[Run]:
     """What is owned, as few runs of memory: the first name of each, its elements, and whether its parameters count.
 
     part of a bucket    | a 6 | b 4 | c 2 | padding |
     a and b count       | a, 10     | c, 2 |           padding belongs to no run: it may be anything
     """
     bucket_of = {slot.name: at for at, bucket in enumerate(ownership.buckets) for slot in bucket.slots}
-    runs: list[tuple[str, int, bool]] = []
+    runs: list[Run] = []
     end: tuple[int, int, bool] | None = None
     for each in sorted(owned, key=lambda each: (bucket_of[each.segment.name], each.segment.start)):
         name, start, num_elements = each.segment.name, each.segment.start, each.segment.run.num_elements

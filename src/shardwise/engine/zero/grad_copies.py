@@ -16,27 +16,28 @@ MOST_ELEMENTS = 1 << 14
 class GradCopies:
     """Copies into buffers, and additions to them, that have not been made yet."""
 
-    __slots__ = ("_copied", "_num_elements", "_sums", "_targets", "_terms")
+    __slots__ = ("_added", "_copied", "_num_elements", "_sums", "_targets", "_terms")
 
     def __init__(self) -> None:
         self._targets: list[torch.Tensor] = []
         self._copied: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
         self._terms: list[torch.Tensor] = []
+        self._added: set[int] = set()
         self._num_elements = 0
 
-    def copy(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Let `target` have the values of a gradient."""
-        self._targets.append(target)
-        self._copied.append(gradient)
-        self._num_elements += (num_elements := gradient.numel())
-        if self._num_elements > MOST_ELEMENTS or num_elements > MOST_ELEMENTS >> 2:
-            self.flush()
-
-    def add(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient to `target`."""
-        self._sums.append(target)
-        self._terms.append(gradient)
+    def put(self, target: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
+        """Let `target` have the values of a gradient, or add them to it."""
+        if adds:
+            # Several tensors are added side by side: two terms of one sum would race.
+            if (place := id(target)) in self._added:
+                self.flush()
+            self._added.add(place)
+            self._sums.append(target)
+            self._terms.append(gradient)
+        else:
+            self._targets.append(target)
+            self._copied.append(gradient)
         self._num_elements += (num_elements := gradient.numel())
         if self._num_elements > MOST_ELEMENTS or num_elements > MOST_ELEMENTS >> 2:
             self.flush()
@@ -48,16 +49,12 @@ class GradCopies:
         with torch.no_grad():
             if self._targets:
                 torch._foreach_copy_(self._targets, self._copied)
-            # Several tensors are added side by side: two terms of one sum would race.
-            if len(set(map(id, self._sums))) < len(self._sums):
-                for target, gradient in zip(self._sums, self._terms, strict=True):
-                    target.add_(gradient)
-            elif self._sums:
+            if self._sums:
                 torch._foreach_add_(self._sums, self._terms)
         self.forget()
 
     def forget(self) -> None:
         """Make none of them: they belong to an update that was given up."""
-        for each in (self._targets, self._copied, self._sums, self._terms):
+        for each in (self._targets, self._copied, self._sums, self._terms, self._added):
             each.clear()
         self._num_elements = 0

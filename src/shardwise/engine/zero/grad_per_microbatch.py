@@ -34,7 +34,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.zero.flat_params import Owned
+from shardwise.engine.zero.flat_params import Owned, Run
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_reduce import (
     Collectors,
@@ -286,6 +286,10 @@ class GradPerMicrobatch(Passes):
         """See `GradReduce`."""
         return self._owned.views(owned, self.parts, self._part_of)
 
+    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+        """See `GradReduce`."""
+        return self._owned.runs(runs)
+
     def _part_of(self, name: str) -> torch.Tensor:
         pending = self._of.get(name)
         return self._whole.part_of(name) if pending is None else self._reduced[pending.index]
@@ -428,11 +432,8 @@ class GradPerMicrobatch(Passes):
         # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
         if pending.buffer is None:
             self._give_buffer(pending)
-        if name in pending.touched:
-            self._copies.add(pending.views[name], gradient)
-        else:
-            self._copies.copy(pending.views[name], gradient)
-            pending.touched.add(name)
+        self._copies.put(pending.views[name], gradient, adds=name in pending.touched)
+        pending.touched.add(name)
         pending.missing.discard(name)
         if not pending.missing and not self._is_ordered and pending.num_rounds == 0:
             self._completed.append(pending.index)

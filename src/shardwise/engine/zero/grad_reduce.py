@@ -29,7 +29,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.zero.flat_params import Owned
+from shardwise.engine.zero.flat_params import Owned, Run
 from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
@@ -110,6 +110,9 @@ class GradReduce(Collector, Protocol):
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """The reduced gradients of all that is owned, by name, in the shapes of the masters; valid after `reduce`."""
 
+    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+        """The same in as few flat tensors as can be, and whether each counts; asked for after `views_of`."""
+
     @property
     def parts(self) -> Sequence[torch.Tensor]:
         """The owned parts of all buckets, flat, valid after `reduce`."""
@@ -122,6 +125,7 @@ class OwnedGradients:
         self._parts: Sequence[torch.Tensor] = ()
         """The owned parts of buckets that are viewed."""
         self._views: dict[str, torch.Tensor] = {}
+        self._runs: list[tuple[torch.Tensor, bool]] = []
 
     def views(
         self, owned: Sequence[Owned], parts: Sequence[torch.Tensor], part_of: Callable[[str], torch.Tensor]
@@ -129,7 +133,7 @@ class OwnedGradients:
         """The gradients of what is owned, by name. `parts`: the owned parts of all buckets. `part_of`: the one with a
         parameter."""
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-            self._views = {}
+            self._views, self._runs = {}, []
             for each in owned:
                 segment = each.segment
                 span = slice(segment.start, segment.start + segment.run.num_elements)
@@ -137,9 +141,15 @@ class OwnedGradients:
             self._parts = list(parts)
         return self._views
 
+    def runs(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+        """The same gradients as flat runs."""
+        if not self._runs:
+            self._runs = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
+        return self._runs
+
     def forget(self) -> None:
         """The buffers are given back: views would keep them."""
-        self._parts, self._views = (), {}
+        self._parts, self._views, self._runs = (), {}, []
 
 
 def twice_in_one_backward(name: str) -> str:
@@ -181,13 +191,14 @@ class GradPerUpdate:
         self._wire: list[torch.dtype] = []
         self.reduced: list[torch.Tensor] = []
         """The owned part of each trainable bucket, valid after `reduce`."""
-        self._views: dict[str, torch.Tensor] = {}
+        self._places: dict[str, tuple[int, torch.Tensor]] = {}
+        """Parameter -> the number of its bucket, and its view of the arena."""
         self._touched: set[str] = set()
         self._pending: list[set[str]] = []
         self._is_collecting = False
         self._works: list[Work | None] = []
         self._num_complete = 0
-        self._is_last = False
+        self._starts_early = False
         self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
         self._parameters = [parameters[name] for name in self._bucket_of]
         self._copies = GradCopies()
@@ -197,6 +208,10 @@ class GradPerUpdate:
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """See `GradReduce`."""
         return self._owned.views(owned, self.reduced, self.part_of)
+
+    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+        """See `GradReduce`."""
+        return self._owned.runs(runs)
 
     def part_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
@@ -215,7 +230,7 @@ class GradPerUpdate:
     def view(self, name: str) -> torch.Tensor:
         """The sum so far for a parameter that is `touched`, in its own shape."""
         self._copies.flush()
-        return self._views[name]
+        return self._places[name][1]
 
     def place(self, name: str, gradient: torch.Tensor) -> None:
         """Take a sum made elsewhere for that of a parameter: before `reduce`, after the last backward."""
@@ -236,13 +251,13 @@ class GradPerUpdate:
         self._is_collecting = True
         for parameter in self._parameters:
             parameter.grad = None  # of a backward of the user's own, which this update does not count
-        self._is_last = False
+        self._starts_early = False
         self._works = []
         self._num_complete = 0
 
     def expect_last(self) -> None:
         """The next backward is the last of this update: buckets it completes may be reduced at once."""
-        self._is_last = True
+        self._starts_early = self._owners.progresses_alone
         self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
 
     def expect(self, touched: Collection[str]) -> None:
@@ -269,20 +284,17 @@ class GradPerUpdate:
         """Take a finished gradient over from autograd; outside of an update it is the user's."""
         if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
             return
-        index = self._bucket_of[name]
+        index, view = self._places[name]
         # A reentrant checkpoint runs a backward of its own inside, and completes a shared parameter twice. The first
         # part has left already; to add the second one to the buffer would change what a transfer reads.
         if index < len(self._works):
             raise ModelError(twice_in_one_backward(name))
-        if name in self._touched:
-            self._copies.add(self._views[name], gradient)
-        else:
-            # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
-            self._copies.copy(self._views[name], gradient)
-            self._touched.add(name)
+        # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
+        self._copies.put(view, gradient, adds=name in self._touched)
+        self._touched.add(name)
         # A `late` parameter gets parts of its gradient from other stages after this backward: it stays pending here,
         # and its bucket waits for `reduce`.
-        if self._is_last and self._owners.progresses_alone and name not in self._late:
+        if self._starts_early and name not in self._late:
             pending = self._pending[index]
             pending.discard(name)
             if not pending:
@@ -296,19 +308,20 @@ class GradPerUpdate:
 
     def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
         self._layout = layout
-        self._views, self._buffers, self.reduced = {}, [], []
+        self._places, self._buffers, self.reduced = {}, [], []
         self._owned.forget()
         # Freed before the new one is taken. Both together would make the peak of a run at its first change of k.
         self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
         self._arena = self._memory.allocate(layout.num_bytes)
-        for bucket, region in zip(self._buckets, layout.regions, strict=True):
+        for index, (bucket, region) in enumerate(zip(self._buckets, layout.regions, strict=True)):
             dtype = torch_dtype(region.gradient_dtype)
             # `reduced` may lie in the memory of other buckets: the arena is packed while it is reduced (see the figure
             # of `plan.memory.Arena`), so buckets are reduced in their order, whatever backward completes first.
             buffer = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)
             self._buffers.append(buffer)
             for slot in bucket.slots:
-                self._views[slot.name] = buffer[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
+                view = buffer[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
+                self._places[slot.name] = index, view
             own = bucket.counts[self._owners.rank]
             self.reduced.append(self._typed(region.reduced_start_bytes, own, torch_dtype(bucket.master)))
         self._wire = [
