@@ -74,12 +74,16 @@ _GRAPH = _getters(
     "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", "_version"
 ) | {torch.autograd.grad, torch.autograd.backward}
 _ANSWERS: dict[Any, Callable[[Spec], Any]] = {
-    _Tensor.shape.__get__: lambda spec: torch.Size(spec.shape),
-    _Tensor.size: lambda spec: torch.Size(spec.shape),
-    _Tensor.numel: lambda spec: math.prod(spec.shape),
-    _Tensor.dim: lambda spec: len(spec.shape),
-    _Tensor.ndim.__get__: lambda spec: len(spec.shape),
-    _Tensor.dtype.__get__: lambda spec: spec.dtype,
+    function: answer
+    for name, answer in (
+        ("shape", lambda spec: torch.Size(spec.shape)),
+        ("size", lambda spec: torch.Size(spec.shape)),
+        ("numel", lambda spec: math.prod(spec.shape)),
+        ("dim", lambda spec: len(spec.shape)),
+        ("ndim", lambda spec: len(spec.shape)),
+        ("dtype", lambda spec: spec.dtype),
+    )
+    for function in _getters(name)
 }
 """What programs ask most often, without arguments."""
 _RANDOM = _getters(
