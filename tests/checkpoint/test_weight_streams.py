@@ -86,6 +86,7 @@ def test_any_layout_becomes_any_other_bit_for_bit_and_all_bytes_are_counted(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_streams, "DEFAULT_MAX_BYTES", max_bytes)
         patch.setattr(stream_digests, "BLOCK_BYTES", 16)
+        patch.setattr(stream_digests, "_AT_ONCE_BYTES", 32)
         reports, sent = zip(*sw.simulate(len(held), move), strict=True)
     assert all(each == reports[0] for each in reports)
     assert reports[0].sent_bytes == sum(sent)
@@ -534,6 +535,6 @@ def test_a_bit_that_was_lost_on_the_way_is_an_error_on_all_ranks(delta: bool) ->
     sw.simulate(4, move)
     assert texts == texts[:1] * 4
     assert texts[0].startswith(
-        "rank 2: rank 2 does not hold what rank 1 gave: 1 of 1 blocks differ, the first in w. A memory or a link is"
+        "rank 2: the target does not hold what rank 1 gave: 1 of 1 blocks differ, the first in w. A memory or a link is"
     )
-    assert "rank 3 does not hold what rank 1 gave" in texts[0]
+    assert "rank 3: the target does not hold what rank 1 gave" in texts[0]

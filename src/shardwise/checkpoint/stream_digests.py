@@ -67,6 +67,15 @@ class PlacedDelivery:
         start, stop = ((block * BLOCK_BYTES - self.start) // self._itemsize for block in (first, last))
         return max(start, 0), min(stop, self.num_elements)
 
+    def some_at_a_time(self) -> Iterator[Sequence[Move]]:
+        """Its moves, cut so that few elements are in memory twice."""
+        step = _AT_ONCE_BYTES // self._itemsize
+        if self.num_elements <= step:
+            yield self.delivery.moves
+            return
+        for start in range(0, self.num_elements, step):
+            yield list(stretch_of(self.delivery.moves, start, min(start + step, self.num_elements)))
+
     @property
     def _itemsize(self) -> int:
         return itemsize_bytes(self.delivery.target.dtype)
@@ -90,18 +99,17 @@ def placed(batches: Iterable[Iterable[Delivery[Piece, Piece]]]) -> list[list[Pla
     return found
 
 
-def sums_of(
-    batches: Batches,
-    rank: int,
-    which: int,
-    elements: Callable[[Delivery[Piece, Piece]], Iterable[torch.Tensor]],
-    *,
-    one_nan: bool,
-) -> Sums:
-    """The checksums of the streams of this rank.
+Elements = Callable[[Delivery[Piece, Piece], Sequence[Move]], Iterable[torch.Tensor]]
+"""The elements of some moves of a delivery, in the dtype of its target."""
 
-    which: 0 for those that it gives, 1 for those that it takes. elements: of each move of a delivery, in the dtype of
-    the target. one_nan: take all NaNs for one, also where the plan casts nothing.
+_AT_ONCE_BYTES = 16 * BLOCK_BYTES
+"""So much is read at a time: what is strided, cast or on a device is copied first."""
+
+
+def sums_of(batches: Batches, rank: int, which: int, elements: Elements, *, one_nan: bool) -> Sums:
+    """The checksums of streams of a rank: of those that it gives (`which` = 0), or of those that it takes (1).
+
+    one_nan: take all NaNs for one, also where the plan casts nothing.
     """
     sums: dict[Ends, BlockSums] = {}
     for each in (each for batch in batches for each in batch if each.ends[which] == rank):
@@ -110,7 +118,7 @@ def sums_of(
         # A cast may change the payload of a NaN, and in another way in the next copy.
         is_cast = holds_nans(dtype) and (one_nan or each.delivery.source.dtype != dtype)
         at = each.start
-        for part in elements(each.delivery):
+        for part in (part for moves in each.some_at_a_time() for part in elements(each.delivery, moves)):
             plain = part.cpu().contiguous()
             flat = plain.as_strided((plain.numel(),), (1,))  # not view(-1): a single element may have any stride
             for bits in with_one_nan(flat) if is_cast else (flat,):

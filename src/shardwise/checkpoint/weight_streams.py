@@ -12,7 +12,7 @@ rank 2, 3   stage 1, half each       rank 5 to 7   the same
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.stream_digests import (
+    Elements,
     PlacedDelivery,
     Sums,
     changed_only,
@@ -104,7 +105,7 @@ def stream(
         raise PlanError(f"channel is a {type(channel).__name__}; give the channel of all trainers and receivers")
     with aborting(channel, "a stream of weights"):
         with agreed(channel, purpose=_PURPOSE) as agreement:
-            given = _Given.of(source, target, rewrite, delta=delta, last=last)
+            given = _GivenStream.of(source, target, rewrite, delta=delta, last=last)
             key = b"" if last is None else last.layouts.key
             agreement.value = bytes([given.delta]) + given.digest + key
         if different := [rank for rank, each in enumerate(agreement.values) if each[:1] != agreement.values[0][:1]]:
@@ -116,14 +117,14 @@ def stream(
             layouts, held = last.layouts, last.layouts.held_again(channel, given)
         else:
             layouts, held = _found_out(channel, given, digests)
-        return _Passage(channel, layouts, held, given.wanted.tensors).carried_out(delta=delta)
+        return _StreamCall(channel, layouts, held, given.wanted.tensors).carried_out(delta=delta)
 
 
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _GivenStream:
     """The arguments of this rank, understood and checked."""
 
     held: Held
@@ -136,7 +137,7 @@ class _Given:
     @classmethod
     def of(
         cls, source: State | None, target: object, rewrite: Rewrite | None, *, delta: object, last: object
-    ) -> "_Given":
+    ) -> "_GivenStream":
         problems = wrong_rewrite(rewrite)
         if type(delta) is not bool:
             problems.append(f"delta is {delta!r}; give True or False")
@@ -153,7 +154,7 @@ class _Given:
         check_targets(wanted)
         if findings := findings_of(held.tensors, wanted.tensors):
             raise PlanError(*findings)
-        request = json.dumps([source is not None, None if rewrite is None else rewrite.to_record()])
+        request = json.dumps([bool(held.tensors), None if rewrite is None else rewrite.to_record()])
         texts = [request.encode(), *facts_of(source or {}, held), pack_pieces(list(wanted.tensors))]
         return cls(held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta))
 
@@ -182,7 +183,7 @@ class StreamLayouts:
     casts_in_rewrite: bool
     unwanted: tuple[str, ...]
 
-    def held_again(self, channel: Channel, given: _Given) -> Held:
+    def held_again(self, channel: Channel, given: _GivenStream) -> Held:
         """What this rank gives now: maybe other tensors in the same layout."""
         held = given.held
         if self.rewriting is not None:
@@ -200,7 +201,7 @@ class StreamLayouts:
         )
 
 
-def _found_out(channel: Channel, given: _Given, digests: Sequence[bytes]) -> tuple[StreamLayouts, Held]:
+def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) -> tuple[StreamLayouts, Held]:
     """What the layouts of all ranks mean, and what this rank gives. Raises the same error on all ranks."""
     with Gathering(_PURPOSE).agreed(channel) as gathered:
         gathered.own, gathered.value = given.texts, os.urandom(_DIGEST_BYTES)
@@ -264,7 +265,7 @@ def _one_rewrite(channel: Channel, requests: Sequence[bytes], own: Rewrite | Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Passage:
+class _StreamCall:
     """One stream of weights, whose layouts are known."""
 
     channel: Channel
@@ -330,12 +331,12 @@ class _Passage:
                     if placed.ends == ends and wrong[0] in placed.blocks
                 )
                 raise MismatchError(
-                    f"rank {ends[1]} does not hold what rank {ends[0]} gave: {len(wrong)} of {num_blocks_of(each)} "
-                    f"blocks differ, the first in {name}. A memory or a link is broken, or somebody wrote to the "
-                    "tensors meanwhile; stream again before you use the targets"
+                    f"the target does not hold what rank {ends[0]} gave: {len(wrong)} of {num_blocks_of(each)} blocks "
+                    f"differ, the first in {name}. A memory or a link is broken, or somebody wrote to the tensors "
+                    "meanwhile; stream again before you use the target"
                 )
 
-    def _sums(self, which: int, elements: Callable[[Delivery[Piece, Piece]], Iterable[torch.Tensor]]) -> Sums:
+    def _sums(self, which: int, elements: Elements) -> Sums:
         return sums_of(self.layouts.batches, self.channel.rank, which, elements, one_nan=self.layouts.casts_in_rewrite)
 
     def _arriving_bytes(self, deliveries: Iterable[Delivery[Piece, Piece]]) -> int:
@@ -352,12 +353,12 @@ class _Passage:
         dtypes = [torch_dtype(each) for each in self.held.casts.get(piece, ())]
         return (cast_through(part, dtypes) for part in parts_of(self.held.tensors[piece], moves))
 
-    def _given(self, delivery: Delivery[Piece, Piece]) -> Iterable[torch.Tensor]:
+    def _given(self, delivery: Delivery[Piece, Piece], moves: Sequence[Move]) -> Iterable[torch.Tensor]:
         """What the giver has, as the target is to have it."""
         dtype = torch_dtype(delivery.target.dtype)
-        return (part.to(dtype) for part in self._take(delivery.source, delivery.moves))
+        return (part.to(dtype) for part in self._take(delivery.source, moves))
 
-    def _taken(self, delivery: Delivery[Piece, Piece]) -> Iterable[torch.Tensor]:
+    def _taken(self, delivery: Delivery[Piece, Piece], moves: Sequence[Move]) -> Iterable[torch.Tensor]:
         """What the target has."""
         target = self.targets[delivery.target].detach()
-        return (part_of(target, move.target, move.shape) for move in delivery.moves)
+        return (part_of(target, move.target, move.shape) for move in moves)
