@@ -11,7 +11,8 @@ the tensors of the receivers; a time is that of the slowest rank. The sides:
                            to every receiver, and that takes its part; on the same channel (shared memory)
     the same over gloo     the same with all_gather and broadcast of torch.distributed
 
-`first call` is a stream that plans, after one of a single element. Bytes are those of all messages that elements travel in.
+`first call` is a stream that plans, after one of a single element. Bytes are those of all messages that elements
+travel in.
 """
 
 import argparse
@@ -309,10 +310,10 @@ def main() -> None:
         text = [
             "# Weights to receivers",
             "",
-            f"Made by `python -m benchmarks.stream --write` on {made}, torch {torch.__version__}. Ratios are medians",
-            f"over {arguments.rounds} rounds of (ours / its) within a round, times medians of the slowest rank. A stream",
-            "compares also the digests of what it has moved, which the others do not. All processes are on this machine,",
-            "and share its cores with other programs.",
+            f"Made by `python -m benchmarks.stream --write` on {made}, torch",
+            f"{torch.__version__}. Ratios are medians over {arguments.rounds} rounds of (ours / its) within a round,",
+            "times medians of the slowest rank. A stream compares also the digests of what it has moved, which the others do",
+            "not. All processes are on this machine, and share its cores with other programs.",
             "",
             found,
             "",

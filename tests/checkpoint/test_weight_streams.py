@@ -17,6 +17,7 @@ from shardwise.comm.local_tensors import dtype_name
 from shardwise.errors import CheckpointError, MismatchError, PlanError, RewriteError
 from shardwise.moving import piece_exchange
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.reshard import plan_reshard
 from shardwise.space import Mesh, Piece
 from tests.checkpoint import fused_models
 from tests.checkpoint.cut_tensors import Cut
@@ -223,7 +224,7 @@ def streamed(
     *,
     rewrite: sw.Rewrite | None = None,
     dtype: torch.dtype | None = None,
-    device: str | None = None,
+    device: str = "",
 ) -> StreamReport:
     """What some ranks hold goes to two more, and is compared with `sw.full` of it."""
     wholes: list[dict[str, torch.Tensor]] = []
@@ -246,7 +247,8 @@ def streamed(
         assert channel.rank < num_trainers or not recorded.bytes_sent("send")
         return report
 
-    reports = sw.simulate(num_trainers + 2, part, **({} if device is None else {"device": device}))
+    size = num_trainers + 2
+    reports = sw.simulate(size, part, device=device) if device else sw.simulate(size, part)
     assert all(each == reports[0] for each in reports)
     assert reports[0].unwanted == ()
     return reports[0]
@@ -344,9 +346,9 @@ def test_receivers_may_want_a_part_under_any_name_of_a_tied_tensor() -> None:
 
 def test_names_are_those_without_wrappers() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 2))
-    expected = model[0].weight.detach().clone()
-    model[0] = torch.compile(model[0], backend="eager")  # type: ignore[assignment]
+    layer = nn.Linear(3, 2)
+    expected = layer.weight.detach().clone()
+    model = nn.Sequential(torch.compile(layer, backend="eager"))
 
     def move(channel: sw.Channel) -> None:
         piece = Piece(name="0.weight", dtype="float32", global_shape=(2, 3))
@@ -380,12 +382,11 @@ def test_no_rank_has_more_bytes_under_way_than_a_window(max_bytes: int, monkeypa
 def test_layouts_that_stay_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a rank has forgotten them, or has others: then all plan again."""
     num_plans = 0
-    plan = piece_exchange.plan_reshard
 
     def counted(*arguments: Any, **settings: Any) -> Any:
         nonlocal num_plans
         num_plans += 1
-        return plan(*arguments, **settings)
+        return plan_reshard(*arguments, **settings)
 
     monkeypatch.setattr(piece_exchange, "plan_reshard", counted)
     counts: list[int] = []
@@ -430,7 +431,11 @@ def test_the_second_call_through_a_rewrite_sends_the_new_values() -> None:
 # What cannot be
 
 
-def refused(kind: type[Exception], arguments: Callable[[sw.Channel], dict[str, Any]], num_ranks: int = 3) -> str:
+def refused(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    arguments: Callable[[sw.Channel], dict[str, Any]],
+    num_ranks: int = 3,
+) -> str:
     """The error that all ranks raise alike. Targets are left as they were, and the channel can be used."""
     texts = []
 

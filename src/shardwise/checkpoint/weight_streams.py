@@ -77,7 +77,7 @@ class StreamReport:
 
 def stream(
     source: State | None,
-    target: Mapping[Piece, torch.Tensor] | None,
+    target: Mapping[Piece, torch.Tensor] | Mapping[str, torch.Tensor] | None,
     *,
     channel: Channel,
     rewrite: Rewrite | None = None,
@@ -88,7 +88,8 @@ def stream(
 
     source: an engine, or tensors by piece or by name; None on ranks that give nothing. Of an engine, the model's
         tensors as it computes with them.
-    target: the tensors to fill, by piece, of the receiver's own dtypes and cuts; None on ranks that want nothing.
+    target: the tensors to fill, by piece (whole ones by name), of the receiver's own dtypes and cuts; None on ranks
+        that want nothing.
     channel: of trainers and receivers. An engine of the trainers alone has `channel.over(ranks)`.
     rewrite: from the names and shapes of the source to those of the targets. All ranks with a source give it; the
         others may leave it out.
