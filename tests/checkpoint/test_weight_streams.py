@@ -23,6 +23,7 @@ from tests.checkpoint import fused_models
 from tests.checkpoint.cut_tensors import Cut
 from tests.checkpoint.layouts import LAYOUTS, engine_of, train
 from tests.checkpoint.rewritten_tensors import CASES, shares_of
+from tests.fake_device.accelerator import behind
 from tests.moving.layouts import Side, bits, empty_state, sides, state_of, strided, whole_values
 from tests.moving.watched import Watched
 from tests.plan.strategies import proven
@@ -288,8 +289,9 @@ def test_dtypes_of_targets_are_casts_that_the_report_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor-two-stages", "stage3-two-bf16"])
-def test_weights_go_from_device_to_device(fake: str, name: str) -> None:
-    streamed(LAYOUTS[name].mesh.size, trained_odd(name), device=fake)
+def test_weights_go_from_device_to_device_whose_streams_run_behind(fake: str, name: str) -> None:
+    with behind(1):
+        streamed(LAYOUTS[name].mesh.size, trained_odd(name), device=fake)
 
 
 @pytest.mark.parametrize("layout", fused_models.LAYOUTS)

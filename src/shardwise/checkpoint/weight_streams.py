@@ -71,7 +71,7 @@ class StreamReport:
     """Dtypes of which something was cast, as "float32 -> bfloat16": the target says the second."""
     unwanted: tuple[str, ...]
     """Tensors of the source of which no receiver wants anything, in the order of the model."""
-    layouts: "StreamLayouts" = field(repr=False, compare=False)
+    _layouts: "_StreamLayouts" = field(repr=False, compare=False)
     """What the next call need not find out again, if it is given this report as `last`."""
 
 
@@ -107,15 +107,15 @@ def stream(
     with aborting(channel, "a stream of weights"):
         with agreed(channel, purpose=_PURPOSE) as agreement:
             given = _GivenStream.of(source, target, rewrite, delta=delta, last=last)
-            key = b"" if last is None else last.layouts.key
+            key = b"" if last is None else last._layouts.key
             agreement.value = bytes([given.delta]) + given.digest + key
         if different := [rank for rank, each in enumerate(agreement.values) if each[:1] != agreement.values[0][:1]]:
             raise MismatchError(f"ranks 0 and {different[0]} differ in delta; make the same call on all ranks")
         digests = [each[1 : 1 + _DIGEST_BYTES] for each in agreement.values]
         keys = {each[1 + _DIGEST_BYTES :] for each in agreement.values}
         # A key is made of one call, so that ranks with the same key know the same, and decide alike.
-        if last is not None and keys == {last.layouts.key} and digests == last.layouts.digests:
-            layouts, held = last.layouts, last.layouts.held_again(channel, given)
+        if last is not None and keys == {last._layouts.key} and digests == last._layouts.digests:
+            layouts, held = last._layouts, last._layouts.held_again(channel, given)
         else:
             layouts, held = _found_out(channel, given, digests)
         return _StreamCall(channel, layouts, held, given.wanted.tensors).carried_out(delta=delta)
@@ -166,7 +166,7 @@ class _GivenStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLayouts:
+class _StreamLayouts:
     """What ranks have found out about a source, a rewrite and targets: it holds as long as these keep their layouts."""
 
     key: bytes
@@ -202,7 +202,7 @@ class StreamLayouts:
         )
 
 
-def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) -> tuple[StreamLayouts, Held]:
+def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) -> tuple[_StreamLayouts, Held]:
     """What the layouts of all ranks mean, and what this rank gives. Raises the same error on all ranks."""
     with Gathering(_PURPOSE).agreed(channel) as gathered:
         gathered.own, gathered.value = given.texts, os.urandom(_DIGEST_BYTES)
@@ -232,7 +232,7 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     deliveries = PlanDeliveries(plan, channel.rank, list(sources), own_targets)
     unwanted = {name for name, all_names in names.items() if wanted_names.isdisjoint(all_names)}
     in_order = dict.fromkeys([*known.order, *names])
-    layouts = StreamLayouts(
+    layouts = _StreamLayouts(
         key=xxhash.xxh3_128_digest(b"".join(gathered.values)),
         digests=digests,
         told=told,
@@ -270,7 +270,7 @@ class _StreamCall:
     """One stream of weights, whose layouts are known."""
 
     channel: Channel
-    layouts: StreamLayouts
+    layouts: _StreamLayouts
     held: Held
     targets: Mapping[Piece, torch.Tensor]
 
@@ -318,7 +318,7 @@ class _StreamCall:
             digest=xxhash.xxh3_128_hexdigest("".join(ranks[4]).encode()),
             casts=self.layouts.casts,
             unwanted=self.layouts.unwanted,
-            layouts=self.layouts,
+            _layouts=self.layouts,
         )
 
     def _certify(self, taken: Sums, of_givers: Sums) -> None:
