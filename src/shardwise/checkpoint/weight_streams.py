@@ -278,11 +278,10 @@ class _StreamCall:
     def carried_out(self, *, delta: bool) -> StreamReport:
         """Move, and certify."""
         channel, batches = self.channel, self.layouts.batches
-        given = self._sums(0, self._given)
         moving = [[each.delivery for each in batch] for batch in batches]
-        taken, num_told, num_skipped = Sums(), 0, 0
+        num_told = num_skipped = 0
         if delta:
-            taken = self._sums(1, self._taken)
+            given, taken = self._sums(0, self._given), self._sums(1, self._taken)
             of_givers, num_came = tell(channel, given, taken)
             of_takers, num_back = tell(channel, taken, given, by_taker=True)
             changed = {ends: differing(each, of_takers[ends]) for ends, each in given.items()}
@@ -300,7 +299,8 @@ class _StreamCall:
         if not delta or any(each.taker == channel.rank for batch in moving for each in batch):
             taken = self._sums(1, self._taken)
         if not delta:
-            of_givers, num_told = tell(channel, given, taken)
+            # Not before the move: givers read their tensors while takers read theirs.
+            of_givers, num_told = tell(channel, self._sums(0, self._given), taken)
         with agreed(channel, purpose="certificate of a stream") as agreement:
             self._certify(taken, of_givers)
             told = mover.received_bytes + num_told, sum(map(num_blocks_of, taken.values())), num_skipped
