@@ -46,13 +46,13 @@ PADDED_TO = 64  # rows of the vocabulary: vLLM and SGLang fill it up to a multip
 def portions(sizes: Sizes, rank: int, tp: int) -> Iterator[tuple[str, Portion]]:
     """What a tensor-parallel rank of a server has of each tensor, by the server's names."""
 
-    def rows(*parts: tuple[int, Sequence[Range]], width: int = sizes.hidden_size) -> Portion:
+    def rows(*parts: tuple[int, Sequence[Range]]) -> Portion:
         """Of parts that lie one below the other in the whole tensor, the rank's rows of each."""
         ranges, start = [], 0
         for height, cuts in parts:
             ranges += [(start + first, start + last) for first, last in cuts]
             start += height
-        return Portion((start, width), 0, tuple(ranges))
+        return Portion((start, sizes.hidden_size), 0, tuple(ranges))
 
     def columns(width: int) -> Portion:
         return Portion((sizes.hidden_size, width), 1, (even_cuts(width, tp)[rank],))

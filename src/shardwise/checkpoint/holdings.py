@@ -23,6 +23,10 @@ from shardwise.space import Piece
 __all__ = ["Holdings", "RankFacts", "facts_of", "without_state"]
 
 
+_NOTHING = pack_pieces([])
+"""What a rank without pieces tells of them."""
+
+
 def facts_of(state: State, held: Held) -> list[bytes]:
     """What a rank tells of what it holds: two texts."""
     # A mapping has the names that its maker gave it.
@@ -74,9 +78,6 @@ class RankFacts:
             is_of_model=any(is_of_model for _, _, is_of_model, _ in known),
             num_ranks=degrees.pop() if len(degrees) == 1 else None,
         )
-
-
-_NOTHING = pack_pieces([])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
