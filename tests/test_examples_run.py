@@ -5,6 +5,7 @@ import json
 import math
 import runpy
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,7 @@ LAST_LINES = {
     "two_optimizers.py": "two ranks, each with whole matrices, have them but for rounding",
     "odd_pipeline.py": "losses and parameters are those of one process to the bit",
     "resume_elsewhere.py": "saved under one layout and resumed under another, the losses are those of one process",
+    "train_and_serve.py": "both servers hold the weights of the trainer to the bit",
     "convert_and_export.py": "21 tensors were fused, saved, and taken apart again; every bit came back",
 }
 
@@ -47,6 +49,29 @@ def test_the_program_runs_and_says_what_it_showed(
 ) -> None:
     run(name, monkeypatch)
     assert capsys.readouterr().out.splitlines()[-1] == LAST_LINES[name]
+
+
+def test_the_receiver_is_short_and_loads_only_what_moves_tensors() -> None:
+    text = (EXAMPLES / "inference_receiver.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    program = """
+import sys
+import torch, shardwise as sw
+from examples.inference_receiver import Sizes, serve, tensors_of, target_of
+whole = {piece: torch.ones(piece.shape, dtype=torch.bfloat16)
+         for piece in target_of(tensors_of(Sizes(), 0, 1, torch.bfloat16), Sizes(), 0, 1)}
+take_part = lambda channel: serve(channel, Sizes(), channel.rank - 1, 2, 1) if channel.rank else sw.stream(
+    whole, None, channel=channel, delta=True)
+assert sw.simulate(3, take_part)[1]["model.norm.weight"].all()
+print(sw.processes.__name__, *sorted({name.split(".")[1] for name in sys.modules if name.startswith("shardwise.")}))
+print(*[name for name in ("transformers", "torch.distributed.tensor") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    *_, rooms, others = done.stdout.split("\n")[:-1]
+    pure = {"errors", "keepers", "launchers", "plan", "rewrite", "space"}
+    assert {*rooms.split()} == {"processes", "checkpoint", "comm", "moving"} | pure
+    assert others == ""
 
 
 def test_both_plain_loops_have_the_same_losses_to_the_bit(

@@ -139,6 +139,8 @@ def moves(held: dict[sw.Piece, torch.Tensor], wanted: Sequence[sw.Piece], channe
     one, tensor = wanted[0], torch.ones(3)
     assert_type(sw.reshard_tensor(tensor, one, one, channel), torch.Tensor)
     assert_type(sw.reshard_tensor([tensor], [one], [one], channel), tuple[torch.Tensor, ...])
+    report = sw.stream(held, None, channel=channel, rewrite=sw.Rewrite("a -> b"))
+    assert_type(sw.stream(None, {"w": tensor}, channel=channel, last=report), sw.checkpoint.StreamReport)
 
 
 # Refused ---------------------------------------------------------------------------------------------------------

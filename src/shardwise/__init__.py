@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardwise import checkpoint
 
     # From their modules: type checkers take `room.parallelize` for the module of that name.
-    from shardwise.checkpoint import Replicas, full, load, save
+    from shardwise.checkpoint import Replicas, full, load, save, stream
     from shardwise.comm import Channel, Recorded, default_channel, simulate
     from shardwise.comm.processes import processes
     from shardwise.data import Data
@@ -58,6 +58,7 @@ _ROOM_OF = {
     "reshard_tensor": "moving",
     "save": "checkpoint",
     "simulate": "comm",
+    "stream": "checkpoint",
     "verify": "train.verification.verifier",
 }
 
@@ -96,6 +97,7 @@ __all__ = [
     "reshard_tensor",
     "save",
     "simulate",
+    "stream",
     "verify",
 ]
 

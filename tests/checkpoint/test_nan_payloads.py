@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from shardwise import checkpoint
-from shardwise.checkpoint import certificates, convert, import_hf
+from shardwise.checkpoint import certificates, convert, elements, import_hf
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
@@ -89,7 +89,7 @@ def test_nans_are_told_apart_from_numbers_across_joins_and_windows(
 ) -> None:
     for module in ("outputs", "windows"):
         monkeypatch.setattr(f"shardwise.checkpoint.{module}.WINDOW_BYTES", 48)
-    monkeypatch.setattr(certificates, "_NANS_AT_ONCE", 5)
+    monkeypatch.setattr(elements, "_NANS_AT_ONCE", 5)
     every = every_pattern("bfloat16")[0x7F70:0x7F90].view(8, 4).clone()
     checkpoint.save(tmp_path / "a", {"a": every, "b": torch.ones(8, 2).bfloat16()})
     text = "a, b -> ab, axis=1; ab^T -> ab; ab -> ab, dtype='float32'"
@@ -107,10 +107,10 @@ def test_another_difference_beside_nans_is_still_an_error(
 ) -> None:
     checkpoint.save(tmp_path / "a", {"a": payload("bfloat16", 3.0, 4.0)})
     at, value = {"a number": (2, 5.0), "a NaN for a number": (3, float("nan")), "a number for a NaN": (1, 1.0)}[fault]
-    elements = certificates._elements
+    read = certificates._elements
 
     def changed(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, some in elements(store, outputs):
+        for name, some in read(store, outputs):
             if outputs.view is not None:  # what came back
                 some[at] = value
             yield name, some
@@ -132,5 +132,5 @@ def test_a_payload_without_a_cast_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [each for each in ITEMSIZE_BYTES if holds_nans(each)])
 def test_every_dtype_of_floats_gets_one_nan(dtype: str) -> None:
     numbers = torch.tensor([0.5, 1.0, float("nan"), 2.0]).to(getattr(torch, dtype))
-    made = certificates._with_one_nan(numbers)
+    (made,) = elements.with_one_nan(numbers)
     assert made.view(torch.uint8).tolist() == numbers.view(torch.uint8).tolist()

@@ -23,6 +23,7 @@ FOR = {
     "gpt2-conv1d": "gpt2",
     "llama-gate-up": "llama",
     "llama-qkv": "qwen2",
+    "llama-vllm": "qwen2",
 }
 
 
@@ -89,6 +90,17 @@ def test_gate_and_up_are_one_above_the_other_and_heads_lie_by_groups(tmp_path: P
         q, k, v = (old[f"{layer}self_attn.{each}_proj.{kind}"] for each in "qkv")
         fused = torch.cat([q[:8], k[:4], v[:4], q[8:], k[4:], v[4:]])
         assert torch.equal(new[f"{layer}self_attn.qkv_proj.{kind}"], fused)
+
+
+def test_for_vllm_the_parts_of_fused_matrices_are_whole_one_below_the_other(tmp_path: Path) -> None:
+    source = save(build("qwen2"), tmp_path / "hf", 1 << 30)
+    import_hf(source, tmp_path / "save", shipped("llama-vllm"))
+    old, new = tensors_of(source), tensors_of(tmp_path / "save")
+    for kind in ("weight", "bias"):
+        parts = [old[f"model.layers.1.self_attn.{each}_proj.{kind}"] for each in "qkv"]
+        assert torch.equal(new[f"model.layers.1.self_attn.qkv_proj.{kind}"], torch.cat(parts))
+    parts = [old[f"model.layers.0.mlp.{each}_proj.weight"] for each in ("gate", "up")]
+    assert torch.equal(new["model.layers.0.mlp.gate_up_proj.weight"], torch.cat(parts))
 
 
 def test_a_name_or_a_path_finds_a_rewrite(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     save, load       a state, by all ranks that hold it; `AsyncSaver` saves while training goes on
     Replicas         saves in the memory of the hosts, from which a run goes on after the loss of one
     full             the same as whole tensors, one after the other, on every rank or on one
+    stream           weights of running trainers into the tensors of other ranks, with other cuts and names
     open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
     diff, convert    compare checkpoints of any formats; turn one into a save of ours or Hugging Face files
     import_hf,       models of Hugging Face as saves, and saves as their folders, with a certificate that nothing was
@@ -32,6 +33,7 @@ from shardwise.checkpoint.saving import save
 from shardwise.checkpoint.states import Ordered, Positioned, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
+from shardwise.checkpoint.weight_streams import StreamReport, stream
 
 __all__ = [
     "Address",
@@ -58,6 +60,7 @@ __all__ = [
     "Store",
     "StoredPiece",
     "StoredTensor",
+    "StreamReport",
     "TorchState",
     "VerifyReport",
     "Writer",
@@ -74,6 +77,7 @@ __all__ = [
     "recorded_rewrite",
     "save",
     "store_of",
+    "stream",
     "verify",
     "verify_all",
 ]

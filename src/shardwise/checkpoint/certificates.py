@@ -13,7 +13,6 @@ fault of ours, an error, and leaves no save.
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.elements import with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import bytes_of
@@ -34,12 +34,6 @@ from shardwise.rewrite.metas import holds_nans, keeps_values
 __all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
 
 _FORMAT = "shardwise round trip 1"
-
-_NANS_AT_ONCE = 1 << 20
-"""Elements among which NaNs are looked for at a time."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,8 +362,7 @@ def _digests(
 
 def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
     """sha256 of the elements of every output, all of floats, as if there were one NaN only."""
-    # In parts: `_with_one_nan` makes a float32 copy.
-    return _digests(store, outputs, lambda elements: map(_with_one_nan, elements.split(_NANS_AT_ONCE)))
+    return _digests(store, outputs, with_one_nan)
 
 
 def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:
@@ -378,13 +371,3 @@ def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tenso
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
             yield piece.name, elements
-
-
-def _with_one_nan(elements: torch.Tensor) -> torch.Tensor:
-    """The bits of floats, or of the parts of complex numbers, with the same NaN for every NaN."""
-    # A complex number has two floats, and each may be a NaN of its own.
-    parts = elements.view(_PARTS.get(elements.dtype, elements.dtype))
-    bits = parts.view(_BITS[parts.itemsize])
-    nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)
-    # torch cannot tell NaNs of every dtype; float32 keeps them NaN, and makes none of what is too large for it.
-    return bits.masked_fill(parts.to(torch.float32).isnan(), int(nan))

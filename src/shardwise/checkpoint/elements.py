@@ -1,12 +1,13 @@
 """Elements: how two stretches of elements differ, bit for bit where they are of one dtype, else by value."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-__all__ = ["ElementValue", "Elements", "compare", "larger", "shown"]
+__all__ = ["ElementValue", "Elements", "compare", "larger", "shown", "with_one_nan"]
 
 ElementValue = int | float | complex | tuple[float, float]
 """The value of an element; a pair for float4_e2m1fn_x2, which has two in each."""
@@ -14,7 +15,11 @@ ElementValue = int | float | complex | tuple[float, float]
 _CHUNK_ELEMENTS = 1 << 18
 """So many are looked at closely at a time, as double precision numbers."""
 
+_NANS_AT_ONCE = 1 << 20
+"""Elements among which NaNs are looked for at a time."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 _PAIRS = torch.float4_e2m1fn_x2
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -96,6 +101,17 @@ def shown(element: torch.Tensor) -> str:
     if element.dtype == torch.float32 or element.dtype == torch.float16:
         return str(element.numpy()[0])
     return repr(value) if element.dtype == torch.float64 else f"{value:.4g}"
+
+
+def with_one_nan(elements: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bits of flat floats, or of the parts of complex numbers, with the same NaN for every NaN; some at a time."""
+    for some in elements.split(_NANS_AT_ONCE):
+        # A complex number has two floats, and each may be a NaN of its own.
+        parts = some.view(_PARTS.get(some.dtype, some.dtype))
+        bits = parts.view(_BITS[parts.itemsize])
+        nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)
+        # torch cannot tell NaNs of every dtype; float32 keeps them NaN, and makes none of what is too large for it.
+        yield bits.masked_fill(parts.to(torch.float32).isnan(), int(nan))
 
 
 def _joined(found: Elements, num_different: int, largest: float) -> Elements:

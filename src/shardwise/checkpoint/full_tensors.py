@@ -12,32 +12,30 @@ A rank has its window in memory, and one message each way, each at most as large
 """
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
+from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
-from shardwise.checkpoint.state_pieces import Held, bytes_of, hold, merge_ties
-from shardwise.checkpoint.states import Ordered, State, wrong_rewrite
+from shardwise.checkpoint.state_pieces import Held, bytes_of, hold
+from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.moving.piece_exchange import Gathering
 from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor
-from shardwise.plan.names import is_state_name, plain_names
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece, check_cover, moves
 
@@ -275,39 +273,25 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
     """The pieces of all ranks, and the tensors to give; raises the same error on all ranks."""
     with Gathering("pieces, ties and names of full tensors").agreed(channel) as gathered:
         _check(channel, rewrite, to, optimizer=optimizer)
-        held = _without_state(hold(state)) if not optimizer else hold(state)
+        held = hold(state) if optimizer else without_state(hold(state))
         request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
-        # A mapping has the names that its maker gave it.
-        is_of_model = rewrite is None and isinstance(state, Ordered)
-        facts_here = json.dumps([held.aliases, _order(state), is_of_model]).encode()
-        gathered.own = [request.encode(), pack_pieces(list(held.tensors)), facts_here]
+        gathered.own = [request.encode(), *facts_of(state, held)]
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, each in enumerate(requests) if each != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} asks for full tensors with {requests[different[0]].decode()}, but rank 0 with "
             f"{requests[0].decode()}; make the same call on all ranks"
         )
-    known = understood(facts, a_list, purpose=_PURPOSE)
-    # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
-    order = list(dict.fromkeys(name for _, names, _ in known for name in names))
-    ties = [aliases for aliases, *_ in known]
-    if rewrite is not None:
-        became = StateRewriting(rewrite).apply(channel, held, pieces, ties, order)
-        held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
-        order = list(became.checked.outputs)
-    pieces_of = unpack_alike(pieces, pack_pieces(list(held.tensors)), list(held.tensors))
-    aliases = merge_ties(ties, [pieces_of[text] for text in pieces])
-    holders = holders_by_tensor([[each for each in pieces_of[text] if each.name not in aliases] for text in pieces])
+    told = RankFacts.of(pieces, facts, purpose=_PURPOSE)
+    known = Holdings.of(channel, held, told, None if rewrite is None else StateRewriting(rewrite))
+    holders = holders_by_tensor(known.lists)
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     receivers = frozenset(range(channel.size) if to == "all" else [to])
-    entries = _entries(holders, aliases, order)
-    if any(is_of_model for *_, is_of_model in known):
-        plain = plain_names(name for name, _ in entries)
-        entries = [(plain.get(name, name), whole) for name, whole in entries]
+    entries = _entries(holders, known.aliases, known.order)
     return _Supply(
-        entries=entries,
-        filler=WindowFiller(channel, holders, held),
+        entries=[(known.plain.get(name, name), whole) for name, whole in entries],
+        filler=WindowFiller(channel, holders, known.held),
         num_ranks=channel.size,
         receivers=receivers,
         is_receiver=channel.rank in receivers,
@@ -323,19 +307,6 @@ def _check(channel: Channel, rewrite: Rewrite | None, to: Receivers, *, optimize
         raise CheckpointError(*problems)
     if to != "all" and not (type(to) is int and 0 <= to < channel.size):
         raise CheckpointError(f'to is {to!r}; give "all", or one of the ranks 0 to {channel.size - 1}')
-
-
-def _without_state(held: Held) -> Held:
-    """The model's tensors alone."""
-    tensors = {piece: tensor for piece, tensor in held.tensors.items() if not is_state_name(piece.name)}
-    return replace(held, tensors=tensors)
-
-
-def _order(state: State) -> list[str]:
-    """Names in the order that the state has for them."""
-    if isinstance(state, Ordered):
-        return list(state.names())
-    return [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else []
 
 
 def _entries(holders: Mapping[str, Holders], aliases: Mapping[str, str], order: Iterable[str]) -> list[Entry]:

@@ -84,15 +84,17 @@ class StateRewriting:
         texts: Sequence[bytes],
         ties: Sequence[Mapping[str, str]],
         order: Iterable[str] = (),
+        *,
+        num_ranks: int | None,
     ) -> RewrittenState:
         """What the state becomes. All ranks call it together; nothing moves, and nothing is copied.
 
         held: what this rank holds. texts: what each rank holds, as `pack_pieces` packs it. ties: other names of
-        tensors that each rank knows. order: names of tensors that come first.
+        tensors that each rank knows. order: names of tensors that come first. num_ranks: see `ranks_along_tp`.
         Raises RewriteError, with every finding and the same on all ranks, if the rewrite does not fit. Raises
         CheckpointError if numbers differ that it joins into one.
         """
-        checked, counterparts = self._find(channel, texts, ties, order, ranks_along_tp(held.settings))
+        checked, counterparts = self._find(channel, texts, ties, order, num_ranks)
         tensors: dict[Piece, torch.Tensor] = {}
         casts: dict[Piece, tuple[str, ...]] = {}
         for piece, found in counterparts:

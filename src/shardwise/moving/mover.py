@@ -27,7 +27,7 @@ from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
 from shardwise.space.moves import stretch_of
 
-__all__ = ["Delivery", "Mover", "by_distance", "carry_out_plan"]
+__all__ = ["Delivery", "Mover", "PlanDeliveries", "by_distance", "carry_out_plan"]
 
 S = TypeVar("S", bound=Hashable)
 T = TypeVar("T", bound=Hashable)
@@ -250,7 +250,7 @@ def carry_out_plan(
     let_go: called with each source that is not needed any more. adds: targets get the sum of what comes, in
     the order of the shares, where else each element comes once.
     """
-    deliveries = _Deliveries(plan, channel.rank, sources, targets)
+    deliveries = PlanDeliveries(plan, channel.rank, sources, targets)
     mover = Mover(
         channel,
         take=lambda piece, moves: parts_of(take(piece), moves),
@@ -274,7 +274,7 @@ class _ShareTask(NamedTuple):
     """Where it is here: which of this rank's pieces of the tensor."""
 
 
-class _Deliveries:
+class PlanDeliveries:
     """What a rank gives and gets of a plan."""
 
     def __init__(self, plan: ReshardPlan, rank: int, sources: Iterable[Piece], targets: Iterable[Piece]) -> None:
@@ -325,7 +325,7 @@ class _Deliveries:
 class _Countdown:
     """Lets go of each source once all of it is given; those that give nothing, at once."""
 
-    def __init__(self, deliveries: _Deliveries, let_go: Callable[[Piece], None]) -> None:
+    def __init__(self, deliveries: PlanDeliveries, let_go: Callable[[Piece], None]) -> None:
         self._let_go = let_go
         self._left = {piece: 0 for pieces in deliveries.sources.values() for piece in pieces}
         """How many elements each has still to give, counted as often as they are given."""

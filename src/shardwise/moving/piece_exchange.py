@@ -27,7 +27,7 @@ from shardwise.plan.reshard import plan_reshard
 from shardwise.plan.routes import ReshardPlan
 from shardwise.space import Piece
 
-__all__ = ["Consent", "Gathering", "consent", "pack_pieces", "unpack_alike", "unpack_pieces"]
+__all__ = ["Consent", "Gathering", "agree_on_plan", "consent", "pack_pieces", "unpack_alike", "unpack_pieces"]
 
 _DIGEST_BYTES = 16
 
@@ -180,6 +180,21 @@ def consent(
             )
     pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
     held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
+    plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast)
+    return Consent(
+        plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
+    )
+
+
+def agree_on_plan(
+    channel: Channel,
+    held: Sequence[Sequence[Piece]],
+    wanted: Sequence[Sequence[Piece]],
+    *,
+    max_bytes: int,
+    cast: bool,
+) -> ReshardPlan:
+    """The plan that every rank makes of what all hold and want. Raises PlanError or MismatchError, the same on all."""
     with agreed(channel, purpose="verdicts on a reshard") as agreement:
         # Every rank plans for all, out of the same texts. The digest finds ranks that run different versions.
         plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
@@ -189,21 +204,13 @@ def consent(
     if len(set(agreement.values)) > 1:
         hint = "Run the same version of shardwise on all ranks"
         compare(channel, text.splitlines(), subject="plans of a reshard", hint=hint)
-    return Consent(
-        plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
-    )
+    return plan
 
 
 def _check_casts(plan: ReshardPlan, device: torch.device) -> None:
     """Raise PlanError unless torch can make all casts of the plan."""
-    pairs = {
-        (route.dtype, route.wanted[share.target].piece.dtype)
-        for route in plan.routes
-        if any(place.piece.dtype != route.dtype for place in route.wanted)
-        for share in route.shares
-    }
     problems = []
-    for held, wanted in sorted(pairs):
+    for held, wanted in plan.casts():
         try:
             # torch does not say which casts it has: each is tried with one element.
             torch.zeros(1, dtype=torch_dtype(held), device=device).to(torch_dtype(wanted))

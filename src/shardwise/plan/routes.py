@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.space import Box, Move, Piece, moves
+from shardwise.space.pieces import taken_in_order
 
 __all__ = ["MIN_MAX_BYTES", "Lot", "PieceAt", "ReshardPlan", "Route", "Share", "batches_of", "stretch_bytes"]
 
@@ -115,6 +116,18 @@ class ReshardPlan:
                 sent.append((giver, share.num_elements * itemsize_bytes(route.wire_dtype(share))))
         return sent
 
+    def needed_bytes(self) -> int:
+        """The bytes of what ranks want and do not hold: each element once per rank, in the narrower dtype."""
+        by_route = [_needed_bytes_of(route) for route in self.routes]
+        return sum(by_route[at] for _, at in self.tensors)
+
+    def casts(self) -> list[tuple[str, str]]:
+        """The dtypes from and to which something is cast, each pair once."""
+        wanted = {
+            (route.dtype, route.wanted[share.target].piece.dtype) for route in self.routes for share in route.shares
+        }
+        return sorted(pair for pair in wanted if pair[0] != pair[1])
+
     def reversed(self) -> "ReshardPlan":
         """The way back, in which elements that several targets got meet again. Dtypes are the same on both sides."""
         return replace(self, routes=tuple(route.reversed() for route in self.routes))
@@ -144,6 +157,21 @@ class ReshardPlan:
         return cls(
             num_ranks=num_ranks, max_bytes=max_bytes, routes=tuple(reading.routes), tensors=tuple(reading.tensors)
         )
+
+
+def _needed_bytes_of(route: Route) -> int:
+    num_bytes = 0
+    known: dict[int, list[Piece]] = {}
+    for rank, piece in route.held:
+        known.setdefault(rank, []).append(piece)
+    for rank, piece in route.wanted:
+        there = known.setdefault(rank, [])
+        lacking = taken_in_order(piece, there)[1] if there else piece.boxes()
+        itemsize = min(itemsize_bytes(piece.dtype), itemsize_bytes(route.dtype))
+        num_bytes += sum(box.num_elements for box in lacking) * itemsize
+        # Also two pieces of one rank may have an element in common, which it needs once.
+        there.append(piece)
+    return num_bytes
 
 
 def _in_box(box: Box | None) -> str:

@@ -1,0 +1,365 @@
+"""Weight streams: the weights of a running trainer go into the tensors of receivers, each with its own cuts.
+
+[1] agree    what each rank gives and wants: digests, and where they are new the texts, the rewrite and one plan
+[2] compare  with `delta` alone: both ends of each stream compare checksums of its blocks
+[3] move     batches of the plan, or what of them has changed
+[4] certify  both ends compare the checksums of what the target holds now
+
+trainers, pp = 2 x tp = 2            receivers, tp = 4
+rank 0, 1   stage 0, half each       rank 4   a quarter of both stages
+rank 2, 3   stage 1, half each       rank 5 to 7   the same
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import xxhash
+
+from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
+from shardwise.checkpoint.rewrite_agreement import StateRewriting
+from shardwise.checkpoint.safetensors_files import cast_through
+from shardwise.checkpoint.state_pieces import Held, check_targets, hold
+from shardwise.checkpoint.states import State, wrong_rewrite
+from shardwise.checkpoint.stream_digests import (
+    Elements,
+    PlacedDelivery,
+    Sums,
+    changed_only,
+    differing,
+    num_blocks_of,
+    placed,
+    sums_of,
+    tell,
+)
+from shardwise.comm import Channel
+from shardwise.comm.agreement import a_list, aborting, agreed, understood
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.errors import MismatchError, PlanError
+from shardwise.moving.copies import fill, part_of, parts_of
+from shardwise.moving.live_states import findings_of
+from shardwise.moving.mover import Delivery, Mover, PlanDeliveries
+from shardwise.moving.piece_exchange import Gathering, agree_on_plan, pack_pieces, unpack_alike
+from shardwise.plan.reshard import DEFAULT_MAX_BYTES
+from shardwise.rewrite import Rewrite
+from shardwise.space import Move, Piece
+
+__all__ = ["StreamReport", "stream"]
+
+_PURPOSE = "layouts of a stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReport:
+    """What went from trainers to receivers: the same on all ranks."""
+
+    sent_bytes: int
+    """Bytes of the messages of all ranks, with the digests of blocks and what fills up alignments."""
+    needed_bytes: int
+    """Bytes of what ranks want and do not hold themselves, each element once per rank, in the narrower dtype."""
+    num_blocks: int
+    """Blocks of up to 256 KiB that were compared: of all that is wanted."""
+    skipped_blocks: int
+    """Those of them that did not travel, since the receiver has them."""
+    skipped_bytes: int
+    """Bytes of these that another rank would have sent."""
+    digest: str
+    """Of what receivers hold now (xxh3); both ends of every stream have computed it from their own tensors."""
+    casts: tuple[str, ...]
+    """Dtypes of which something was cast, as "float32 -> bfloat16": the target says the second."""
+    unwanted: tuple[str, ...]
+    """Tensors of the source of which no receiver wants anything, in the order of the model."""
+    _layouts: "_StreamLayouts" = field(repr=False, compare=False)
+    """What the next call need not find out again, if it is given this report as `last`."""
+
+
+def stream(
+    source: State | None,
+    target: Mapping[Piece, torch.Tensor] | Mapping[str, torch.Tensor] | None,
+    *,
+    channel: Channel,
+    rewrite: Rewrite | None = None,
+    delta: bool = False,
+    last: StreamReport | None = None,
+) -> StreamReport:
+    """Fill the tensors of receivers with the weights of trainers, as all ranks of a channel call it together.
+
+    source: an engine, or tensors by piece or by name; None on ranks that give nothing. Of an engine, the model's
+        tensors as it computes with them.
+    target: the tensors to fill, by piece (whole ones by name), of the receiver's own dtypes and cuts; None on ranks
+        that want nothing.
+    channel: of trainers and receivers. An engine of the trainers alone has `channel.over(ranks)`.
+    rewrite: from the names and shapes of the source to those of the targets. All ranks with a source give it; the
+        others may leave it out.
+    delta: send only the blocks that the target does not hold already, as digests of both sides tell.
+    last: the report of an earlier call: layouts that are still the same are not planned again.
+
+    In memory there are up to 64 MiB of messages on each rank, and no tensor as a whole. Tied tensors are there under
+    each of their names; without a rewrite, names are those without wrappers such as `torch.compile`.
+    Raises PlanError, RewriteError, CheckpointError or MismatchError, the same on all ranks, before anything is moved;
+    MismatchError where a target does not hold afterwards what was given. PeerError where a rank is lost: then targets
+    are written in part.
+    """
+    if not isinstance(channel, Channel):
+        raise PlanError(f"channel is a {type(channel).__name__}; give the channel of all trainers and receivers")
+    with aborting(channel, "a stream of weights"):
+        with agreed(channel, purpose=_PURPOSE) as agreement:
+            given = _GivenStream.of(source, target, rewrite, delta=delta, last=last)
+            key = b"" if last is None else last._layouts.key
+            agreement.value = bytes([given.delta]) + given.digest + key
+        if different := [rank for rank, each in enumerate(agreement.values) if each[:1] != agreement.values[0][:1]]:
+            raise MismatchError(f"ranks 0 and {different[0]} differ in delta; make the same call on all ranks")
+        digests = [each[1 : 1 + _DIGEST_BYTES] for each in agreement.values]
+        keys = {each[1 + _DIGEST_BYTES :] for each in agreement.values}
+        # A key is made of one call, so that ranks with the same key know the same, and decide alike.
+        if last is not None and keys == {last._layouts.key} and digests == last._layouts.digests:
+            layouts, held = last._layouts, last._layouts.held_again(channel, given)
+        else:
+            layouts, held = _found_out(channel, given, digests)
+        return _StreamCall(channel, layouts, held, given.wanted.tensors).carried_out(delta=delta)
+
+
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenStream:
+    """The arguments of this rank, understood and checked."""
+
+    held: Held
+    wanted: Held
+    texts: Sequence[bytes]
+    """What the other ranks have to know."""
+    rewrite: Rewrite | None
+    delta: bool
+
+    @classmethod
+    def of(
+        cls, source: State | None, target: object, rewrite: Rewrite | None, *, delta: object, last: object
+    ) -> "_GivenStream":
+        problems = wrong_rewrite(rewrite)
+        if type(delta) is not bool:
+            problems.append(f"delta is {delta!r}; give True or False")
+        if last is not None and not isinstance(last, StreamReport):
+            problems.append(f"last is a {type(last).__name__}; give the report of an earlier stream, or None")
+        if target is not None and not isinstance(target, Mapping):
+            problems.append(f"the target is a {type(target).__name__}; give the tensors to fill, by Piece")
+        if problems:
+            raise PlanError(*problems)
+        held = Held(tensors={}) if source is None else hold(source, what="the source")
+        if not isinstance(source, Mapping):
+            held = without_state(held)
+        wanted = hold(target or {}, what="the target")  # type: ignore[arg-type]  # it is a mapping
+        check_targets(wanted)
+        if findings := findings_of(held.tensors, wanted.tensors):
+            raise PlanError(*findings)
+        request = json.dumps([bool(held.tensors), None if rewrite is None else rewrite.to_record()])
+        texts = [request.encode(), *facts_of(source or {}, held), pack_pieces(list(wanted.tensors))]
+        return cls(held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta))
+
+    @property
+    def digest(self) -> bytes:
+        """Of all that the other ranks have to know."""
+        return xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_128_digest, self.texts)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StreamLayouts:
+    """What ranks have found out about a source, a rewrite and targets: it holds as long as these keep their layouts."""
+
+    key: bytes
+    """The same on all ranks, and on none after another call."""
+    digests: Sequence[bytes]
+    """Of what each rank had told."""
+    told: RankFacts
+    rewriting: StateRewriting | None
+    sources: Mapping[Piece, Piece]
+    """What this rank gives, as the plan calls it, and as it holds it."""
+    batches: Sequence[Sequence[PlacedDelivery]]
+    """What this rank gives and takes."""
+    needed_bytes: int
+    casts: tuple[str, ...]
+    casts_in_rewrite: bool
+    unwanted: tuple[str, ...]
+
+    def held_again(self, channel: Channel, given: _GivenStream) -> Held:
+        """What this rank gives now: maybe other tensors in the same layout."""
+        held = given.held
+        if self.rewriting is not None:
+            told = self.told
+            held = self.rewriting.apply(
+                channel, held, told.pieces, told.ties, told.order, num_ranks=told.num_ranks
+            ).held
+        return self.renamed(held)
+
+    def renamed(self, held: Held) -> Held:
+        """The same tensors, as the plan calls them."""
+        return Held(
+            tensors={piece: held.tensors[own] for piece, own in self.sources.items()},
+            casts={piece: held.casts[own] for piece, own in self.sources.items() if own in held.casts},
+        )
+
+
+def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) -> tuple[_StreamLayouts, Held]:
+    """What the layouts of all ranks mean, and what this rank gives. Raises the same error on all ranks."""
+    with Gathering(_PURPOSE).agreed(channel) as gathered:
+        gathered.own, gathered.value = given.texts, os.urandom(_DIGEST_BYTES)
+    requests, pieces, facts, wants = gathered.texts
+    rewrite = _one_rewrite(channel, requests, given.rewrite)
+    rewriting = None if rewrite is None else StateRewriting(rewrite)
+    told = RankFacts.of(pieces, facts, purpose=_PURPOSE)
+    known = Holdings.of(channel, given.held, told, rewriting)
+    own_targets = list(given.wanted.tensors)
+    pieces_of = unpack_alike(wants, given.texts[-1], own_targets)
+    targets = [pieces_of[text] for text in wants]
+    wanted_names = {piece.name for pieces in targets for piece in pieces}
+    if not wanted_names:
+        raise PlanError("no rank wants anything; give the tensors to fill as the target of the receivers")
+    # Under each name that is wanted: receivers may have for two tensors what is one to the trainer.
+    names = known.names()
+    given_as = [
+        [(replace(piece, name=name), piece) for piece in each for name in names[piece.name] if name in wanted_names]
+        for each in known.lists
+    ]
+    held = [[piece for piece, _ in each] for each in given_as]
+    plan = agree_on_plan(channel, held, targets, max_bytes=DEFAULT_MAX_BYTES, cast=True)
+    with agreed(channel, purpose="casts of a stream") as agreement:
+        # Only the giver of a value that its rewrite casts knows of the cast.
+        agreement.value = b"casts" if known.held.casts else b""
+    sources = dict(given_as[channel.rank])
+    deliveries = PlanDeliveries(plan, channel.rank, list(sources), own_targets)
+    unwanted = {name for name, all_names in names.items() if wanted_names.isdisjoint(all_names)}
+    in_order = dict.fromkeys([*known.order, *names])
+    layouts = _StreamLayouts(
+        key=xxhash.xxh3_128_digest(b"".join(gathered.values)),
+        digests=digests,
+        told=told,
+        rewriting=rewriting,
+        sources=sources,
+        batches=placed(deliveries.batches(in_order=False)),
+        needed_bytes=plan.needed_bytes(),
+        casts=tuple(f"{held} -> {wanted}" for held, wanted in plan.casts()),
+        casts_in_rewrite=any(agreement.values),
+        unwanted=tuple(known.plain.get(name, name) for name in in_order if name in unwanted),
+    )
+    return layouts, layouts.renamed(known.held)
+
+
+def _one_rewrite(channel: Channel, requests: Sequence[bytes], own: Rewrite | None) -> Rewrite | None:
+    """The rewrite of the ranks that give one. Raises the same error on all ranks where they differ."""
+    asked = understood(requests, a_list, purpose=_PURPOSE)
+    records: dict[str, int] = {}
+    for rank, (is_source, record) in enumerate(asked):
+        if is_source or record is not None:
+            records.setdefault(json.dumps(record), rank)
+    if len(records) > 1:
+        one, other = list(records.values())[:2]
+        raise MismatchError(
+            f"ranks {one} and {other} give different rewrites: {asked[one][1]} and {asked[other][1]}; give the same on "
+            "all ranks that have a source"
+        )
+    with agreed(channel, purpose="rewrite of a stream"):
+        record = json.loads(next(iter(records), "null"))
+        return own if own is not None or record is None else Rewrite.from_record(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamCall:
+    """One stream of weights, whose layouts are known."""
+
+    channel: Channel
+    layouts: _StreamLayouts
+    held: Held
+    targets: Mapping[Piece, torch.Tensor]
+
+    @torch.no_grad()
+    def carried_out(self, *, delta: bool) -> StreamReport:
+        """Move, and certify."""
+        channel, batches = self.channel, self.layouts.batches
+        moving = [[each.delivery for each in batch] for batch in batches]
+        num_told = num_skipped = 0
+        if delta:
+            given, taken = self._sums(0, self._given), self._sums(1, self._taken)
+            of_givers, num_came = tell(channel, given, taken)
+            of_takers, num_back = tell(channel, taken, given, by_taker=True)
+            changed = {ends: differing(each, of_takers[ends]) for ends, each in given.items()}
+            changed |= {ends: differing(each, of_givers[ends]) for ends, each in taken.items()}
+            moving = list(changed_only(batches, changed))
+            num_told = num_came + num_back
+            num_skipped = sum(num_blocks_of(each) - len(changed[ends]) for ends, each in taken.items())
+        mover: Mover[Piece, Piece] = Mover(
+            channel,
+            take=self._take,
+            put=lambda piece, moves, elements: fill(self.targets[piece], moves, elements),
+            purpose="stream",
+        )
+        mover.run(moving)
+        if not delta or any(each.taker == channel.rank for batch in moving for each in batch):
+            taken = self._sums(1, self._taken)
+        if not delta:
+            # Not before the move: givers read their tensors while takers read theirs.
+            of_givers, num_told = tell(channel, self._sums(0, self._given), taken)
+        with agreed(channel, purpose="certificate of a stream") as agreement:
+            self._certify(taken, of_givers)
+            told = mover.received_bytes + num_told, sum(map(num_blocks_of, taken.values())), num_skipped
+            skipped = self._arriving_bytes(each.delivery for batch in batches for each in batch)
+            skipped -= self._arriving_bytes(each for batch in moving for each in batch)
+            digest = xxhash.xxh3_128_hexdigest(b"".join(taken[ends] for ends in sorted(taken)))
+            agreement.value = json.dumps([*told, skipped, digest]).encode()
+        ranks = list(zip(*understood(agreement.values, a_list, purpose="certificate of a stream"), strict=True))
+        return StreamReport(
+            sent_bytes=sum(ranks[0]),
+            needed_bytes=self.layouts.needed_bytes,
+            num_blocks=sum(ranks[1]),
+            skipped_blocks=sum(ranks[2]),
+            skipped_bytes=sum(ranks[3]),
+            digest=xxhash.xxh3_128_hexdigest("".join(ranks[4]).encode()),
+            casts=self.layouts.casts,
+            unwanted=self.layouts.unwanted,
+            _layouts=self.layouts,
+        )
+
+    def _certify(self, taken: Sums, of_givers: Sums) -> None:
+        """Raise MismatchError unless the targets of this rank hold what was given."""
+        for ends, each in taken.items():
+            if wrong := differing(each, of_givers[ends]):
+                name = next(
+                    placed.delivery.target.name
+                    for batch in self.layouts.batches
+                    for placed in batch
+                    if placed.ends == ends and wrong[0] in placed.blocks
+                )
+                raise MismatchError(
+                    f"the target does not hold what rank {ends[0]} gave: {len(wrong)} of {num_blocks_of(each)} blocks "
+                    f"differ, the first in {name}. A memory or a link is broken, or somebody wrote to the tensors "
+                    "meanwhile; stream again before you use the target"
+                )
+
+    def _sums(self, which: int, elements: Elements) -> Sums:
+        return sums_of(self.layouts.batches, self.channel.rank, which, elements, one_nan=self.layouts.casts_in_rewrite)
+
+    def _arriving_bytes(self, deliveries: Iterable[Delivery[Piece, Piece]]) -> int:
+        """Bytes of the elements that come from other ranks."""
+        rank = self.channel.rank
+        return sum(
+            move.num_elements * each.dtype.itemsize
+            for each in deliveries
+            if each.taker == rank != each.giver
+            for move in each.moves
+        )
+
+    def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        dtypes = [torch_dtype(each) for each in self.held.casts.get(piece, ())]
+        return (cast_through(part, dtypes) for part in parts_of(self.held.tensors[piece], moves))
+
+    def _given(self, delivery: Delivery[Piece, Piece], moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        """What the giver has, as the target is to have it."""
+        dtype = torch_dtype(delivery.target.dtype)
+        return (part.to(dtype) for part in self._take(delivery.source, moves))
+
+    def _taken(self, delivery: Delivery[Piece, Piece], moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        """What the target has."""
+        target = self.targets[delivery.target].detach()
+        return (part_of(target, move.target, move.shape) for move in moves)

@@ -1,0 +1,548 @@
+"""Weights of trainers in the tensors of receivers, on simulated ranks: every bit, byte that travels, and error."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import StreamReport, stream_digests, weight_streams
+from shardwise.comm import Work
+from shardwise.comm.local_tensors import dtype_name
+from shardwise.errors import CheckpointError, MismatchError, PlanError, RewriteError
+from shardwise.moving import piece_exchange
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.reshard import plan_reshard
+from shardwise.space import Mesh, Piece
+from tests.checkpoint import fused_models
+from tests.checkpoint.cut_tensors import Cut
+from tests.checkpoint.layouts import LAYOUTS, engine_of, train
+from tests.checkpoint.rewritten_tensors import CASES, shares_of
+from tests.fake_device.accelerator import behind
+from tests.moving.layouts import Side, bits, empty_state, sides, state_of, strided, whole_values
+from tests.moving.watched import Watched
+from tests.plan.strategies import proven
+from tests.space.layouts import Layout, Shard
+
+Target = dict[Piece, torch.Tensor]
+
+TENSORS = (
+    ("w", "float32", (6, 5)),
+    ("b", "bfloat16", (7,)),
+    ("scale", "float8_e4m3fn", (3, 4)),
+    ("mask", "bool", (2, 3, 4)),
+    ("wide", "complex128", (3,)),
+    ("step", "int64", ()),
+    ("none", "float32", (0, 3)),
+)
+WHOLES = {name: whole_values(dtype, shape) for name, dtype, shape in TENSORS}
+
+
+def two_sides(num_ranks: int) -> st.SearchStrategy[tuple[Side, Side]]:
+    tensors = st.lists(st.sampled_from(TENSORS[:-1]), min_size=1, max_size=4, unique=True)
+    return tensors.flatmap(lambda chosen: st.tuples(sides(num_ranks, chosen), sides(num_ranks, chosen)))
+
+
+def needed_bytes(held: Side, wanted: Side) -> int:
+    """Element by element."""
+    num_bytes = 0
+    for mine, theirs in zip(held, wanted, strict=True):
+        have, want = (
+            {(piece.name, element) for piece in pieces for element in elements_of(piece)} for pieces in (mine, theirs)
+        )
+        dtypes = {name: dtype for name, dtype, _ in TENSORS}
+        num_bytes += sum(itemsize_bytes(dtypes[name]) for name, _ in want - have)
+    return num_bytes
+
+
+def elements_of(piece: Piece) -> list[int]:
+    whole = torch.arange(torch.Size(piece.global_shape).numel()).view(piece.global_shape)
+    part = whole[piece.box.slices()].reshape(-1)
+    found: list[int] = part[slice(*piece.elements)].tolist()
+    return found
+
+
+@proven
+@given(st.integers(1, 4).flatmap(two_sides), st.sampled_from([64, 1000, 1 << 20]), st.booleans(), st.booleans())
+def test_any_layout_becomes_any_other_bit_for_bit_and_all_bytes_are_counted(
+    both: tuple[Side, Side], max_bytes: int, is_strided: bool, delta: bool
+) -> None:
+    held, wanted = both
+
+    def move(channel: sw.Channel) -> tuple[StreamReport, int]:
+        source, target = state_of(held[channel.rank], WHOLES), empty_state(wanted[channel.rank])
+        if is_strided:
+            source, target = ({piece: strided(each) for piece, each in side.items()} for side in (source, target))
+        recorded = sw.Recorded(channel)
+        report = sw.stream(source, target, channel=recorded, delta=delta)
+        for piece, expected in state_of(wanted[channel.rank], WHOLES).items():
+            assert bits(target[piece]) == bits(expected)
+        assert {call.operation for call in recorded.calls} <= {"exchange", "send", "receive"}
+        return report, recorded.bytes_sent("send")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_streams, "DEFAULT_MAX_BYTES", max_bytes)
+        patch.setattr(stream_digests, "BLOCK_BYTES", 16)
+        patch.setattr(stream_digests, "_AT_ONCE_BYTES", 32)
+        reports, sent = zip(*sw.simulate(len(held), move), strict=True)
+    assert all(each == reports[0] for each in reports)
+    assert reports[0].sent_bytes == sum(sent)
+    assert reports[0].needed_bytes == needed_bytes(held, wanted)
+
+
+def served(num_bytes: int = 1 << 20, dtype: str = "float32") -> list[Piece]:
+    """A matrix, cut by columns over two receivers, ranks 2 and 3."""
+    rows = num_bytes // 64 // itemsize_bytes(dtype)
+    layout = Layout(Mesh(tp=2), {"tp": Shard(1)})
+    return [layout.piece(rank, name="w", dtype=dtype, global_shape=(rows, 64)) for rank in range(2)]
+
+
+def trained(num_bytes: int = 1 << 20) -> list[Piece]:
+    """The same matrix, cut by rows over ranks 0 and 1."""
+    layout = Layout(Mesh(tp=2), {"tp": Shard(0)})
+    return [layout.piece(rank, name="w", dtype="float32", global_shape=(num_bytes // 256, 64)) for rank in range(2)]
+
+
+def random_values(piece: Piece) -> torch.Tensor:
+    return torch.randn(piece.global_shape, generator=torch.Generator().manual_seed(0))[piece.box.slices()].clone()
+
+
+def on_four(channel: sw.Channel, of_trainer: Callable[[Any], Any], of_receiver: Callable[[Any], Any]) -> Any:
+    """Ranks 0 and 1 train, 2 and 3 receive."""
+    if channel.rank < 2:
+        return of_trainer({trained()[channel.rank]: random_values(trained()[channel.rank])})
+    piece = served()[channel.rank - 2]
+    return of_receiver({piece: torch.zeros(piece.shape)})
+
+
+def test_what_travels_is_what_is_needed_and_little_more() -> None:
+    def move(channel: sw.Channel) -> StreamReport:
+        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
+        return sw.stream(source, target, channel=channel)
+
+    report = sw.simulate(4, move)[0]
+    assert report.needed_bytes == 1 << 20
+    assert 1 <= report.sent_bytes / report.needed_bytes < 1.001
+    assert (report.num_blocks, report.skipped_blocks, report.skipped_bytes) == (4, 0, 0)
+    assert len(report.digest) == 32
+
+
+# Only what has changed
+
+
+def test_with_delta_only_changed_blocks_travel_and_targets_need_no_memory_of_the_last_time() -> None:
+    """Blocks of 4 streams are of 64 KiB each: rows 0 to 2047 go from rank 0, the others from rank 1, half to each."""
+    first, second = 5, 3000  # rows: one of rank 0, one of rank 1
+
+    def move(channel: sw.Channel) -> list[StreamReport]:
+        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
+        piece, tensor = next(iter((source or target).items()))
+        reports = []
+
+        def again(last: StreamReport | None = None) -> None:
+            reports.append(sw.stream(source, target, channel=channel, delta=True, last=last))
+            for piece, tensor in (target or {}).items():
+                assert torch.equal(tensor, whole[piece.box.slices()])
+
+        whole = random_values(Piece(name="w", dtype="float32", global_shape=(4096, 64)))
+        again()  # everything
+        again(reports[-1])  # nothing
+        for row, number in ((first, 7.0), (second, 8.0)):  # an element of each trainer, both of rank 2's columns
+            whole[row, 3] = number
+            if piece.box.offset[0] <= row < piece.box.stop[0] and channel.rank < 2:
+                tensor[row - piece.offset[0], 3] = number
+        again(reports[-1])
+        if channel.rank == 3:
+            tensor[first] = (
+                0.0  # a receiver that has spoilt its weights gets them again, though trainers have not moved
+            )
+        again()
+        return reports
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_digests, "BLOCK_BYTES", 1 << 16)
+        everything, nothing, two, one = sw.simulate(4, move)[0]
+    assert (everything.num_blocks, everything.skipped_blocks) == (16, 0)
+    assert (nothing.skipped_blocks, nothing.skipped_bytes) == (16, 1 << 20)
+    assert nothing.sent_bytes == 2 * 16 * 8  # checksums, there and back
+    assert (two.skipped_blocks, two.skipped_bytes) == (14, 14 << 16)
+    assert two.sent_bytes == nothing.sent_bytes + (2 << 16)
+    assert (one.skipped_blocks, one.sent_bytes) == (15, nothing.sent_bytes + (1 << 16))
+    assert everything.digest == nothing.digest != two.digest == one.digest
+
+
+@proven
+@given(st.integers(2, 4).flatmap(two_sides), st.sampled_from([16, 48, 1 << 18]), st.randoms(use_true_random=False))
+def test_any_change_arrives_with_delta(both: tuple[Side, Side], block_bytes: int, random: Any) -> None:
+    held, wanted = both
+    others = {}
+    for name, values in WHOLES.items():
+        changed = values.clone().view(-1)
+        for at in random.sample(range(changed.numel()), min(2, changed.numel())):
+            changed[at] = changed[(at + 1) % changed.numel()]
+        others[name] = changed.view(values.shape)
+
+    def move(channel: sw.Channel) -> StreamReport:
+        target = state_of(wanted[channel.rank], WHOLES)
+        report = sw.stream(state_of(held[channel.rank], others), target, channel=channel, delta=True)
+        for piece, expected in state_of(wanted[channel.rank], others).items():
+            assert bits(target[piece]) == bits(expected)
+        return report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_digests, "BLOCK_BYTES", block_bytes)
+        sw.simulate(len(held), move)
+
+
+# Engines
+
+
+def received(whole: Mapping[str, torch.Tensor], rank: int, device: torch.device, dtype: torch.dtype | None) -> Target:
+    """Receivers cut every tensor of a model by rows over two ranks, and have the dtype that they like."""
+    target: Target = {}
+    for name, tensor in whole.items():
+        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        layout = Layout(Mesh(tp=2), {"tp": Shard(0)} if tensor.dim() else {})
+        piece = layout.piece(rank, name=name, dtype=dtype_name(kind), global_shape=tuple(tensor.shape))
+        target[piece] = torch.full(piece.shape, 3, dtype=kind, device=device)
+    return target
+
+
+def check(target: Target, whole: Mapping[str, torch.Tensor]) -> None:
+    for piece, tensor in target.items():
+        expected = whole[piece.name][piece.box.slices()].to(tensor.dtype)
+        assert bits(tensor.cpu()) == bits(expected), piece
+
+
+def streamed(
+    num_trainers: int,
+    source_of: Callable[[sw.Channel], Any],
+    *,
+    rewrite: sw.Rewrite | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "",
+) -> StreamReport:
+    """What some ranks hold goes to two more, and is compared with `sw.full` of it."""
+    wholes: list[dict[str, torch.Tensor]] = []
+
+    def part(channel: sw.Channel) -> StreamReport:
+        source, target = None, None
+        if channel.rank < num_trainers:
+            trainers = channel.over(range(num_trainers))
+            source = source_of(trainers)
+            whole = dict(sw.full(source, rewrite, channel=trainers))
+            wholes.extend([whole] * (channel.rank == 0))
+        channel.exchange(b"", purpose="the whole is there")
+        if source is None:
+            target = received(wholes[0], channel.rank - num_trainers, channel.device, dtype)
+        recorded = sw.Recorded(channel)
+        report = sw.stream(source, target, channel=recorded, rewrite=None if source is None else rewrite)
+        check(target or {}, wholes[0])
+        # Nothing is gathered: elements go in messages from who has them to who wants them.
+        assert {call.operation for call in recorded.calls} <= {"exchange", "send", "receive"}
+        assert channel.rank < num_trainers or not recorded.bytes_sent("send")
+        return report
+
+    size = num_trainers + 2
+    reports = sw.simulate(size, part, device=device) if device else sw.simulate(size, part)
+    assert all(each == reports[0] for each in reports)
+    assert reports[0].unwanted == ()
+    return reports[0]
+
+
+def trained_odd(name: str) -> Callable[[sw.Channel], sw.Engine]:
+    def build(channel: sw.Channel) -> sw.Engine:
+        engine = engine_of(LAYOUTS[name], channel)
+        train(engine, channel, range(1))
+        return engine
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one",
+        "two-slice-bf16",
+        "three-whole-bf16",
+        "four-replicas",
+        "stage2-two",
+        "stage3-replicas-bf16",
+        "tensor-two-parts-x-two",
+        "tensor-three-x-two-stage3",
+        "all-stage3",
+    ],
+)
+def test_receivers_hold_what_full_gives(name: str) -> None:
+    """Ties, buffers, frozen parameters, packed cuts and runs, of all layouts."""
+    assert streamed(LAYOUTS[name].mesh.size, trained_odd(name)).casts == ()
+
+
+def test_dtypes_of_targets_are_casts_that_the_report_names() -> None:
+    assert streamed(2, trained_odd("two-slice"), dtype=torch.bfloat16).casts == ("float32 -> bfloat16",)
+    assert streamed(2, trained_odd("two-slice-bf16"), dtype=torch.float32).casts == ("bfloat16 -> float32",)
+
+
+@pytest.mark.parametrize("name", ["tensor-two-stages", "stage3-two-bf16"])
+def test_weights_go_from_device_to_device_whose_streams_run_behind(fake: str, name: str) -> None:
+    with behind(1):
+        streamed(LAYOUTS[name].mesh.size, trained_odd(name), device=fake)
+
+
+@pytest.mark.parametrize("layout", fused_models.LAYOUTS)
+def test_receivers_get_the_names_and_fusings_of_a_rewrite_that_trainers_give(layout: str) -> None:
+    plan = fused_models.plan_of(fused_models.Apart, **fused_models.LAYOUTS[layout])
+
+    def build(channel: sw.Channel) -> sw.Engine:
+        engine = fused_models.engine_of(fused_models.Apart, plan, channel)
+        fused_models.train(engine, channel, range(1))
+        return engine
+
+    streamed(plan.mesh.size, build, rewrite=sw.Rewrite(fused_models.FUSING))
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "runs"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rewrite_of_any_pieces(name: str, how: Cut) -> None:
+    case = CASES[name]
+    shares = shares_of(case.values(), how, 2)
+    streamed(2, lambda channel: shares[channel.rank], rewrite=sw.Rewrite(case.text))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_payloads_of_nans_that_casts_change_are_no_difference(wide: bool) -> None:
+    values = torch.arange(0x7F80, 0x7F80 + 200, dtype=torch.int16).view(torch.bfloat16)
+    values = values if wide else values.float()
+    streamed(2, lambda channel: {"w": values}, dtype=torch.float32 if wide else torch.bfloat16)
+    text = f"w -> v, dtype='{'float32' if wide else 'bfloat16'}'"
+    streamed(1, lambda channel: {"w": values}, rewrite=sw.Rewrite(text))
+
+
+def test_receivers_may_want_a_part_under_any_name_of_a_tied_tensor() -> None:
+    tied = torch.randn(8, 4)
+
+    def move(channel: sw.Channel) -> StreamReport:
+        whole = {"embed": tied, "head": tied, "norm": torch.ones(4)}
+        pieces = (
+            [
+                Piece(name=name, dtype="float32", global_shape=(8, 4), offset=(2, 0), shape=(3, 4))
+                for name in (("head",), ("embed", "head"))[channel.rank - 1]
+            ]
+            if channel.rank
+            else []
+        )
+        target = {piece: torch.zeros(3, 4) for piece in pieces}
+        report = sw.stream(whole if channel.rank == 0 else None, target, channel=channel)
+        assert all(torch.equal(tensor, tied[2:5]) for tensor in target.values())
+        return report
+
+    report = sw.simulate(3, move)[0]
+    assert report.unwanted == ("norm",)
+    assert report.needed_bytes == 3 * 48
+
+
+def test_names_are_those_without_wrappers() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    expected = layer.weight.detach().clone()
+    model = nn.Sequential()
+    model.add_module("0", torch.compile(layer, backend="eager"))  # type: ignore[arg-type]  # it is a module
+
+    def move(channel: sw.Channel) -> None:
+        piece = Piece(name="0.weight", dtype="float32", global_shape=(2, 3))
+        target = {piece: torch.zeros(2, 3)} if channel.rank else None
+        report = sw.stream(None if target else checkpoint.TorchState(model), target, channel=channel)
+        assert report.unwanted == ("0.bias",)
+        assert target is None or torch.equal(target[piece], expected)
+
+    sw.simulate(2, move)
+
+
+# One window
+
+
+@pytest.mark.parametrize("max_bytes", [1 << 14, 1 << 16])
+def test_no_rank_has_more_bytes_under_way_than_a_window(max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_streams, "DEFAULT_MAX_BYTES", max_bytes)
+
+    def move(channel: sw.Channel) -> int:
+        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
+        watched = Watched(channel)
+        sw.stream(source, target, channel=watched)
+        return watched.most_under_way
+
+    assert all(0 < each <= max_bytes for each in sw.simulate(4, move))
+
+
+# The second call
+
+
+def test_layouts_that_stay_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a rank has forgotten them, or has others: then all plan again."""
+    num_plans = 0
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        nonlocal num_plans
+        num_plans += 1
+        return plan_reshard(*arguments, **settings)
+
+    monkeypatch.setattr(piece_exchange, "plan_reshard", counted)
+    counts: list[int] = []
+
+    def move(channel: sw.Channel) -> None:
+        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
+        last: StreamReport | None = None
+        before = None
+        for call in range(6):
+            if call == 2 and channel.rank == 3:
+                last = None
+            if call == 3 and source is None:  # one of them wants half of it
+                (piece,) = target
+                target = {piece: target[piece]} if channel.rank == 2 else {piece.within(0, 64): torch.zeros(64)}
+            if call == 5:
+                last = before if channel.rank == 1 else last
+            before = last
+            last = sw.stream(source, target, channel=channel, last=last)
+            channel.exchange(b"", purpose="all have moved")
+            if channel.rank == 0:
+                counts.append(num_plans)
+            channel.exchange(b"", purpose="all have counted")
+
+    sw.simulate(4, move)
+    assert [number // 4 for number in counts] == [1, 1, 2, 3, 3, 3]
+
+
+def test_the_second_call_through_a_rewrite_sends_the_new_values() -> None:
+    def move(channel: sw.Channel) -> None:
+        report = None
+        for call in range(3):
+            values = {"a": torch.full((4, 2), call), "b": torch.full((4, 2), 10 * call), "n": torch.tensor(call)}
+            source = values if channel.rank == 0 else None
+            target = {"ab": torch.zeros(8, 2, dtype=torch.int64), "n": torch.tensor(7)} if channel.rank else None
+            report = sw.stream(source, target, channel=channel, rewrite=sw.Rewrite("a, b -> ab, axis=0"), last=report)
+            assert target is None or target["ab"][:, 0].tolist() == [call] * 4 + [10 * call] * 4
+            assert target is None or int(target["n"]) == call
+
+    sw.simulate(2, move)
+
+
+# What cannot be
+
+
+def refused(
+    kind: type[Exception] | tuple[type[Exception], ...],
+    arguments: Callable[[sw.Channel], dict[str, Any]],
+    num_ranks: int = 3,
+) -> str:
+    """The error that all ranks raise alike. Targets are left as they were, and the channel can be used."""
+    texts = []
+
+    def move(channel: sw.Channel) -> None:
+        given = {"source": None, "target": None, "channel": channel} | arguments(channel)
+        with pytest.raises(kind) as error:
+            sw.stream(given.pop("source"), given.pop("target"), **given)
+        texts.append(str(error.value))
+        channel.exchange(b"", purpose="it can be used")
+        for tensor in (given.get("target") or {}).values():
+            assert not tensor.any()
+
+    sw.simulate(num_ranks, move)
+    assert texts == texts[:1] * num_ranks
+    return texts[0]
+
+
+def one_source(channel: sw.Channel, **others: Any) -> dict[str, Any]:
+    """Rank 0 has `w`, and the other ranks want it."""
+    return {"source": {"w": torch.ones(4, 2)}} if channel.rank == 0 else {"target": {"w": torch.zeros(4, 2)}, **others}
+
+
+def test_a_name_that_nobody_has_is_the_same_error_on_all_ranks() -> None:
+    text = refused(PlanError, lambda channel: one_source(channel, target={f"x{channel.rank}": torch.zeros(2)}))
+    assert text.splitlines() == [
+        "2 problems:",
+        "  - x1: rank 1 wants it, and no rank holds a tensor of this name",
+        "  - x2: rank 2 wants it, and no rank holds a tensor of this name",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        (
+            PlanError,
+            {"target": {"w": torch.zeros(4, 3)}},
+            "w: it is held in shape [4, 2], but rank 2 wants it in shape [4, 3]",
+        ),
+        (PlanError, {"target": {"w": None}}, "rank 2: 'w' is a NoneType, not a tensor"),
+        (
+            PlanError,
+            {"target": [torch.zeros(4, 2)]},
+            "rank 2: the target is a list; give the tensors to fill, by Piece",
+        ),
+        (MismatchError, {"delta": True}, "ranks 0 and 2 differ in delta; make the same call on all ranks"),
+        (PlanError, {"delta": 1}, "rank 2: delta is 1; give True or False"),
+        (PlanError, {"last": 1}, "rank 2: last is a int; give the report of an earlier stream, or None"),
+        (PlanError, {"rewrite": "w -> v"}, "rank 2: rewrite is"),
+        (MismatchError, {"rewrite": sw.Rewrite("w -> v")}, "ranks 0 and 2 give different rewrites"),
+        (PlanError, {"target": {"w": torch.zeros(1).expand(4, 2)}}, "expand"),
+    ],
+)
+def test_one_rank_that_cannot_take_part_is_the_error_of_all(
+    kind: type[Exception], arguments: dict[str, Any], text: str
+) -> None:
+    kinds = (PlanError, CheckpointError, MismatchError)
+    found = refused(kinds, lambda channel: one_source(channel) | (arguments if channel.rank == 2 else {}))
+    assert text in found
+
+
+def test_a_rewrite_that_does_not_fit_is_refused_by_all() -> None:
+    rewrite = sw.Rewrite("nothing -> v")
+    text = refused(RewriteError, lambda channel: one_source(channel) | ({} if channel.rank else {"rewrite": rewrite}))
+    assert "nothing" in text
+
+
+def test_that_nobody_wants_anything_is_refused() -> None:
+    text = refused(PlanError, lambda channel: {"source": {"w": torch.ones(2)}})
+    assert text == "no rank wants anything; give the tensors to fill as the target of the receivers"
+    with pytest.raises(PlanError, match=r"channel is a list; give the channel of all trainers and receivers"):
+        sw.stream({}, {}, channel=[])  # type: ignore[arg-type]
+
+
+class Damaging:
+    """A channel of a rank whose link changes a bit of each of its messages of elements."""
+
+    def __init__(self, channel: sw.Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
+        if "digests" not in purpose:
+            tensor = tensor.clone()
+            tensor[-1] ^= 1
+        return self._channel.send(tensor, destination, purpose=purpose)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_bit_that_was_lost_on_the_way_is_an_error_on_all_ranks(delta: bool) -> None:
+    texts = []
+
+    def move(channel: sw.Channel) -> None:
+        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
+        used = Damaging(channel) if channel.rank == 1 else channel
+        with pytest.raises(MismatchError) as error:
+            sw.stream(source, target, channel=used, delta=delta)
+        texts.append(str(error.value))
+
+    sw.simulate(4, move)
+    assert texts == texts[:1] * 4
+    assert texts[0].startswith(
+        "rank 2: the target does not hold what rank 1 gave: 1 of 1 blocks differ, the first in w. A memory or a link is"
+    )
+    assert "rank 3: the target does not hold what rank 1 gave" in texts[0]
