@@ -14,6 +14,7 @@ fault of ours, an error, and leaves no save.
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -28,7 +29,7 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
-from shardwise.rewrite import Checked
+from shardwise.rewrite import Checked, Fragment
 from shardwise.rewrite.metas import holds_nans, keeps_values
 
 __all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
@@ -337,11 +338,21 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
         is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
         # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
         lost.append("a part is dropped" if is_part else "a part of the tensor that it is joined with is dropped")
+    elif returns and (cropped := tensor.whole.num_elements - _most_in_one(fragments)) > 0:
+        lost.append(f"{cropped:,} of {tensor.whole.num_elements:,} elements are cropped")
     casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
     # The first cast that rounds is the loss; a wider dtype behind it brings nothing back.
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
         lost.append(f"cast from {narrow[0]} to {narrow[1]}")
     return ", ".join(lost)
+
+
+def _most_in_one(fragments: Iterable[Fragment]) -> int:
+    """The most elements of a source that one output has."""
+    sizes: Counter[str] = Counter()
+    for each in fragments:
+        sizes[each.other] += each.num_elements
+    return max(sizes.values(), default=0)
 
 
 def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:

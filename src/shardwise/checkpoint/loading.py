@@ -283,6 +283,9 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
             traffic = read_in_rounds(
                 channel, store, contents, stored, plan, located.targets, verify=verify, twice=options.verify == "first"
             )
+        # After the reads: damage leaves the target as it was, where it does.
+        for each in located.padding:
+            each.fill()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
@@ -315,6 +318,7 @@ def _locate(
             ReadTarget(source, tensors[piece], (piece.dtype,))
             for source, piece in zip(sources[channel.rank], own, strict=True)
         ],
+        padding=[],
     )
 
 

@@ -24,6 +24,7 @@ from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Checked, Rewrite
+from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
 
 __all__ = ["Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
@@ -257,6 +258,8 @@ def _is_cheap_to_cut(checked: Checked, name: str) -> bool:
         return False
     reaches: dict[str, list[tuple[int, int]]] = {}
     for view in value.views:
+        if fill_of(view.source) is not None:
+            continue
         steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
         if steps != sorted(steps, reverse=True):
             return False

@@ -26,13 +26,14 @@ from shardwise.checkpoint.rewrite_view import (
     metas_of_contents,
     metas_of_pieces,
     outputs_with,
+    padding_of,
     ranks_along_tp,
     value_of,
 )
 from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.windows import PaddingTarget, ReadTarget
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
@@ -101,6 +102,8 @@ class StateRewriting:
                 tensors[each.piece] = each.view(held.tensors[piece])
                 if len(dtypes := needed_casts(each.dtypes)) > 1:
                     casts[each.piece] = dtypes[1:]
+        # Every rank holds all padding, as it holds what has no elements.
+        tensors.update(padding_of(checked))
         for name, meta in checked.outputs.items():
             if 0 in meta.shape:  # whole tensors without elements, which every rank holds
                 whole = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
@@ -249,6 +252,8 @@ class Located:
     """For each rank, pieces as they are stored."""
     targets: list[ReadTarget]
     """One for each piece of this rank: views of what it wants filled."""
+    padding: list[PaddingTarget]
+    """What of that is in no file."""
 
 
 def locate(
@@ -262,15 +267,17 @@ def locate(
 
     source: the output from which a wanted tensor is read.
     """
-    targets = [
+    found = [
         target
         for piece in wanted
         for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)])
     ]
+    targets = [each for each in found if isinstance(each, ReadTarget)]
+    padding = [each for each in found if isinstance(each, PaddingTarget)]
     own = [target.source for target in targets]
     text = pack_pieces(own)
     texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
     pieces_of = unpack_alike(texts, text, own)
     sources = [pieces_of[each] for each in texts]
     names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
-    return Located(names=list(names), sources=sources, targets=targets)
+    return Located(names=list(names), sources=sources, targets=targets, padding=padding)

@@ -25,17 +25,20 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
+from shardwise.rewrite.metas import number_of
 from shardwise.space import Move, Piece, check_cover
 
 __all__ = [
     "BATCH_BYTES",
     "LARGE_WINDOW_BYTES",
     "WINDOW_BYTES",
+    "PaddingTarget",
     "PieceReader",
     "ReadTarget",
     "Stretch",
     "check_whole",
     "joined",
+    "padding_value",
     "part_of_piece",
     "windows",
 ]
@@ -152,6 +155,28 @@ class ReadTarget:
             start += length
 
 
+@dataclass(frozen=True, slots=True)
+class PaddingTarget:
+    """Memory all of whose elements are one value, which is in no file."""
+
+    view: torch.Tensor
+    value: torch.Tensor
+    """Without dims, in the dtype of the view."""
+
+    def fill(self) -> None:
+        """Write it."""
+        put(self.view, self.value.expand(self.view.shape))
+
+
+def padding_value(number: str, dtypes: Sequence[str]) -> torch.Tensor:
+    """A number (see `number_text`) as a tensor without dims: in the first of some dtypes, and cast to each of them."""
+    first, *others = map(torch_dtype, dtypes)
+    # torch makes no tensor of float4: its zero, the only value that it is padded with, has no bits.
+    zero = torch.zeros((), dtype=torch.uint8)
+    made = zero.view(first) if first == torch.float4_e2m1fn_x2 else torch.tensor(number_of(number), dtype=first)
+    return cast_through(made, others)
+
+
 class _Neighbours:
     """Targets that follow one another along a dim of their source, at even distances in memory."""
 
@@ -213,8 +238,8 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     return [row.target() for row in rows]
 
 
-TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget]]
-"""The stored pieces that make up a piece, and where in its memory each goes."""
+TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget | PaddingTarget]]
+"""The stored pieces, and the padding, that make up a piece, and where in its memory each goes."""
 
 
 class PieceReader:
@@ -252,7 +277,13 @@ class PieceReader:
         file holds is left as it is: see `check_whole`.
         """
         parts = self._parts(pieces)
-        targets = [target for piece, part in zip(pieces, parts, strict=True) for target in self._targets(piece, part)]
+        targets: list[ReadTarget] = []
+        for piece, part in zip(pieces, parts, strict=True):
+            for target in self._targets(piece, part):
+                if isinstance(target, PaddingTarget):
+                    target.fill()
+                else:
+                    targets.append(target)
         # Without a rewrite each piece is one target already.
         targets = targets if self._targets_of is None else joined(targets)
         wanted = [target.source for target in targets]
@@ -275,8 +306,8 @@ class PieceReader:
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.tensors[name].pieces
 
-    def _targets(self, piece: Piece, part: torch.Tensor) -> Iterable[ReadTarget]:
-        """The stored pieces that make up a piece, and where in its flat memory each goes."""
+    def _targets(self, piece: Piece, part: torch.Tensor) -> Iterable[ReadTarget | PaddingTarget]:
+        """The stored pieces and the padding that make up a piece, and where in its flat memory each goes."""
         if self._targets_of is None:
             return [ReadTarget(piece, part, (piece.dtype,))]
         return self._targets_of(piece, part if piece.run is not None else part.view(piece.shape))

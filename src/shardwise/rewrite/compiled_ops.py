@@ -17,15 +17,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from shardwise.rewrite.metas import TensorMeta, keeps_values
+from shardwise.rewrite.metas import TensorMeta, holds_number, keeps_values
 from shardwise.rewrite.op_steps import (
     Arrange,
     AxisSlice,
     Casts,
     Permutes,
     Reshapes,
+    Resizes,
     Stacks,
     Step,
     Unstacks,
@@ -35,7 +36,9 @@ from shardwise.rewrite.op_steps import (
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
     Ffn,
+    Pad,
     Permute,
     Qkv,
     QkvPerRank,
@@ -96,12 +99,30 @@ class InverseOps:
         return (*self.after[0], *join_or_split, *self.before[0])
 
 
+class Cropped(NamedTuple):
+    """A tensor loses its last elements along some dims."""
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    fill: str | None
+    """See `Crop`."""
+
+    def __str__(self) -> str:
+        return f"{list(self.old)} to {list(self.new)}"
+
+
 class CompiledOps:
     """What operations do to tensors of given metas, whatever the tensors are called."""
 
-    __slots__ = ("_undoing", "inverse", "narrowed", "proved", "results", "steps", "undo")
+    __slots__ = ("_undoing", "cropped", "inverse", "narrowed", "proved", "results", "steps", "undo")
 
-    def __init__(self, steps: tuple[Step, ...], results: tuple[TensorMeta, ...], inverse: InverseOps) -> None:
+    def __init__(
+        self,
+        steps: tuple[Step, ...],
+        results: tuple[TensorMeta, ...],
+        inverse: InverseOps,
+        cropped: tuple[Cropped, ...],
+    ) -> None:
         self.steps = steps
         self.results = results
         self.inverse = inverse
@@ -113,6 +134,7 @@ class CompiledOps:
         pairs = dict.fromkeys(pair for step in casts for pair in zip(step.old, step.dtypes, strict=True))
         self.narrowed = tuple([pair for pair in pairs if not keeps_values(*pair)])
         """Casts (from, to) that do not keep all values."""
+        self.cropped = cropped
         # Proved at the first instance that uses it. A statement with 100,000 instances has one object, and so one
         # proof.
         self.proved = False
@@ -125,12 +147,13 @@ class CompiledOps:
         return not self.steps and self.inverse.join_or_split is None
 
     def undone_by(self, other: "CompiledOps") -> bool:
-        """Whether other operations, on what these made, do nothing but lead back; casts that lost something do not."""
+        """Whether other operations, on what these made, do nothing but lead back; casts and crops that lost something do not."""
         found = self._undoing.get(other)
         if found is None:
             # A pair of casts leads back by its steps alone. After a narrowing cast the values are others, so the nodes
             # have to be others too: a proof that took them for the same would prove nothing.
-            found = self._undoing[other] = not self.narrowed and self.undo == other.steps
+            loses = self.narrowed or self.cropped
+            found = self._undoing[other] = not loses and self.undo == other.steps
         return found
 
 
@@ -166,6 +189,7 @@ class _Working:
         self.num_results = num_results
         self.source_degree, self.target_degree = degrees
         self.steps: list[Step] = []
+        self.cropped: list[Cropped] = []
         self.join_or_split: StatementOperation | None = None
         """What undoes the operation that joins or splits, once it was gone through."""
         self.back: list[list[StatementOperation]] = [[] for _ in metas]
@@ -191,7 +215,7 @@ class _Working:
         # Without an operation that joins or splits there is one phase, and it belongs to the tensors that went in.
         after, before = (self.back, self.before) if self.before is not None else ([[]], self.back)
         inverse = InverseOps(tuple(map(tuple, after)), self.join_or_split, tuple(map(tuple, before)))
-        return CompiledOps(tuple(self.steps), metas, inverse)
+        return CompiledOps(tuple(self.steps), metas, inverse, tuple(self.cropped))
 
     def _take(self, operation: StatementOperation) -> None:
         places = range(len(self.shapes))
@@ -200,6 +224,8 @@ class _Working:
                 self._permute([self._order(place, dims) for place in places])
             case Reshape(shape):
                 self._reshape([self._shape_asked(place, shape) for place in places])
+            case Pad() | Crop():
+                self._resize(operation)
             case Cast():
                 self._cast([self._dtype_asked(place, operation) for place in places])
             case Concat(axis, sizes):
@@ -276,6 +302,45 @@ class _Working:
             if old != new:
                 _prepend(back, Reshape(old))
         self.shapes = shapes
+
+    def _resize(self, operation: Pad | Crop) -> None:
+        fill = operation.fill or "0"
+        shapes = [self._sizes_asked(place, operation) for place in range(len(self.shapes))]
+        for place, (old, new) in enumerate(zip(self.shapes, shapes, strict=True)):
+            if old == new:
+                continue
+            if not holds_number(self.dtypes[place], fill):
+                raise OpsRefusal(
+                    f"fill is {fill}, which no element of {self._named(place)} can be: its dtype is "
+                    f"{self.dtypes[place]}"
+                )
+            if isinstance(operation, Crop):
+                self.cropped.append(Cropped(old, new, operation.fill))
+            _prepend(self.back[place], Crop(old, fill) if isinstance(operation, Pad) else Pad(old, fill))
+        if shapes != self.shapes:
+            self.steps.append(Resizes(tuple(shapes), tuple(self.shapes), fill))
+        self.shapes = shapes
+
+    def _sizes_asked(self, place: int, operation: Pad | Crop) -> tuple[int, ...]:
+        shape, asked = self.shapes[place], operation.sizes
+        word, wrong = ("pad", "smaller") if isinstance(operation, Pad) else ("crop", "larger")
+        if asked is None:
+            other = "crop" if word == "pad" else "pad"
+            raise OpsRefusal(
+                f"the sizes of {self._named(place)} before the {other} are not known. Check the inverse against the "
+                f"tensors of the rewrite, or write {word}='[..]'"
+            )
+        if len(asked) != len(shape):
+            raise OpsRefusal(
+                f"{word} {list(asked)} is for {len(asked)} dims, but {self._named(place)} has {len(shape)}: "
+                f"{list(shape)}"
+            )
+        sizes = tuple([old if new == -1 else new for old, new in zip(shape, asked, strict=True)])
+        if any(new != old and (new < old) == (word == "pad") for old, new in zip(shape, sizes, strict=True)):
+            raise OpsRefusal(
+                f"{word} {list(asked)} asks for a {wrong} size than {self._named(place)} has: {list(shape)}"
+            )
+        return sizes
 
     def _dtype_asked(self, place: int, cast: Cast) -> str:
         if cast.source is not None and cast.source != self.dtypes[place]:
@@ -529,7 +594,7 @@ class _Working:
         self._arrange(steps, back)
 
 
-def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Cast) -> None:
+def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Pad | Crop | Cast) -> None:
     """Let an operation be carried out before others: with the first of them in one, where they are of one kind."""
     if back and type(back[0]) is type(operation):
         # Two permutes are one, which has to be composed. Of two reshapes or casts the earlier result is only passed

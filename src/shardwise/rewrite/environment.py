@@ -6,6 +6,7 @@ all that are joined.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, OpsRefusal, compile_ops
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Cast, Statement, StatementOperation, Unstack
+from shardwise.rewrite.statements import Cast, Crop, Pad, Statement, StatementOperation, Unstack
 
 _COMPARED = 4000
 """Names among which one that was perhaps meant is looked for."""
@@ -193,9 +194,15 @@ class Follow(NamedTuple):
     """Whether only parameters with dims tell what it is. Then what comes out has to tell it too, for the way back."""
 
 
-def without_casts(operations: tuple[StatementOperation, ...]) -> tuple[StatementOperation, ...]:
-    """The effect of operations on the optimizer state of parameters, which has its own dtypes."""
-    return tuple([each for each in operations if not isinstance(each, Cast)])
+def on_state(operations: tuple[StatementOperation, ...], *, is_master: bool) -> tuple[StatementOperation, ...]:
+    """The effect of operations on the optimizer state of parameters, which has its own dtypes.
+
+    Masters are padded as weights are, other state with 0: elements that were never trained have no moments.
+    """
+    kept = [each for each in operations if not isinstance(each, Cast)]
+    if is_master:
+        return tuple(kept)
+    return tuple([replace(each, fill=each.fill and "0") if isinstance(each, Pad | Crop) else each for each in kept])
 
 
 def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:

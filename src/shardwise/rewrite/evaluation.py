@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
-from shardwise.plan.names import is_state_name, state_name
+from shardwise.plan.names import MASTER, is_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
 from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import (
@@ -18,9 +18,9 @@ from shardwise.rewrite.environment import (
     follow,
     is_scalar,
     keys_by_parameter,
+    on_state,
     states_of,
     undecided,
-    without_casts,
 )
 from shardwise.rewrite.expansion import AppliedInstance, Expanded, StatementTask, expand
 from shardwise.rewrite.metas import TensorMeta
@@ -226,8 +226,11 @@ class _Carrying:
         self._variables = evaluator.environment.variables
         self._statement = statement
         self._operations: tuple[StatementOperation, ...] = ()
-        self._along: tuple[StatementOperation, ...] = ()
         self._apart = self._along_apart = apart(())
+        self._along: tuple[StatementOperation, ...] = ()
+        """What is done with the state that is looked at, and the same apart."""
+        self._on_state = {is_master: ((), self._apart) for is_master in (True, False)}
+        """What is done with masters, and with other state."""
         self._said = OPEN
         self._laid: Laid = {}
         self._applied = applied_instances
@@ -243,8 +246,9 @@ class _Carrying:
         for operations, instances in parts:
             self._operations = operations
             # `dtype='bfloat16'` is meant for the weights. Moments in bfloat16 would be another optimizer.
-            self._along = without_casts(operations)
-            self._apart, self._along_apart = apart(operations), apart(self._along)
+            along = {is_master: on_state(operations, is_master=is_master) for is_master in (True, False)}
+            self._on_state = {is_master: (each, apart(each)) for is_master, each in along.items()}
+            self._apart = apart(operations)
             self._said = said(self._apart)
             # Looking up each instance is left out for statements that lay nothing out for ranks.
             self._laid = self._evaluator.laid if self._apart[1] else {}
@@ -417,6 +421,7 @@ class _Carrying:
     ) -> None:
         """Do the operations of the parameters on the state under one key; `made` are the parameters' results."""
         left, right, transposed = expanded
+        self._along, self._along_apart = self._on_state[key == MASTER]
         found = states_of(left, key, self._variables)
         states = tuple([each for each in found if each is not None])
         if not states:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.strided_views import Fragment
+from shardwise.rewrite.strided_views import Fragment, fill_of
 from shardwise.space import Box
 
 _LONG = 40
@@ -83,6 +83,10 @@ def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]
         # In the order of the target, as a reader would look for a box.
         fragments = sorted(checked.resolve(name, whole), key=lambda each: each.first)
         for each in fragments:
+            if (fill := fill_of(each.other)) is not None:
+                casts = [" -> ".join(each.dtypes)] if len(each.dtypes) > 1 else []
+                yield name, "", (_target_box(meta.shape, each), "", ", ".join([f"fill {fill}", *casts]))
+                continue
             source = checked.sources[each.other]
             yield (
                 name,

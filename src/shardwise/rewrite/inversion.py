@@ -38,6 +38,8 @@ class Undoing(NamedTuple):
     """What does not come back as it was, in words."""
     lost: frozenset[str]
     """Sources that cannot be made again at all."""
+    notes: tuple[str, ...]
+    """What is cropped, in words."""
 
 
 class _Loss(NamedTuple):
@@ -131,7 +133,8 @@ def undo(
     """
     graph = _Graph(trace, outputs.values())
     # Losses are gathered as the way back is found: `lossy="allow"` takes the same way and only accepts them.
-    losses = [*_copied(trace, graph), *_narrowed(trace, graph)]
+    cropped = list(_cropped(trace, graph))
+    losses = [*_copied(trace, graph), *_narrowed(trace, graph), *(loss for loss, is_loss in cropped if is_loss)]
     spares = _Spares(trace, sources)
     tasks = [
         task
@@ -154,7 +157,8 @@ def undo(
             losses.append(graph.dropping(statement, name, sources[name]))
             tasks.append(_task(statement, [Expanded((), (name,))]))
     lost.update([name for name in sources if _follows(name, lost)])
-    return Undoing(tuple(tasks), _worded(losses), frozenset(lost))
+    notes = _worded(loss for loss, _ in cropped)
+    return Undoing(tuple(tasks), _worded(losses), frozenset(lost), notes)
 
 
 def _follows(name: str, lost: Collection[str]) -> bool:
@@ -331,6 +335,23 @@ def _narrowed(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], grap
                     yield _Loss(statement, "casts", variable.name, rest)
 
 
+def _cropped(
+    trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph
+) -> Iterable[tuple[_Loss, bool]]:
+    """What crops take away, and whether it is a loss: it is none where the text says what the elements are."""
+    for statement, applied_instances in trace:
+        for applied in applied_instances:
+            if applied.ops is None or applied.along or not applied.ops.cropped:
+                continue
+            for variable in applied.left:
+                if graph.route.get(variable) is applied:
+                    first = applied.ops.cropped[0]
+                    what = "no fill= says what the elements are that go, and the way back fills them with 0"
+                    if first.fill is not None:
+                        what = f"the way back fills them with {first.fill}, whatever the elements were"
+                    yield _Loss(statement, "crops", variable.name, f" from {first}: {what}"), first.fill is None
+
+
 def _worded(losses: Iterable[_Loss]) -> tuple[str, ...]:
     """Losses in words, one for all that are alike, in the order of the statements."""
     alike: dict[tuple[int, int, str], list[_Loss]] = {}
@@ -359,6 +380,8 @@ class Claim:
     """Sources that need not come back."""
     aliases: Mapping[str, str]
     """Other names of sources."""
+    crops: bool
+    """Whether elements were cropped: what comes back in their place is padding."""
 
     def failing(self, tasks: Iterable[StatementTask]) -> list[str]:
         """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
@@ -371,7 +394,7 @@ class Claim:
         return [
             name
             for name, node in self.sources.items()
-            if name not in self.lost and not _same(back.get(name), node, standing, self.aliases)
+            if name not in self.lost and not _same(back.get(name), node, standing, self)
         ]
 
 
@@ -401,7 +424,7 @@ def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
     values = [ViewedTensor.source(str(place), meta) for place, meta in enumerate(metas)]
     returned = apply_steps(ops.undo, apply_steps(ops.steps, values))
     same = all(
-        back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
+        back.dtype == value.dtype and _bare(value).same_elements(_bare(back), but_fills=bool(ops.cropped))
         for back, value in zip(returned, values, strict=True)
     )
     assert same, f"the inverse of {ops.steps} does not lead back"
@@ -426,7 +449,7 @@ def _standing(agree: Sequence[tuple[Node, ...]]) -> dict[Node, Node]:
     return {node: head(node) for node in standing}
 
 
-def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], aliases: Mapping[str, str]) -> bool:
+def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], claim: Claim) -> bool:
     """Whether a source came back."""
     if returned is None:
         return False
@@ -434,8 +457,8 @@ def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], alia
     if returned is node or standing.get(returned, returned) is standing.get(node, node):
         return True
     # Casts are left out: what they lose is a loss that was reported, and not a fault of the way back.
-    one, other = (_bare(each.value_under(aliases)) for each in (returned, node))
-    return returned.meta.dtype == node.meta.dtype and one.same_elements(other)
+    one, other = (_bare(each.value_under(claim.aliases)) for each in (returned, node))
+    return returned.meta.dtype == node.meta.dtype and other.same_elements(one, but_fills=claim.crops)
 
 
 def _bare(value: ViewedTensor) -> ViewedTensor:

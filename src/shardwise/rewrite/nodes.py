@@ -12,7 +12,7 @@ from typing import TypeAlias
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.op_steps import apply_steps
-from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fragments_of, turned
+from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fill_of, fragments_of, turned
 from shardwise.space import Box
 
 
@@ -82,7 +82,12 @@ class Form:
     @property
     def used(self) -> frozenset[int]:
         """The numbers of the sources with elements here."""
-        return frozenset([int(view.source) for view in self.value.views])
+        return frozenset([int(view.source) for view in self.value.views if fill_of(view.source) is None])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are elements that are in no source."""
+        return any(fill_of(view.source) is not None for view in self.value.views)
 
 
 _FormParts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
@@ -92,8 +97,8 @@ _FormParts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ..
 def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
     """A tensor with numbers in place of sources, with the sources' names."""
     views = [
-        StridedView(offset, shape, names[int(number)], base, strides, dtypes)
-        for offset, shape, number, base, strides, dtypes in value.views
+        StridedView(offset, shape, source if fill_of(source) is not None else names[int(source)], base, strides, dtypes)
+        for offset, shape, source, base, strides, dtypes in value.views
     ]
     return ViewedTensor(value.shape, value.dtype, tuple(views))
 
@@ -190,8 +195,8 @@ Ranks ask for the same boxes of tensors that come about alike.
 _MOST_FRAGMENTS = 1 << 10
 """An answer of more is not kept."""
 
-_Template = list[tuple[int, Fragment]]
-"""The number of the source in its form, and the fragment, whose name is of no account."""
+_Template = list[tuple[int | None, Fragment]]
+"""The number of the source in its form, and the fragment, whose name is of no account; None: padding, of no source."""
 
 
 # A model has 100,000 tensors, and a rank asks for the few that it holds. So views are named on demand.
@@ -243,7 +248,7 @@ class Correspondence:
         return {name: node.meta for name, node in self._nodes.items()}
 
     def resolve(self, name: str, box: Box) -> list[Fragment]:
-        """Where the elements of a box of an output come from: fragments that cover it once, boxes of sources.
+        """Where the elements of a box of an output come from: fragments that cover it once, boxes of sources or padding.
 
         Raises KeyError for what is no output.
         """
@@ -254,15 +259,24 @@ class Correspondence:
         # Only the names differ from one tensor of the form to the next.
         leaves, aliases = node.leaves, self.aliases
         if aliases:
-            return [each._replace(other=aliases.get(leaves[number], leaves[number])) for number, each in template]
-        return [each._replace(other=leaves[number]) for number, each in template]
+            leaves = tuple([aliases.get(leaf, leaf) for leaf in leaves])
+        return [each if number is None else each._replace(other=leaves[number]) for number, each in template]
+
+    def padding(self, name: str) -> list[Fragment]:
+        """The elements of an output that are in no source. Raises KeyError for what is no output."""
+        node = self._nodes[name]
+        if not node.form.is_padded:
+            return []
+        shape = node.meta.shape
+        return [each for each in self.resolve(name, Box((0,) * len(shape), shape)) if fill_of(each.other) is not None]
 
     def _template(self, node: Node, box: Box) -> _Template:
         """The answer for all tensors that come about as this one does."""
         met = list(node.form.value.meeting(box))
         # Shapes of sources are part of the form, so those of this node's sources serve for all.
-        metas = {view.source: self._source(node.leaves[int(view.source)]) for view in met}
-        found = [(int(each.other), each) for each in fragments_of(met, Shapes(metas))]
+        numbers = {view.source: int(view.source) for view in met if fill_of(view.source) is None}
+        metas = {source: self._source(node.leaves[number]) for source, number in numbers.items()}
+        found = [(numbers.get(each.other), each) for each in fragments_of(met, Shapes(metas))]
         # A box that falls into thousands of fragments would push out everything else, and is seldom asked for twice.
         if len(found) > _MOST_FRAGMENTS:
             return found

@@ -1,6 +1,6 @@
 """Steps: what the operations of a statement come down to once shapes and dtypes are known. Each can be undone.
 
-There are six. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches of
+There are seven. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches of
 tensors that make it up, in order.
 """
 
@@ -29,6 +29,15 @@ class Reshapes:
 
     shapes: tuple[tuple[int, ...], ...]
     old: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resizes:
+    """Tensor j is cropped or padded to shape `shapes[j]`, out of `old[j]`. All elements that come in are `fill`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    old: tuple[tuple[int, ...], ...]
+    fill: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ class Unstacks:
     count: int
 
 
-Step: TypeAlias = Permutes | Reshapes | Casts | Arrange | Stacks | Unstacks
+Step: TypeAlias = Permutes | Reshapes | Resizes | Casts | Arrange | Stacks | Unstacks
 
 
 def undone(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -89,6 +98,8 @@ def _undo(step: Step) -> Step:
         # Steps carry what they replaced (`old`, `count`, `sizes`), because a step alone has to say how it is undone.
         case Reshapes(shapes, old):
             return Reshapes(old, shapes)
+        case Resizes(shapes, old, fill):
+            return Resizes(old, shapes, fill)
         case Casts(dtypes, old):
             return Casts(old, dtypes)
         case Stacks(axis, count):
@@ -137,6 +148,8 @@ def _applied(step: Step, values: list[ViewedTensor]) -> list[ViewedTensor]:
             return [v if order is None else v.permute(order) for v, order in zip(values, dims, strict=True)]
         case Reshapes(shapes, _):
             return [value.reshape(shape) for value, shape in zip(values, shapes, strict=True)]
+        case Resizes(shapes, _, fill):
+            return [value.resize(shape, fill) for value, shape in zip(values, shapes, strict=True)]
         case Casts(dtypes, _):
             return [value.cast(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         case Stacks(axis, _):

@@ -390,6 +390,7 @@ def fit(
             agree=evaluation.agree,
             lost=undoing.lost | other_names.keys(),
             aliases=other_names,
+            crops=any(each.ops is not None and each.ops.cropped for each in applied_instances),
         )
         # Every check is proved, in production too: a fault of this library must not reach a file.
         prove(claim, applied_instances, undoing.tasks)

@@ -14,10 +14,12 @@ from shardwise.rewrite.statement_arguments import RECORDED, WORDS, StatementName
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
     Faults,
     Ffn,
     Name,
     NamePart,
+    Pad,
     Permute,
     Placeholder,
     Qkv,
@@ -227,6 +229,10 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
             yield f"permute={_list(dims or ())}"
         case Reshape(shape):
             yield f"reshape={_list(shape) if shape is not None else RECORDED}"
+        case Pad(sizes, fill) | Crop(sizes, fill):
+            word = "pad" if isinstance(operation, Pad) else "crop"
+            yield f"{word}={_list(sizes) if sizes is not None else RECORDED}"
+            yield from [f"fill={_number(fill)}"] if fill is not None else []
         case Cast(to, None):
             yield f"dtype={_word(to)}"
         case Cast(to, source):
@@ -263,6 +269,10 @@ def _fused(operation: Qkv | QkvPerRank | Ffn) -> Iterator[str]:
 
 def _word(dtype: str | None) -> str:
     return f"'{dtype}'" if dtype is not None else RECORDED
+
+
+def _number(text: str) -> str:
+    return text if text.isdecimal() else f"'{text}'"
 
 
 def _list(numbers: Iterable[int]) -> str:

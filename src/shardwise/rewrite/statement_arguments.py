@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
+from shardwise.rewrite.metas import number_text
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
     Faults,
     Ffn,
     JoinOrSplit,
     Name,
+    Pad,
     Permute,
     Qkv,
     QkvPerRank,
@@ -42,6 +45,9 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "dst_tp": "dst_tp=2",
     "permute": "permute='[1,0]'",
     "reshape": "reshape='[4,-1]'",
+    "pad": "pad='[50304,-1]'",
+    "crop": "crop='[50257,-1]'",
+    "fill": "fill=0",
     "dtype": "dtype='float16'",
     "src_dtype": "src_dtype='float16'",
     "dst_dtype": "dst_dtype='float32'",
@@ -54,13 +60,13 @@ WORDS: Final = frozenset(_EXAMPLES)
 
 _INTEGERS = ("axis", "stack")
 _COUNTS = ("num_heads", "num_key_value_groups", "src_tp", "dst_tp")
-_LISTS = ("sizes", "permute", "reshape")
-_RECORDABLE = ("sizes", "reshape", "dtype", "dst_dtype")
+_LISTS = ("sizes", "permute", "reshape", "pad", "crop")
+_RECORDABLE = ("sizes", "reshape", "pad", "crop", "dtype", "dst_dtype")
 _PAIRED = ("src_dtype", "dst_dtype")
 _REPEATABLE = ("permute", "reshape")
 """Operations that may come as often as one likes; a cast again once another operation has been carried out."""
 
-_DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "optional", "gaps")
+_DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "fill", "optional", "gaps")
 """What is said about a statement, or about how it joins or splits."""
 
 _SWITCHES = {"optional": "a statement that may match nothing", "gaps": "a star whose numbers may have gaps"}
@@ -162,6 +168,7 @@ def operations_of(
     # All checks run, whatever was found before: a user gets every fault of a statement at once.
     _find_repeated(given, faults)
     its_word, join_or_split = _join_or_split_of(given, names, place, faults)
+    fill = _fill(given, faults)
     operations: list[StatementOperation] = []
     cast: ReadArgument | None = None
     for each in given:
@@ -172,6 +179,10 @@ def operations_of(
                 operations.append(Reshape(each.value))
             case "reshape" if each.value == RECORDED:
                 operations.append(Reshape(None))
+            case "pad" if isinstance(each.value, tuple) or each.value == RECORDED:
+                operations.append(Pad(each.value if isinstance(each.value, tuple) else None, fill or "0"))
+            case "crop" if isinstance(each.value, tuple) or each.value == RECORDED:
+                operations.append(Crop(each.value if isinstance(each.value, tuple) else None, fill))
             case "dtype" if each.value is not None:
                 operations.append(Cast(None if each.value == RECORDED else str(each.value)))
             case "src_dtype" | "dst_dtype":
@@ -194,6 +205,16 @@ def operations_of(
             (of_tensors[0].place, f"{of_tensors[0].shown} does nothing to a tensor that is {what}; leave it out")
         )
     return tuple(operations), optional, gaps
+
+
+def _fill(given: Sequence[ReadArgument], faults: Faults) -> str | None:
+    """The value that a statement fills with, or takes what it crops to have."""
+    filling = next((each for each in given if each.word == "fill"), None)
+    if filling is None:
+        return None
+    if not any(each.word in ("pad", "crop") for each in given):
+        faults.append((filling.place, f"{filling.shown} is the value of elements that pad= adds or crop= takes away"))
+    return None if filling.value is None else str(filling.value)
 
 
 def _find_repeated(given: Sequence[ReadArgument], faults: Faults) -> None:
@@ -295,6 +316,9 @@ def _value(word: str, text: str) -> tuple[int | str | tuple[int, ...] | None, st
         numbers = tuple(map(int, re.findall(r"-?[0-9]+", text)))
         fault = _LIST_FAULTS[word](numbers)
         return (None if fault else numbers), fault
+    if word == "fill":
+        number_read = number_text(text)
+        return number_read, None if number_read else f"{word} wants a number, such as 0, 0.5, '-inf' or '1e-5'"
     if word.endswith("dtype"):
         if text in ITEMSIZE_BYTES:
             return text, None
@@ -327,7 +351,17 @@ def _sizes_fault(sizes: tuple[int, ...]) -> str | None:
     return "sizes are not negative" if min(sizes, default=0) < 0 else None
 
 
-_LIST_FAULTS: Final = {"permute": _permute_fault, "reshape": _reshape_fault, "sizes": _sizes_fault}
+def _resize_fault(sizes: tuple[int, ...]) -> str | None:
+    return "sizes are not negative, but for -1, which keeps a size" if min(sizes, default=0) < -1 else None
+
+
+_LIST_FAULTS: Final = {
+    "permute": _permute_fault,
+    "reshape": _reshape_fault,
+    "sizes": _sizes_fault,
+    "pad": _resize_fault,
+    "crop": _resize_fault,
+}
 
 
 # Joining several tensors to one, and splitting one into several

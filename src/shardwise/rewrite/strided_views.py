@@ -24,8 +24,16 @@ from shardwise.rewrite.metas import TensorMeta
 from shardwise.space import Box, Run, boxes_of_run
 from shardwise.space.boxes import index_of_element, row_major_strides
 
+_FILL = "\0fill "
+"""Begins the source of elements that are in no tensor: of padding. No tensor has such a name."""
+
 _FEW = 8
 """So many views are asked one by one; more are sorted first."""
+
+
+def fill_of(source: str) -> str | None:
+    """The value of all elements of a source that is no tensor (see `number_text`); None for a tensor."""
+    return source[len(_FILL) :] if source.startswith(_FILL) else None
 
 
 class StridedView(NamedTuple):
@@ -35,7 +43,7 @@ class StridedView(NamedTuple):
     """Where in the tensor it begins."""
     shape: tuple[int, ...]
     source: str
-    """The tensor that has its elements."""
+    """The tensor that has its elements, or what `fill_of` reads: then they are one value, with strides of 0."""
     base: int
     """The row-major element of the source with which the box begins."""
     strides: tuple[int, ...]
@@ -134,6 +142,24 @@ class ViewedTensor:
                     views[-1] = joined
             start += value.shape[axis]
         return ViewedTensor(_put(values[0].shape, axis, start), values[0].dtype, tuple(views))
+
+    def resize(self, shape: tuple[int, ...], fill: str) -> "ViewedTensor":
+        """Cropped to the sizes that are smaller, and padded with a value to those that are larger."""
+        value = self
+        for axis, size in enumerate(shape):
+            missing = size - value.shape[axis]
+            if missing < 0:
+                value = value.crop(axis, 0, size)
+            elif missing > 0:
+                value = ViewedTensor.concat([value, value._filler(axis, missing, fill)], axis)
+        return value
+
+    def _filler(self, axis: int, size: int, fill: str) -> "ViewedTensor":
+        """What stands behind this along a dim once it is padded."""
+        shape = _put(self.shape, axis, size)
+        nowhere = (0,) * len(shape)
+        view = StridedView(nowhere, shape, _FILL + fill, 0, nowhere, (self.dtype,))
+        return ViewedTensor(shape, self.dtype, () if 0 in shape else (view,))
 
     @staticmethod
     def stack(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
@@ -237,8 +263,11 @@ class ViewedTensor:
             for view in self.views
         )
 
-    def same_elements(self, other: "ViewedTensor") -> bool:
-        """Whether every element is the same element of the same source as in another tensor, by the same casts."""
+    def same_elements(self, other: "ViewedTensor", *, but_fills: bool = False) -> bool:
+        """Whether every element is the same element of the same source as in another tensor, by the same casts.
+
+        but_fills: leave out the elements of the other tensor that are in no source.
+        """
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
         # Nearly always the two were made by the same steps. Only what was cut elsewhere is compared box by box.
@@ -249,6 +278,8 @@ class ViewedTensor:
         for view in self.views:
             box = Box(view.offset, view.shape)
             for theirs in other.meeting(box):
+                if but_fills and fill_of(theirs.source) is not None:
+                    continue
                 delta = [b - a for a, b in zip(view.offset, theirs.offset, strict=True)]
                 base = view.base + sum(map(mul, delta, view.strides))
                 ours = (view.source, base, _normal(theirs.shape, view.strides), view.dtypes)
@@ -393,7 +424,10 @@ class Fragment(NamedTuple):
     """
 
     other: str
-    """The tensor on the other side: the source where a target was asked about, and the target where a source was."""
+    """The tensor on the other side: the source where a target was asked about, and the target where a source was.
+
+    Of padding, which is in no source, what `fill_of` reads.
+    """
     offset: tuple[int, ...]
     """Where in the other tensor the box begins."""
     shape: tuple[int, ...]
@@ -450,6 +484,10 @@ def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]
         # A box without elements has no first one.
         if 0 in view.shape:
             continue
+        if fill_of(view.source) is not None:
+            dims = tuple([(dim, 1) if size > 1 else (0, 0) for dim, size in enumerate(view.shape)])
+            found.append(Fragment(view.source, view.strides, view.shape, view.offset, dims, view.dtypes))
+            continue
         shape, strides = shapes[view.source]
         loops = [
             _Loop(size, stride, dim, 1)
@@ -461,10 +499,12 @@ def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]
 
 
 def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[StridedView]]:
-    """For each other tensor its boxes, as views whose source is the tensor asked about: `name`, of this shape."""
+    """For each other tensor, but padding, its boxes, as views whose source is the tensor asked about: `name`, of this shape."""
     strides = row_major_strides(shape)
     views: dict[str, list[StridedView]] = {}
     for each in fragments:
+        if fill_of(each.other) is not None:
+            continue
         # A fragment says where in the tensor asked about each step of its box leads. Read from the box, that is a view.
         base = sum(map(mul, each.first, strides))
         view = StridedView(each.offset, each.shape, name, base, each.view_strides(strides), each.dtypes)

@@ -19,9 +19,11 @@ from shardwise.rewrite.spelling import text_of
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
     Ffn,
     Name,
     NamePart,
+    Pad,
     Permute,
     Placeholder,
     Qkv,
@@ -66,6 +68,8 @@ def textual_losses(statements: Sequence[Statement]) -> tuple[str, ...]:
         for each in statement.operations:
             if isinstance(each, Cast) and each.source and each.to and not keeps_values(each.source, each.to):
                 losses.append(f"{shown} casts from {each.source} to {each.to}, which does not hold all its values")
+            if isinstance(each, Crop) and each.fill is None:
+                losses.append(f"{shown} crops, and no fill= says what the elements are that go")
         for name, copied in zip(statement.left, copies, strict=False):  # none where nothing is read
             if copied:
                 losses.append(
@@ -194,6 +198,10 @@ def _undo(operation: StatementOperation) -> StatementOperation:
             return Permute(inverted(dims))
         case Reshape():
             return Reshape(None)
+        case Pad(_, fill):
+            return Crop(None, fill)
+        case Crop(_, fill):
+            return Pad(None, fill or "0")
         case Cast(to, source):
             return Cast(source, to if source is not None else None)
         case Concat(axis, sizes):
