@@ -12,9 +12,11 @@ from shardwise.rewrite.statement_arguments import WORDS
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
     Ffn,
     Name,
     NamePart,
+    Pad,
     Permute,
     Placeholder,
     Qkv,
@@ -133,6 +135,11 @@ def statements(draw: st.DrawFn) -> Statement:
     operations: list[StatementOperation] = list(draw(steps))
     if joint is not None:
         operations.insert(draw(st.integers(0, len(operations))), joint)
+    fill = draw(st.none() | st.sampled_from(["0", "7", "-3", "0.5", "inf", "-inf", "nan", "1e-05"]))
+    resized = st.none() | st.lists(st.integers(-1, 9), max_size=3).map(tuple)
+    for kind in draw(st.lists(st.sampled_from(["pad", "crop"]), unique=True)):
+        resize = Crop(draw(resized), fill) if kind == "crop" else Pad(draw(resized), fill or "0")
+        operations.insert(draw(st.integers(0, len(operations))), resize)
     sources = [draw(names(star=left is None)) for _ in range(left or 1)]
     targets = [draw(names(star=right is None, right=True)) for _ in range(right or 1)]
     return Statement(tuple(sources), tuple(targets), tuple(apart(operations)), optional, NOWHERE, "")

@@ -212,6 +212,7 @@ def text_of(statement: Statement) -> str:
     alone = not names.joins and not names.parts  # then joining or parting along a dim changes nothing
     operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | SplitStatement))]
     arguments = [each for operation in operations for each in _arguments(operation)]
+    arguments += _fills(operations)
     if statement.optional:
         arguments.append("optional=1")
     if statement.gaps:
@@ -229,10 +230,9 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
             yield f"permute={_list(dims or ())}"
         case Reshape(shape):
             yield f"reshape={_list(shape) if shape is not None else RECORDED}"
-        case Pad(sizes, fill) | Crop(sizes, fill):
+        case Pad(sizes) | Crop(sizes):
             word = "pad" if isinstance(operation, Pad) else "crop"
             yield f"{word}={_list(sizes) if sizes is not None else RECORDED}"
-            yield from [f"fill={_number(fill)}"] if fill is not None else []
         case Cast(to, None):
             yield f"dtype={_word(to)}"
         case Cast(to, source):
@@ -271,8 +271,11 @@ def _word(dtype: str | None) -> str:
     return f"'{dtype}'" if dtype is not None else RECORDED
 
 
-def _number(text: str) -> str:
-    return text if text.isdecimal() else f"'{text}'"
+def _fills(operations: Iterable[StatementOperation]) -> list[str]:
+    """The value of elements that come or go, once for all operations; padding without one is of 0."""
+    said = {each.fill for each in operations if isinstance(each, Crop)}
+    said |= {each.fill for each in operations if isinstance(each, Pad) and each.fill != "0"}
+    return [f"fill={text}" if text.isdecimal() else f"fill='{text}'" for text in said if text is not None]
 
 
 def _list(numbers: Iterable[int]) -> str:

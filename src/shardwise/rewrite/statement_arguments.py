@@ -213,7 +213,7 @@ def _fill(given: Sequence[ReadArgument], faults: Faults) -> str | None:
     if filling is None:
         return None
     if not any(each.word in ("pad", "crop") for each in given):
-        faults.append((filling.place, f"{filling.shown} is the value of elements that pad= adds or crop= takes away"))
+        faults.append((filling.place, f"{filling.shown} is the value of elements that pad= adds or crop= takes away; neither is given"))
     return None if filling.value is None else str(filling.value)
 
 
