@@ -101,7 +101,7 @@ def padded(whole: Whole) -> Whole:
         if parameter in FILLS and tensor.dim():
             fill = FILLS[parameter] if parameter == name else 0.0
             tail = (0, 0) * (tensor.dim() - 1)
-            tensor = nn.functional.pad(tensor, (*tail, 0, PADDED - NUM_WORDS), value=fill)  # noqa: PLW2901
+            tensor = nn.functional.pad(tensor, (*tail, 0, PADDED - NUM_WORDS), value=fill)
         made[name] = tensor
     return made
 
@@ -113,8 +113,12 @@ def check_equal(got: Whole, expected: Whole) -> None:
         assert same_tensor(tensor, expected[name].contiguous()), name
 
 
-@pytest.mark.parametrize(("source", "target"), [("runs", "tp"), ("tp", "tp and runs"), ("one", "runs"), ("tp and runs", "one")])
-def test_a_vocabulary_is_padded_into_any_layout_and_trains_on_as_without(source: str, target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "target"), [("runs", "tp"), ("tp", "tp and runs"), ("one", "runs"), ("tp and runs", "one")]
+)
+def test_a_vocabulary_is_padded_into_any_layout_and_trains_on_as_without(
+    source: str, target: str, tmp_path: Path
+) -> None:
     whole, losses = saved(source, tmp_path)
     got, again = loaded(target, PADDED, tmp_path, sw.Rewrite(PAD))
     check_equal(got, padded(masters_of(whole)))

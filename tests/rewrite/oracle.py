@@ -254,7 +254,11 @@ def _carried_out(key: str, text: str, tensors: list[Tensor], line: Line, num_rig
             value = cast(np.array([attributes.get("fill", 0) if model else 0], np.float32), dtype)
             return each(lambda v: np.pad(v, _more(v.shape, numbers(text)), constant_values=value[0]) if v.ndim else v)
         case "crop":
-            return each(lambda v: v[tuple(slice(old if new == -1 else new) for old, new in zip(v.shape, numbers(text)))])
+            return each(
+                lambda v: v[
+                    tuple(slice(old if new == -1 else new) for old, new in zip(v.shape, numbers(text), strict=True))
+                ]
+            )
         case "dtype" | "dst_dtype" if model:
             return [Tensor(cast(tensor.values, text), text) for tensor in tensors]
         case "src_dtype" if model:

@@ -23,8 +23,8 @@ def test_the_table_shows_padding_and_a_note_says_what_is_cropped() -> None:
             "x       [0:4, 0:3]  a       [0:4, 0:3]  float32 -> bfloat16",
             "x       [4:6, 0:3]                      fill -inf, float32 -> bfloat16",
             "y       [0:2, 0:2]  b       [0:2, 0:2]",
-            "note: line 1, `b -> y, crop='[-1,2]', fill=3`, crops b from [2, 3] to [2, 2]: the way back fills them with 3, "
-            "whatever the elements were",
+            "note: line 1, `b -> y, crop='[-1,2]', fill=3`, crops b from [2, 3] to [2, 2]: the way back fills them "
+            "with 3, whatever the elements were",
         ]
     )
 

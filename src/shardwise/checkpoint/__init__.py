@@ -7,6 +7,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     full             the same as whole tensors, one after the other, on every rank or on one
     open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
     diff, convert    compare checkpoints of any formats; turn one into a save of ours or Hugging Face files
+    average          the weighted mean of checkpoints of any formats
     import_hf,       models of Hugging Face as saves, and saves as their folders, with a certificate that nothing was
     export_hf        lost
     prune            remove old saves
@@ -14,6 +15,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
 """
 
+from shardwise.checkpoint.averages import AverageReport, average
 from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
@@ -36,6 +38,7 @@ from shardwise.checkpoint.torch_state import TorchState
 __all__ = [
     "Address",
     "AsyncSaver",
+    "AverageReport",
     "Catalogue",
     "Certificate",
     "CertifiedTensor",
@@ -61,6 +64,7 @@ __all__ = [
     "TorchState",
     "VerifyReport",
     "Writer",
+    "average",
     "convert",
     "diff",
     "export_hf",

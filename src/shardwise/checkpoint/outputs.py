@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.huggingface_files import parameters_of
@@ -27,7 +29,18 @@ from shardwise.rewrite import Checked, Rewrite
 from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
 
-__all__ = ["Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
+__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
+
+
+class OutputReader(Protocol):
+    """Reads pieces of outputs."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of data files read so far."""
+
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
 
 
 _MANY_VIEWS = 64
@@ -72,12 +85,15 @@ class Outputs:
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
-    def reader(self, store: Store, batch: GrowingBuffer | None = None) -> PieceReader:
+    def reader(
+        self, store: Store, batch: GrowingBuffer | None = None, window: GrowingBuffer | None = None
+    ) -> "OutputReader":
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
-        batch: memory that it shares with readers which read when it does not.
+        batch, window: see `PieceReader`.
         """
-        return PieceReader(store, self.contents, None if self.view is None else self.view.read_targets, batch=batch)
+        targets_of = None if self.view is None else self.view.read_targets
+        return PieceReader(store, self.contents, targets_of, batch=batch, window=window)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.

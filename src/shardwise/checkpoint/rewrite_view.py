@@ -158,9 +158,7 @@ def padding_of(checked: Checked) -> Iterator[tuple[Piece, torch.Tensor]]:
     for name, meta in checked.outputs.items():
         for each in checked.padding(name):
             value = padding_value(fill_of(each.other) or "", needed_casts(each.dtypes))
-            piece = Piece(
-                name=name, dtype=meta.dtype, global_shape=meta.shape, offset=each.first, shape=each.shape
-            )
+            piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=each.first, shape=each.shape)
             yield piece, value.expand(each.shape)
 
 

@@ -256,10 +256,12 @@ class PieceReader:
         targets_of: TargetsOf | None = None,
         *,
         batch: GrowingBuffer | None = None,
+        window: GrowingBuffer | None = None,
     ) -> None:
         """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
-        batch: memory that it shares with readers which read when it does not.
+        batch: memory that it shares with readers which read when it does not. window: its own buffer, which it shares
+            with readers that read when what it has read is used up.
         """
         self.contents = contents
         """What the checkpoint holds."""
@@ -267,7 +269,7 @@ class PieceReader:
         """Bytes of data files read so far."""
         self._store = store
         self._targets_of = targets_of
-        self._buffer = GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
+        self._buffer = window or GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
         self._batch = batch or GrowingBuffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:

@@ -147,7 +147,7 @@ class CompiledOps:
         return not self.steps and self.inverse.join_or_split is None
 
     def undone_by(self, other: "CompiledOps") -> bool:
-        """Whether other operations, on what these made, do nothing but lead back; casts and crops that lost something do not."""
+        """Whether other operations, on what these made, do nothing but lead back; what was lost does not."""
         found = self._undoing.get(other)
         if found is None:
             # A pair of casts leads back by its steps alone. After a narrowing cast the values are others, so the nodes

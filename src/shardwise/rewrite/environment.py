@@ -6,7 +6,6 @@ all that are joined.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -200,9 +199,17 @@ def on_state(operations: tuple[StatementOperation, ...], *, is_master: bool) -> 
     Masters are padded as weights are, other state with 0: elements that were never trained have no moments.
     """
     kept = [each for each in operations if not isinstance(each, Cast)]
-    if is_master:
-        return tuple(kept)
-    return tuple([replace(each, fill=each.fill and "0") if isinstance(each, Pad | Crop) else each for each in kept])
+    return tuple(kept if is_master else map(_filled_with_0, kept))
+
+
+def _filled_with_0(operation: StatementOperation) -> StatementOperation:
+    match operation:
+        case Pad(sizes):
+            return Pad(sizes, "0")
+        case Crop(sizes, fill):
+            return Crop(sizes, None if fill is None else "0")
+        case _:
+            return operation
 
 
 def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:

@@ -229,7 +229,7 @@ class _Carrying:
         self._apart = self._along_apart = apart(())
         self._along: tuple[StatementOperation, ...] = ()
         """What is done with the state that is looked at, and the same apart."""
-        self._on_state = {is_master: ((), self._apart) for is_master in (True, False)}
+        self._on_state = dict.fromkeys((True, False), (self._along, self._apart))
         """What is done with masters, and with other state."""
         self._said = OPEN
         self._laid: Laid = {}

@@ -194,7 +194,9 @@ def number_text(text: str) -> str | None:
     """
     if re.fullmatch(r"[-+]?[0-9]{1,19}", text):
         return str(int(text))
-    if not re.fullmatch(r"[-+]?(?:inf|nan|(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[-+]?[0-9]{1,4})?)", text.lower()):
+    if not re.fullmatch(
+        r"[-+]?(?:inf|nan|(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[-+]?[0-9]{1,4})?)", text.lower()
+    ):
         return None
     number = float(text)
     is_whole = number.is_integer() and abs(number) < 1e15 and str(number) != "-0.0"

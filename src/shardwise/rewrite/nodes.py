@@ -248,7 +248,7 @@ class Correspondence:
         return {name: node.meta for name, node in self._nodes.items()}
 
     def resolve(self, name: str, box: Box) -> list[Fragment]:
-        """Where the elements of a box of an output come from: fragments that cover it once, boxes of sources or padding.
+        """Where the elements of a box of an output come from: fragments that cover it once, of sources or padding.
 
         Raises KeyError for what is no output.
         """

@@ -1,7 +1,7 @@
 """Steps: what the operations of a statement come down to once shapes and dtypes are known. Each can be undone.
 
-There are seven. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches of
-tensors that make it up, in order.
+There are seven. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches
+of tensors that make it up, in order.
 """
 
 from collections.abc import Sequence

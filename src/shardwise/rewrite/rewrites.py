@@ -308,7 +308,7 @@ class Checked(Correspondence):
         self.losses = tuple([loss for each in proved for loss in each.undoing.losses])
         """What cannot be undone, in words."""
         self.notes = tuple([note for each in proved for note in (*each.done.evaluation.notes, *each.undoing.notes)])
-        """What may be wrong though all fits: how many names a star stands for, what matched nothing, what is cropped."""
+        """What may be wrong though all fits: how many names a star stands for, what matched nothing or is cropped."""
         sources = {name: meta for name, meta in proved[0].done.metas.items() if name not in aliases}
         super().__init__(sources=sources, nodes=nodes, aliases=aliases)
 

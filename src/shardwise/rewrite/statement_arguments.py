@@ -179,10 +179,9 @@ def operations_of(
                 operations.append(Reshape(each.value))
             case "reshape" if each.value == RECORDED:
                 operations.append(Reshape(None))
-            case "pad" if isinstance(each.value, tuple) or each.value == RECORDED:
-                operations.append(Pad(each.value if isinstance(each.value, tuple) else None, fill or "0"))
-            case "crop" if isinstance(each.value, tuple) or each.value == RECORDED:
-                operations.append(Crop(each.value if isinstance(each.value, tuple) else None, fill))
+            case "pad" | "crop" if each.value is not None:
+                sizes = each.value if isinstance(each.value, tuple) else None
+                operations.append(Pad(sizes, fill or "0") if each.word == "pad" else Crop(sizes, fill))
             case "dtype" if each.value is not None:
                 operations.append(Cast(None if each.value == RECORDED else str(each.value)))
             case "src_dtype" | "dst_dtype":
@@ -213,7 +212,12 @@ def _fill(given: Sequence[ReadArgument], faults: Faults) -> str | None:
     if filling is None:
         return None
     if not any(each.word in ("pad", "crop") for each in given):
-        faults.append((filling.place, f"{filling.shown} is the value of elements that pad= adds or crop= takes away; neither is given"))
+        faults.append(
+            (
+                filling.place,
+                f"{filling.shown} is the value of elements that pad= adds or crop= takes away; neither is given",
+            )
+        )
     return None if filling.value is None else str(filling.value)
 
 

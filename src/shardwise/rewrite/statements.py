@@ -1,8 +1,8 @@
 """Statements: what one line of a rewrite says, as data; and findings, what is wrong with one, shown at its place.
 
 A statement takes the tensors of its left names, carries its operations out in order, and gives the results to its right
-names. An operation changes each tensor (`Permute`, `Reshape`, `Pad`, `Crop`, `Cast`), or makes other tensors of them: it joins
-several into one, or splits one into several.
+names. An operation changes each tensor (`Permute`, `Reshape`, `Pad`, `Crop`, `Cast`), or makes other tensors of them:
+it joins several into one, or splits one into several.
 """
 
 from collections.abc import Iterable

@@ -499,7 +499,10 @@ def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]
 
 
 def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[StridedView]]:
-    """For each other tensor, but padding, its boxes, as views whose source is the tensor asked about: `name`, of this shape."""
+    """For each other tensor its boxes, as views whose source is the tensor asked about: `name`, of this shape.
+
+    Padding is in no tensor.
+    """
     strides = row_major_strides(shape)
     views: dict[str, list[StridedView]] = {}
     for each in fragments:

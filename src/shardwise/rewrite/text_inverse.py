@@ -198,20 +198,16 @@ def _undo(operation: StatementOperation) -> StatementOperation:
             return Permute(inverted(dims))
         case Reshape():
             return Reshape(None)
-        case Pad(_, fill):
-            return Crop(None, fill)
-        case Crop(_, fill):
-            return Pad(None, fill or "0")
+        case Pad(_, fill) | Crop(_, fill):
+            return Crop(None, fill) if isinstance(operation, Pad) else Pad(None, fill or "0")
         case Cast(to, source):
             return Cast(source, to if source is not None else None)
         case Concat(axis, sizes):
             return SplitStatement(axis, sizes, recorded=sizes is None)
         case SplitStatement(axis, sizes):
             return Concat(axis, sizes)
-        case Stack(axis):
-            return Unstack(axis)
-        case Unstack(axis):
-            return Stack(axis)
+        case Stack(axis) | Unstack(axis):
+            return Unstack(axis) if isinstance(operation, Stack) else Stack(axis)
         case Qkv(joins=joins):
             return replace(operation, joins=not joins)
         case QkvPerRank(sources=sources, targets=targets, source_degree=source, target_degree=target):
