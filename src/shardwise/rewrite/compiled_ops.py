@@ -24,12 +24,15 @@ from shardwise.rewrite.op_steps import (
     Arrange,
     AxisSlice,
     Casts,
+    Dequantises,
     Permutes,
+    Quantises,
     Reshapes,
     Resizes,
     Stacks,
     Step,
     Unstacks,
+    grid_of,
     inverted,
     undone,
 )
@@ -37,11 +40,13 @@ from shardwise.rewrite.statements import (
     Cast,
     Concat,
     Crop,
+    Dequantise,
     Ffn,
     Pad,
     Permute,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -56,6 +61,12 @@ None: no layout tells, so 1. 0: there is a layout, and it does not tell.
 """
 
 OPEN: Degrees = (None, None)
+
+QUANTISED = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of elements that have scales."""
+
+SCALES = ("float32", "bfloat16", "float8_e8m0fnu", "uint8")
+"""Dtypes of scales. In the last two a scale is a power of two: both have its exponent, plus 127."""
 
 
 class OpsRefusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it
@@ -114,7 +125,7 @@ class Cropped(NamedTuple):
 class CompiledOps:
     """What operations do to tensors of given metas, whatever the tensors are called."""
 
-    __slots__ = ("_undoing", "cropped", "inverse", "narrowed", "proved", "results", "steps", "undo")
+    __slots__ = ("_undoing", "cropped", "inverse", "narrowed", "proved", "rescaling", "results", "steps", "undo")
 
     def __init__(
         self,
@@ -135,6 +146,8 @@ class CompiledOps:
         self.narrowed = tuple([pair for pair in pairs if not keeps_values(*pair)])
         """Casts (from, to) that do not keep all values."""
         self.cropped = cropped
+        self.rescaling = next((step for step in steps if isinstance(step, Dequantises | Quantises)), None)
+        """What takes scales, or makes them: on the way back others are made of the values."""
         # Proved at the first instance that uses it. A statement with 100,000 instances has one object, and so one
         # proof.
         self.proved = False
@@ -152,7 +165,7 @@ class CompiledOps:
         if found is None:
             # A pair of casts leads back by its steps alone. After a narrowing cast the values are others, so the nodes
             # have to be others too: a proof that took them for the same would prove nothing.
-            loses = self.narrowed or self.cropped
+            loses = self.narrowed or self.cropped or self.rescaling
             found = self._undoing[other] = not loses and self.undo == other.steps
         return found
 
@@ -219,6 +232,8 @@ class _Working:
 
     def _take(self, operation: StatementOperation) -> None:
         places = range(len(self.shapes))
+        if any(isinstance(step, Quantises) for step in self.steps):
+            raise OpsRefusal("quantise is the last operation of a statement: scales belong to elements in their places")
         match operation:
             case Permute(dims):
                 self._permute([self._order(place, dims) for place in places])
@@ -242,6 +257,10 @@ class _Working:
                 self._qkv_per_rank(operation)
             case Ffn():
                 self._ffn(operation)
+            case Dequantise(block):
+                self._dequantise(block)
+            case Quantise():
+                self._quantise(operation)
 
     def _join(self, steps: Sequence[Step], back: StatementOperation) -> None:
         """Take the steps of an operation that joins or splits, which `back` undoes."""
@@ -478,6 +497,52 @@ class _Working:
         self._join([Unstacks(axis, self.num_results)], Stack(axis))
         self.shapes = [part] * self.num_results
         self.dtypes = self.dtypes * self.num_results
+
+    def _block(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """The block that is meant for the first tensor."""
+        shape = self.shapes[0]
+        if len(asked) != len(shape):
+            raise OpsRefusal(
+                f"the block {list(asked)} is for {len(asked)} dims, but {self._named(0)} has {len(shape)}: {list(shape)}"
+            )
+        return tuple([max(1, size) if each == -1 else each for size, each in zip(shape, asked, strict=True)])
+
+    def _dequantise(self, asked: tuple[int, ...]) -> None:
+        if self.steps:
+            raise OpsRefusal("dequantise is the first operation of a statement: scales belong to elements as stored")
+        block = self._block(asked)
+        grid, (elements, scales) = grid_of(self.shapes[0], block), self.dtypes
+        if elements not in QUANTISED or scales not in SCALES:
+            raise OpsRefusal(
+                f"dequantise takes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, but "
+                f"{_tensor(0)} has {elements} and {_tensor(1)} has {scales}"
+            )
+        if self.shapes[1] != grid:
+            raise OpsRefusal(
+                f"{_tensor(0)} of shape {list(self.shapes[0])} has {list(grid)} blocks of {list(block)}, but {_tensor(1)} "
+                f"has {list(self.shapes[1])} scales"
+            )
+        self._join([Dequantises(block, elements, scales)], Quantise(asked, elements, scales))
+        self.shapes, self.dtypes = self.shapes[:1], ["float32"]
+
+    def _quantise(self, operation: Quantise) -> None:
+        self._one("quantise")
+        block, elements, scales = self._block(operation.block), operation.element_dtype, operation.scale_dtype
+        if elements is None or scales is None:
+            raise OpsRefusal(
+                "the dtypes of elements and scales are not known. Check the inverse against the tensors of the rewrite, "
+                "or write element_dtype= and scale_dtype="
+            )
+        if elements not in QUANTISED or scales not in SCALES:
+            raise OpsRefusal(
+                f"quantise makes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, not {elements} and "
+                f"{scales}"
+            )
+        if not keeps_values(self.dtypes[0], "float32"):
+            raise OpsRefusal(f"quantise computes in float32, which does not hold {self.dtypes[0]}: cast it before")
+        self._cast(["float32"])
+        self._join([Quantises(block, elements, scales)], Dequantise(operation.block))
+        self.shapes, self.dtypes = [self.shapes[0], grid_of(self.shapes[0], block)], [elements, scales]
 
     def _heads(self, axis: int, qkv: Qkv | QkvPerRank) -> tuple[int, ...]:
         """Sizes of query, key and value along the axis, whether they are fused or not."""

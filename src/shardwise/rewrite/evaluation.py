@@ -25,6 +25,7 @@ from shardwise.rewrite.environment import (
 from shardwise.rewrite.expansion import AppliedInstance, Expanded, StatementTask, expand
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_ops
+from shardwise.rewrite.op_steps import Dequantises
 from shardwise.rewrite.patterns import NameIndex, NamePattern
 from shardwise.rewrite.statements import SHOWN, Statement, StatementFinding, StatementOperation
 
@@ -64,15 +65,18 @@ def evaluate(
     *,
     laid: Laid = MappingProxyType({}),
     fusings: Fusings | None = None,
+    is_proof: bool = False,
 ) -> Evaluation:
     """Carry tasks out on variables that stand for `nodes`.
 
     `wanted` are the tensors of the target, None where it is not known. They say what stars and placeholders on the
     right stand for, and which variables come out although they were read. Whether the outputs are what the target wants
     is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
-    notes all that have degrees.
+    notes all that have degrees. `is_proof`: what comes out is compared and never read, so that what was quantised may be
+    dequantised again.
     """
     evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings)
+    evaluator.is_proof = is_proof
     for number, task in enumerate(tasks):
         evaluator.task = number
         evaluator.carry_out(task)
@@ -92,6 +96,7 @@ class _TaskEvaluator:
         self.environment = environment
         self.laid = laid
         self.fusings = fusings
+        self.is_proof = False
         self.task = 0
         """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
@@ -214,6 +219,20 @@ class _TaskEvaluator:
             self.notes,
             self.leaning,
         )
+
+
+def _rescaling_fault(ops: CompiledOps, nodes: Sequence[Node], read: Sequence[Variable]) -> str:
+    """Why operations do not fit tensors that have scales; empty where they do."""
+    # A scale is of a block of elements where they are stored. Nothing else knows which elements these are.
+    for variable, node in zip(read, nodes, strict=True):
+        if node.form.quantised is not None:
+            return f"{variable.name} is quantised: it can have another name, but nothing more is done with it"
+        if isinstance(ops.rescaling, Dequantises) and not node.form.is_source:
+            return (
+                f"{variable.name} is no stored tensor, but made by a statement: dequantise what is stored, and do the rest "
+                "with the result"
+            )
+    return ""
 
 
 class _Carrying:
@@ -349,6 +368,10 @@ class _Carrying:
         ops = self._evaluator.compiled(operations, expanded.transposed, metas, len(right), degrees)
         if isinstance(ops, OpsRefusal):
             self._refuse(ops.of([variable.name for variable in read]), expanded, alike=ops.text)
+            self._write_unknown(expanded, right)
+            return ()
+        if not self._evaluator.is_proof and (fault := _rescaling_fault(ops, nodes, read)):
+            self._refuse(fault, expanded, alike=f"scales {fault[-40:]}")
             self._write_unknown(expanded, right)
             return ()
         # The first of two passes (see degrees.py): what is made goes on as a source of its own, which can be followed.

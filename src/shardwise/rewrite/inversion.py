@@ -25,9 +25,10 @@ from shardwise.rewrite.evaluation import evaluate
 from shardwise.rewrite.expansion import AppliedInstance, Expanded, InstanceGroup, StatementTask
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.op_steps import apply_steps
+from shardwise.rewrite.op_steps import Dequantises, apply_steps
 from shardwise.rewrite.statements import Statement, StatementOperation
 from shardwise.rewrite.strided_views import ViewedTensor
+from shardwise.rewrite.text_inverse import ANEW
 
 
 class Undoing(NamedTuple):
@@ -134,7 +135,7 @@ def undo(
     graph = _Graph(trace, outputs.values())
     # Losses are gathered as the way back is found: `lossy="allow"` takes the same way and only accepts them.
     cropped = list(_cropped(trace, graph))
-    losses = [*_copied(trace, graph), *_narrowed(trace, graph), *(loss for loss, is_loss in cropped if is_loss)]
+    losses = [*_copied(trace, graph), *_narrowed(trace, graph), *_rescaled(trace, graph), *(loss for loss, is_loss in cropped if is_loss)]
     spares = _Spares(trace, sources)
     tasks = [
         task
@@ -335,6 +336,15 @@ def _narrowed(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], grap
                     yield _Loss(statement, "casts", variable.name, rest)
 
 
+def _rescaled(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph) -> Iterable[_Loss]:
+    for statement, applied_instances in trace:
+        for applied in applied_instances:
+            step = None if applied.ops is None or applied.along else applied.ops.rescaling
+            if step is not None and graph.route.get(applied.left[0]) is applied:
+                what = "dequantises" if isinstance(step, Dequantises) else "quantises"
+                yield _Loss(statement, what, applied.left[0].name, f": {ANEW}")
+
+
 def _cropped(
     trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph
 ) -> Iterable[tuple[_Loss, bool]]:
@@ -386,7 +396,7 @@ class Claim:
     def failing(self, tasks: Iterable[StatementTask]) -> list[str]:
         """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
         # The way back runs through the same evaluator as the way there, on the very nodes that came out.
-        returned = evaluate(tasks, self.outputs)
+        returned = evaluate(tasks, self.outputs, is_proof=True)
         if returned.findings:
             return [str(returned.findings[0])]
         standing = _standing(self.agree)

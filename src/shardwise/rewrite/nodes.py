@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.op_steps import apply_steps
-from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fill_of, fragments_of, turned
+from shardwise.rewrite.op_steps import Quantises, apply_steps
+from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fill_of, fragments_of, scales_of, turned, with_scales_named
 from shardwise.space import Box
 
 
@@ -82,7 +82,15 @@ class Form:
     @property
     def used(self) -> frozenset[int]:
         """The numbers of the sources with elements here."""
-        return frozenset([int(view.source) for view in self.value.views if fill_of(view.source) is None])
+        views = [view for view in self.value.views if fill_of(view.source) is None]
+        scales = {scales.source for view in views if (scales := scales_of(view.dtypes)) is not None}
+        return frozenset([int(source) for source in {*(view.source for view in views), *scales}])
+
+    @property
+    def quantised(self) -> "Quantises | None":
+        """By what this is made, where it is quantised elements or their scales."""
+        step = self._parts[0].rescaling if self._parts is not None else None
+        return step if isinstance(step, Quantises) else None
 
     @property
     def is_padded(self) -> bool:
@@ -97,7 +105,14 @@ _FormParts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ..
 def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
     """A tensor with numbers in place of sources, with the sources' names."""
     views = [
-        StridedView(offset, shape, source if fill_of(source) is not None else names[int(source)], base, strides, dtypes)
+        StridedView(
+            offset,
+            shape,
+            source if fill_of(source) is not None else names[int(source)],
+            base,
+            strides,
+            with_scales_named(dtypes, names),
+        )
         for offset, shape, source, base, strides, dtypes in value.views
     ]
     return ViewedTensor(value.shape, value.dtype, tuple(views))
@@ -133,6 +148,11 @@ class Node:
         """The source element of each element."""
         return _named(self.form.value, self.leaves)
 
+    @property
+    def unquantised(self) -> "Node | None":
+        """What this is quantised of, where it is quantised elements or their scales."""
+        return self.made_by.inputs[0] if self.form.quantised is not None and self.made_by is not None else None
+
     def value_under(self, aliases: Mapping[str, str]) -> ViewedTensor:
         """The same, with sources that are other names of sources called by their own."""
         if not aliases:
@@ -146,6 +166,8 @@ class Node:
         # they would be reported as dropped.
         if len(self.leaves) == 1 or 0 in self.meta.shape:
             return set(self.leaves)
+        if (node := self.unquantised) is not None:
+            return node.used
         return {self.leaves[number] for number in self.form.used}
 
 
@@ -250,9 +272,9 @@ class Correspondence:
     def resolve(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box of an output come from: fragments that cover it once, of sources or padding.
 
-        Raises KeyError for what is no output.
+        Of what is quantised a box before that is asked about. Raises KeyError for what is no output.
         """
-        node = self._nodes[name]
+        node = self._nodes[name].unquantised or self._nodes[name]
         template = self._templates.get((node.form, box))
         if template is None:
             template = self._template(node, box)
@@ -260,7 +282,28 @@ class Correspondence:
         leaves, aliases = node.leaves, self.aliases
         if aliases:
             leaves = tuple([aliases.get(leaf, leaf) for leaf in leaves])
-        return [each if number is None else each._replace(other=leaves[number]) for number, each in template]
+        return [
+            each
+            if number is None
+            else each._replace(other=leaves[number], dtypes=with_scales_named(each.dtypes, leaves))
+            for number, each in template
+        ]
+
+    def quantised(self, name: str) -> Quantises | None:
+        """How an output is quantised: elements, or scales if its dtype is that of these. None: it is not."""
+        return self._nodes[name].form.quantised
+
+    def is_scales(self, name: str) -> bool:
+        """Whether an output is the scales of quantised elements."""
+        node = self._nodes[name]
+        return node.form.quantised is not None and node.made_by is not None and node.made_by.results[1] is node
+
+    def unquantised(self, name: str) -> TensorMeta:
+        """What a quantised output is made of. Raises KeyError for what is not quantised."""
+        node = self._nodes[name].unquantised
+        if node is None:
+            raise KeyError(name)
+        return node.meta
 
     def padding(self, name: str) -> list[Fragment]:
         """The elements of an output that are in no source. Raises KeyError for what is no output."""
@@ -307,6 +350,9 @@ class Correspondence:
         """For each source what of it goes into each output, as views whose sources are the outputs."""
         found: dict[str, list[ViewedTensor]] = {}
         for target, node in self._nodes.items():
+            # Scales have no element of a source.
+            if self.is_scales(target):
+                continue
             shape = node.meta.shape
             views = turned(self.resolve(target, Box((0,) * len(shape), shape)), shape, target)
             for source, parts in views.items():

@@ -15,6 +15,7 @@ from shardwise.rewrite.statements import (
     Cast,
     Concat,
     Crop,
+    Dequantise,
     Faults,
     Ffn,
     Name,
@@ -24,6 +25,7 @@ from shardwise.rewrite.statements import (
     Placeholder,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -244,6 +246,12 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
         case SplitStatement(axis, sizes, recorded):
             yield f"axis={axis}"
             yield from [f"sizes={RECORDED}"] if recorded else [f"sizes={_list(sizes)}"] if sizes is not None else []
+        case Dequantise(block):
+            yield f"dequantise={_list(block)}"
+        case Quantise(block, elements, scales):
+            yield f"quantise={_list(block)}"
+            yield f"element_dtype={_word(elements)}"
+            yield f"scale_dtype={_word(scales)}"
         case Stack(axis) | Unstack(axis):
             yield f"stack={axis}"
         case Qkv() | QkvPerRank() | Ffn():

@@ -12,6 +12,7 @@ from shardwise.rewrite.statements import (
     Cast,
     Concat,
     Crop,
+    Dequantise,
     Faults,
     Ffn,
     JoinOrSplit,
@@ -20,6 +21,7 @@ from shardwise.rewrite.statements import (
     Permute,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -51,6 +53,10 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "dtype": "dtype='float16'",
     "src_dtype": "src_dtype='float16'",
     "dst_dtype": "dst_dtype='float32'",
+    "dequantise": "dequantise='[128,128]'",
+    "quantise": "quantise='[128,128]'",
+    "element_dtype": "element_dtype='float8_e4m3fn'",
+    "scale_dtype": "scale_dtype='float32'",
     "optional": "optional=1",
     "gaps": "gaps=1",
 }
@@ -60,14 +66,28 @@ WORDS: Final = frozenset(_EXAMPLES)
 
 _INTEGERS = ("axis", "stack")
 _COUNTS = ("num_heads", "num_key_value_groups", "src_tp", "dst_tp")
-_LISTS = ("sizes", "permute", "reshape", "pad", "crop")
-_RECORDABLE = ("sizes", "reshape", "pad", "crop", "dtype", "dst_dtype")
+_LISTS = ("sizes", "permute", "reshape", "pad", "crop", "dequantise", "quantise")
+_RECORDABLE = ("sizes", "reshape", "pad", "crop", "dtype", "dst_dtype", "element_dtype", "scale_dtype")
 _PAIRED = ("src_dtype", "dst_dtype")
 _REPEATABLE = ("permute", "reshape")
 """Operations that may come as often as one likes; a cast again once another operation has been carried out."""
 
-_DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "fill", "optional", "gaps")
+_DETAILS = (
+    "sizes",
+    "num_heads",
+    "num_key_value_groups",
+    "src_tp",
+    "dst_tp",
+    "fill",
+    "element_dtype",
+    "scale_dtype",
+    "optional",
+    "gaps",
+)
 """What is said about a statement, or about how it joins or splits."""
+
+_QUANTISED_TO = {"element_dtype": "float8_e4m3fn", "scale_dtype": "float32"}
+"""What is made where nothing else is said."""
 
 _SWITCHES = {"optional": "a statement that may match nothing", "gaps": "a star whose numbers may have gaps"}
 
@@ -94,6 +114,13 @@ _BELONGS: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_groups": ("fused_qkv", "fused_qkv_old"),
     "src_tp": ("fused_qkv_old", "fused_ffn"),
     "dst_tp": ("fused_qkv_old", "fused_ffn"),
+    "element_dtype": ("quantise",),
+    "scale_dtype": ("quantise",),
+}
+
+_SCALING_FORMS: Final[Mapping[str, tuple[tuple[int, int], str]]] = {
+    "dequantise": ((2, 1), "'elements, scales -> a'"),
+    "quantise": ((1, 2), "'a -> elements, scales'"),
 }
 
 _HEADS: Final[Mapping[str, str]] = {
@@ -355,6 +382,10 @@ def _sizes_fault(sizes: tuple[int, ...]) -> str | None:
     return "sizes are not negative" if min(sizes, default=0) < 0 else None
 
 
+def _block_fault(block: tuple[int, ...]) -> str | None:
+    return "a block has at least one element along each dim; -1 is all" if 0 in block or min(block, default=1) < -1 else None
+
+
 def _resize_fault(sizes: tuple[int, ...]) -> str | None:
     return "sizes are not negative, but for -1, which keeps a size" if min(sizes, default=0) < -1 else None
 
@@ -365,6 +396,8 @@ _LIST_FAULTS: Final = {
     "sizes": _sizes_fault,
     "pad": _resize_fault,
     "crop": _resize_fault,
+    "dequantise": _block_fault,
+    "quantise": _block_fault,
 }
 
 
@@ -384,7 +417,7 @@ def _join_or_split_of(
     once = {each.word: each for each in given}
     # `axis` says where a fused attribute works, and is an operation of its own only where there is none.
     fused = [each for each in once.values() if each.word in _FORMS]
-    asked = [*fused, *(once[word] for word in ("stack",) if word in once)]
+    asked = [*fused, *(once[word] for word in ("stack", *_SCALING_FORMS) if word in once)]
     if "axis" in once and not fused:
         asked.append(once["axis"])
     if len(asked) > 1:
@@ -406,6 +439,8 @@ def _join_or_split_of(
         return None, None
     if asked[0].word == "stack":
         return "stack", _stack(asked[0], names, faults)
+    if asked[0].word in _SCALING_FORMS:
+        return asked[0].word, _scaling(asked[0], once, names, faults)
     return "axis", _axis(asked[0], once.get("sizes"), names, faults)
 
 
@@ -435,7 +470,7 @@ def _one_side_has_one(
         what = f"{_amount(names)}, but one side has exactly one"
         faults.append((place, f"{what}; {each}{names.hint}"))
         return False
-    if (names.joins or names.parts) and not once.keys() & {"axis", "stack", "sizes"}:
+    if (names.joins or names.parts) and not once.keys() & {"axis", "stack", "sizes", *_SCALING_FORMS}:
         what = f"{left} tensors become one" if names.joins else f"one tensor becomes {right}"
         ways = "axis=..., stack=... or one of the fused attributes"
         if names.stars:
@@ -461,6 +496,22 @@ def _stack(stack: ReadArgument, names: StatementNames, faults: Faults) -> JoinOr
     if not isinstance(stack.value, int):
         return None
     return Stack(stack.value) if names.joins else Unstack(stack.value)
+
+
+def _scaling(
+    word: ReadArgument, once: Mapping[str, ReadArgument], names: StatementNames, faults: Faults
+) -> JoinOrSplit | None:
+    counts, form = _SCALING_FORMS[word.word]
+    if names.stars or names.counts != counts:
+        faults.append((word.place, f"{word.word} is for {form}; here are {_amount(names)}"))
+        return None
+    if not isinstance(word.value, tuple):
+        return None
+    if word.word == "dequantise":
+        return Dequantise(word.value)
+    given = {key: once[key].value if key in once else each for key, each in _QUANTISED_TO.items()}
+    elements, scales = (None if each == RECORDED else str(each) for each in given.values())
+    return Quantise(word.value, elements, scales)
 
 
 def _axis(axis: ReadArgument, sizes: ReadArgument | None, names: StatementNames, faults: Faults) -> JoinOrSplit | None:

@@ -188,7 +188,25 @@ class Ffn:
     target_degree: int | None
 
 
-JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn
+@dataclass(frozen=True, slots=True)
+class Dequantise:
+    """Multiply narrow floats by the scales of their blocks: two tensors become one of float32."""
+
+    block: tuple[int, ...]
+    """Elements of each dim that have one scale; -1 is all. The last block of a dim may be smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantise:
+    """The reverse: one tensor becomes its narrow floats and the scales of their blocks."""
+
+    block: tuple[int, ...]
+    element_dtype: str | None
+    """None: as recorded (only in inverses)."""
+    scale_dtype: str | None
+
+
+JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn | Dequantise | Quantise
 """What makes other tensors of those that are there. A statement has at most one, and needs one for several names."""
 
 StatementOperation: TypeAlias = Permute | Reshape | Pad | Crop | Cast | JoinOrSplit

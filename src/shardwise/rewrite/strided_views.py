@@ -36,6 +36,39 @@ def fill_of(source: str) -> str | None:
     return source[len(_FILL) :] if source.startswith(_FILL) else None
 
 
+_SCALED = "\0scaled "
+"""Begins an entry of `dtypes` that is no dtype: there values are multiplied by the scales of their blocks."""
+
+
+class Scales(NamedTuple):
+    """By what the elements of a source are multiplied when they have been read."""
+
+    source: str
+    """The tensor of scales."""
+    block: tuple[int, ...]
+    """Elements of each dim that have one scale."""
+
+    def __str__(self) -> str:
+        return f"{_SCALED}{','.join(map(str, self.block))} {self.source}"
+
+
+def scales_of(dtypes: Sequence[str]) -> Scales | None:
+    """The scales by which values are multiplied that pass through `dtypes`."""
+    # Only what is stored is dequantised, so that scales come right after the dtype of the source.
+    if len(dtypes) < 2 or not dtypes[1].startswith(_SCALED):
+        return None
+    block, source = dtypes[1][len(_SCALED) :].split(" ", 1)
+    return Scales(source, tuple(map(int, block.split(","))))
+
+
+def with_scales_named(dtypes: tuple[str, ...], names: Sequence[str]) -> tuple[str, ...]:
+    """The dtypes with the name of the scales for their number, as for the source of a view."""
+    scales = scales_of(dtypes)
+    if scales is None:
+        return dtypes
+    return (dtypes[0], str(scales._replace(source=names[int(scales.source)])), *dtypes[2:])
+
+
 class StridedView(NamedTuple):
     """A box of a tensor, and where in a source its elements are."""
 
@@ -49,7 +82,10 @@ class StridedView(NamedTuple):
     strides: tuple[int, ...]
     """Elements of the source that one step along each dim passes; 0 along dims of size 1."""
     dtypes: tuple[str, ...]
-    """The dtypes that a value passes through: the source's first, no two alike next to each other."""
+    """The dtypes that a value passes through: the source's first, no two alike next to each other.
+
+    The second may be scales, see `scales_of`.
+    """
 
 
 class ViewedTensor:
@@ -98,6 +134,12 @@ class ViewedTensor:
         return ViewedTensor(
             self.shape, dtype, tuple([view._replace(dtypes=(*view.dtypes, dtype)) for view in self.views])
         )
+
+    def scaled(self, scales: "ViewedTensor", block: tuple[int, ...]) -> "ViewedTensor":
+        """The elements of a source, multiplied by the scales of their blocks, in float32."""
+        source = next((view.source for view in scales.views), "")
+        views = [view._replace(dtypes=(*view.dtypes, str(Scales(source, block)), "float32")) for view in self.views]
+        return ViewedTensor(self.shape, "float32", tuple(views))
 
     def crop(self, axis: int, start: int, stop: int) -> "ViewedTensor":
         """The indices from `start` to `stop` of one dim."""

@@ -20,6 +20,7 @@ from shardwise.rewrite.statements import (
     Cast,
     Concat,
     Crop,
+    Dequantise,
     Ffn,
     Name,
     NamePart,
@@ -28,6 +29,7 @@ from shardwise.rewrite.statements import (
     Placeholder,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -37,6 +39,10 @@ from shardwise.rewrite.statements import (
     TextPlace,
     Unstack,
 )
+
+
+ANEW = "quantised values have new scales, and are rounded"
+"""What is lost where tensors are quantised, on the way there or back."""
 
 
 def inverse_of_text(statements: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -68,6 +74,8 @@ def textual_losses(statements: Sequence[Statement]) -> tuple[str, ...]:
         for each in statement.operations:
             if isinstance(each, Cast) and each.source and each.to and not keeps_values(each.source, each.to):
                 losses.append(f"{shown} casts from {each.source} to {each.to}, which does not hold all its values")
+            if isinstance(each, Dequantise | Quantise):
+                losses.append(f"{shown} {'dequantises' if isinstance(each, Dequantise) else 'quantises'}: {ANEW}")
             if isinstance(each, Crop) and each.fill is None:
                 losses.append(f"{shown} crops, and no fill= says what the elements are that go")
         for name, copied in zip(statement.left, copies, strict=False):  # none where nothing is read
@@ -212,6 +220,8 @@ def _undo(operation: StatementOperation) -> StatementOperation:
             return replace(operation, joins=not joins)
         case QkvPerRank(sources=sources, targets=targets, source_degree=source, target_degree=target):
             return replace(operation, sources=targets, targets=sources, source_degree=target, target_degree=source)
+        case Dequantise(block) | Quantise(block):
+            return Quantise(block, None, None) if isinstance(operation, Dequantise) else Dequantise(block)
         case Ffn(axis, sources, targets, source, target):
             return Ffn(axis, targets, sources, target, source)
 
