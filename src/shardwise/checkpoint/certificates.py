@@ -31,6 +31,7 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked, Fragment
 from shardwise.rewrite.metas import holds_nans, keeps_values
+from shardwise.rewrite.strided_views import scales_of
 
 __all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
 
@@ -340,7 +341,11 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
         lost.append("a part is dropped" if is_part else "a part of the tensor that it is joined with is dropped")
     elif returns and (cropped := tensor.whole.num_elements - _most_in_one(fragments)) > 0:
         lost.append(f"{cropped:,} of {tensor.whole.num_elements:,} elements are cropped")
-    casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
+    if any(scales_of(each.dtypes) for each in fragments) or tensor.name in checked.scales:
+        lost.append("dequantised: what is quantised anew may have other scales")
+    if step := next(filter(None, [checked.quantised(each.other) for each in fragments]), None):
+        lost.append(f"quantised to {step.element_dtype} by blocks of {list(step.block)}")
+    casts = (pair for each in fragments if not scales_of(each.dtypes) for pair in pairwise(each.dtypes))
     # The first cast that rounds is the loss; a wider dtype behind it brings nothing back.
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
         lost.append(f"cast from {narrow[0]} to {narrow[1]}")
@@ -362,7 +367,8 @@ def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
 def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | None:
     """The first cast of a tensor by which its NaNs, if it can have any, lose what else they say."""
     fragments = checked.push(tensor.name, tensor.whole.box) if holds_nans(tensor.dtype) else ()
-    return next((pair for each in fragments for pair in pairwise(each.dtypes) if pair[0] != pair[1]), None)
+    plain = [each.dtypes for each in fragments if not scales_of(each.dtypes)]
+    return next((pair for dtypes in plain for pair in pairwise(dtypes) if pair[0] != pair[1]), None)
 
 
 def _digests(

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.quantised_outputs import QuantisingReader
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
@@ -93,7 +94,10 @@ class Outputs:
         batch, window: see `PieceReader`.
         """
         targets_of = None if self.view is None else self.view.read_targets
-        return PieceReader(store, self.contents, targets_of, batch=batch, window=window)
+        reader = PieceReader(store, self.contents, targets_of, batch=batch, window=window)
+        if self.view is None or not self.view.checked.quantises:
+            return reader
+        return QuantisingReader(self.view.checked, reader, PieceReader(store, self.contents, targets_of, batch=batch))
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -233,7 +237,10 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
         # window goes, for each part would read the same blocks again.
         groups={
-            name: group for name, group in groups.items() if sizes[group] > 1 or not _is_cheap_to_cut(checked, name)
+            name: group
+            for name, group in groups.items()
+            # What is quantised is read block by block in any case.
+            if checked.quantised(name) is None and (sizes[group] > 1 or not _is_cheap_to_cut(checked, name))
         },
     )
 
@@ -259,6 +266,8 @@ def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
 
 def _unchanged_source(checked: Checked, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
+    if checked.is_scales(name):
+        return None
     value = checked.values[name]
     return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
 

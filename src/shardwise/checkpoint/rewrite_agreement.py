@@ -11,7 +11,7 @@ Every rank finds the same outputs, or all raise the same error.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -33,7 +33,7 @@ from shardwise.checkpoint.rewrite_view import (
 from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import PaddingTarget, ReadTarget
+from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, targets_of_scales
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
@@ -54,6 +54,8 @@ __all__ = [
     "without_place",
 ]
 
+
+_NOT_HERE = "Save or load without it, and convert (shardwise ckpt convert) with it"
 
 # States that are saved
 
@@ -147,6 +149,8 @@ class StateRewriting:
 
     def _checked(self, sources: Mapping[str, TensorMeta], aliases: Mapping[str, str]) -> Checked:
         checked = self._rewrite.apply(sources, aliases=aliases)
+        if checked.quantises or checked.scales:
+            raise RewriteError(f"the rewrite quantises or dequantises, and ranks hold parts of blocks. {_NOT_HERE}")
         if checked.added:
             raise RewriteError(
                 f"{', '.join(sorted(checked.added))}: the rewrite adds a tensor that keeps its current value (`_ -> "
@@ -177,7 +181,10 @@ def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: R
     known = {name: meta for name, meta in live.metas.items() if says_state or not is_state_name(name)}
     wanted = live.wanted(sources)
     with agreed(channel, purpose="verdict on a rewrite"):
-        return RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
+        view = RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
+        if view.checked.quantises:
+            raise RewriteError(f"the rewrite quantises, and ranks want parts of blocks. {_NOT_HERE}")
+        return view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,8 +259,10 @@ class Located:
     """For each rank, pieces as they are stored."""
     targets: list[ReadTarget]
     """One for each piece of this rank: views of what it wants filled."""
-    padding: list[PaddingTarget]
+    padding: Sequence[PaddingTarget] = ()
     """What of that is in no file."""
+    scales: "Located | None" = None
+    """What is read before: the scales of all ranks' targets, where any rank may have some."""
 
 
 def locate(
@@ -274,10 +283,17 @@ def locate(
     ]
     targets = [each for each in found if isinstance(each, ReadTarget)]
     padding = [each for each in found if isinstance(each, PaddingTarget)]
+    scales = None
+    if view.checked.scales:
+        scales = _located(channel, targets_of_scales(targets))
+    return replace(_located(channel, targets), padding=padding, scales=scales)
+
+
+def _located(channel: Channel, targets: list[ReadTarget]) -> Located:
     own = [target.source for target in targets]
     text = pack_pieces(own)
     texts = Gathering("stored pieces of the target").gather(channel, [text])[0]
     pieces_of = unpack_alike(texts, text, own)
     sources = [pieces_of[each] for each in texts]
     names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
-    return Located(names=list(names), sources=sources, targets=targets, padding=padding)
+    return Located(names=list(names), sources=sources, targets=targets)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
@@ -33,7 +34,7 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
 from shardwise.rewrite.metas import needed_casts
-from shardwise.rewrite.strided_views import fill_of
+from shardwise.rewrite.strided_views import fill_of, scales_of
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
 from shardwise.space.moves import blocks_of
@@ -196,7 +197,10 @@ def _counterparts(
         # A run that is the same run on the other side stays one. Others are taken apart into boxes, which every
         # rewrite maps to boxes: the rows of one side may be the columns of the other.
         fragments = ask(name, piece.box)
-        if all(_keeps_order(each, piece.box) for each in fragments):
+        # Scales are those of boxes.
+        if not any(scales_of(each.dtypes) for each in fragments) and all(
+            _keeps_order(each, piece.box) for each in fragments
+        ):
             return [Counterpart(of(each, piece.run), each.dtypes) for each in fragments]
     return [
         Counterpart(of(each), each.dtypes, each, offset, None if piece.run is None else (start, shape))
@@ -303,6 +307,11 @@ class RewriteView:
         tensor, where the piece has another name; its dtype counts in any case.
         """
         for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
+            if (scales := scales_of(each.dtypes)) is not None:
+                found = BlockScales.of(each.piece, scales.source, scales.block, self.checked.sources[scales.source])
+                dtypes = (each.dtypes[0], *needed_casts((*each.dtypes[2:], piece.dtype)))
+                yield ReadTarget(each.piece, each.view(memory), dtypes, scales=found)
+                continue
             dtypes = needed_casts((*each.dtypes, piece.dtype))
             if (fill := fill_of(each.piece.name)) is not None:
                 yield PaddingTarget(each.view(memory), padding_value(fill, dtypes))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
@@ -39,6 +40,7 @@ __all__ = [
     "check_whole",
     "joined",
     "padding_value",
+    "targets_of_scales",
     "part_of_piece",
     "windows",
 ]
@@ -117,6 +119,8 @@ class ReadTarget:
     """Those that the values pass through, from the stored one to that of the view; one only: they are copied."""
     folded: int | None = None
     """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
+    scales: BlockScales | None = None
+    """By what elements are multiplied, before the casts that follow the second dtype, float32."""
 
     def memory(self, dtype: str) -> torch.Tensor | None:
         """The view, where its bytes are just the stored ones in their order, so that a file can be read into it."""
@@ -129,7 +133,8 @@ class ReadTarget:
         # bfloat16 -> float32 rounds, which no single cast does.
         between = [torch_dtype(each) for each in self.dtypes[1:-1]]
         for move, taken in zip(moves, elements, strict=True):
-            for memory, source in self.copies(move, taken):
+            copies = self.copies(move, taken) if self.scales is None else self.scales.products(self.view, move, taken)
+            for memory, source in copies:
                 put(memory, cast_through(source, between))
 
     def copies(self, move: Move, taken: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -153,6 +158,12 @@ class ReadTarget:
             else:
                 yield view.select(dim, at).narrow(dim, first, length), source
             start += length
+
+
+def targets_of_scales(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
+    """What has to be read before: the scales by which elements are multiplied."""
+    found = [each.scales for each in targets if each.scales is not None]
+    return [ReadTarget(each.scales, each.values, (each.scales.dtype,)) for each in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +203,8 @@ class _Neighbours:
         """Add a target, if it is the next one."""
         last = self._last
         ours, theirs = last.source, target.source
+        if last.scales is not None or target.scales is not None:
+            return False
         if ours.shape != theirs.shape or ours.run is not None or theirs.run is not None or last.dtypes != target.dtypes:
             return False
         if last.view.dtype != target.view.dtype or last.view.stride() != target.view.stride():
@@ -288,6 +301,13 @@ class PieceReader:
                     targets.append(target)
         # Without a rewrite each piece is one target already.
         targets = targets if self._targets_of is None else joined(targets)
+        # Scales before the elements that are multiplied by them.
+        if scales := targets_of_scales(targets):
+            self._fill(scales)
+        self._fill(targets)
+        return parts
+
+    def _fill(self, targets: Sequence[ReadTarget]) -> None:
         wanted = [target.source for target in targets]
         # Of these tensors alone: a plan for all that is stored would take longer than the window.
         stored = [each for name in dict.fromkeys(piece.name for piece in wanted) for each in self._stored(name)]
@@ -303,7 +323,6 @@ class PieceReader:
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()
-        return parts
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.tensors[name].pieces

@@ -27,7 +27,7 @@ from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_ops
 from shardwise.rewrite.op_steps import Dequantises
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import SHOWN, Statement, StatementFinding, StatementOperation
+from shardwise.rewrite.statements import SHOWN, Dequantise, Quantise, Statement, StatementFinding, StatementOperation
 
 
 @dataclass(slots=True)
@@ -459,6 +459,14 @@ class _Carrying:
         tensors = tuple([each.node for each in parameters if each.node is not None])
         for variable in states:
             variable.along += 1
+        if any(isinstance(each, Dequantise | Quantise) for each in self._operations):
+            self._refuse(
+                f"{states[0].name}: the state of an optimizer goes with no parameter that is quantised or dequantised. Drop "
+                f'it by its name, in quotes (`"{states[0].name}" -> _`)',
+                expanded,
+                alike=f"quantised {key}",
+            )
+            return
         # Joining q with k needs both moments: none can be made up for a parameter that has no state.
         if len(states) < len(left):
             lacking = left[found.index(None)]

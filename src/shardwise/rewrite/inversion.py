@@ -135,7 +135,12 @@ def undo(
     graph = _Graph(trace, outputs.values())
     # Losses are gathered as the way back is found: `lossy="allow"` takes the same way and only accepts them.
     cropped = list(_cropped(trace, graph))
-    losses = [*_copied(trace, graph), *_narrowed(trace, graph), *_rescaled(trace, graph), *(loss for loss, is_loss in cropped if is_loss)]
+    losses = [
+        *_copied(trace, graph),
+        *_narrowed(trace, graph),
+        *_rescaled(trace, graph),
+        *(loss for loss, is_loss in cropped if is_loss),
+    ]
     spares = _Spares(trace, sources)
     tasks = [
         task

@@ -12,7 +12,17 @@ from typing import TypeAlias
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.op_steps import Quantises, apply_steps
-from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fill_of, fragments_of, scales_of, turned, with_scales_named
+from shardwise.rewrite.strided_views import (
+    Fragment,
+    Shapes,
+    StridedView,
+    ViewedTensor,
+    fill_of,
+    fragments_of,
+    scales_of,
+    turned,
+    with_scales_named,
+)
 from shardwise.space import Box
 
 

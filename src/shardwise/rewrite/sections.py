@@ -357,6 +357,12 @@ class Proved(NamedTuple):
     undoing: Undoing
     claim: Claim
 
+    @property
+    def rescaled(self) -> list[AppliedInstance]:
+        """What takes scales, or makes them."""
+        applied = chain.from_iterable(self.done.evaluation.trace)
+        return [each for each in applied if each.ops is not None and each.ops.rescaling is not None]
+
 
 def fit(
     sections: Sequence[Section],

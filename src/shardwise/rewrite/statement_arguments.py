@@ -383,7 +383,11 @@ def _sizes_fault(sizes: tuple[int, ...]) -> str | None:
 
 
 def _block_fault(block: tuple[int, ...]) -> str | None:
-    return "a block has at least one element along each dim; -1 is all" if 0 in block or min(block, default=1) < -1 else None
+    return (
+        "a block has at least one element along each dim; -1 is all"
+        if 0 in block or min(block, default=1) < -1
+        else None
+    )
 
 
 def _resize_fault(sizes: tuple[int, ...]) -> str | None:
