@@ -31,6 +31,7 @@ from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.replicas import Replicas
 from shardwise.checkpoint.saves import prune
 from shardwise.checkpoint.saving import save
+from shardwise.checkpoint.scaled_weights import dequantising
 from shardwise.checkpoint.states import Ordered, Positioned, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
@@ -66,6 +67,7 @@ __all__ = [
     "Writer",
     "average",
     "convert",
+    "dequantising",
     "diff",
     "export_hf",
     "full",

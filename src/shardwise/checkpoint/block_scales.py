@@ -15,14 +15,13 @@ dtype, and a scale that is a power of two is the next larger one, so that no ele
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of
-from shardwise.plan.dtypes import aligned, itemsize_bytes
 from shardwise.rewrite import TensorMeta
 from shardwise.rewrite.op_steps import Quantises
 from shardwise.space import Box, Move, Piece
@@ -61,7 +60,7 @@ class BlockScales:
     def products(
         self, view: torch.Tensor, move: Move, taken: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What is copied, (target, source), where `taken` are the elements of a move into the piece: a part at a time."""
+        """What is copied, (target, source), where `taken` are the elements of a move into the piece; part by part."""
         memory = part_of(view, move.target, move.shape)
         scales = _as_float32(self.values)
         index = [

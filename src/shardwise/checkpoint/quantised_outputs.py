@@ -51,7 +51,7 @@ class QuantisingReader:
 
     def _make(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Fill a box of quantised elements, or of scales."""
-        step, meta = self._checked.quantised(name), self._checked.unquantised(name)
+        step, meta = self._checked.quantised(name), self._checked.elements_of(name)
         assert step is not None, "only such pieces are made"
         is_scales = self._checked.is_scales(name)
         for grid, values in boxes_of_grid(box if is_scales else _grid_around(box, step.block), meta, step.block):

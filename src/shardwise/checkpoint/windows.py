@@ -40,8 +40,8 @@ __all__ = [
     "check_whole",
     "joined",
     "padding_value",
-    "targets_of_scales",
     "part_of_piece",
+    "targets_of_scales",
     "windows",
 ]
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple, TypeAlias
 
+from shardwise.rewrite.interleaving import fuse, heads_of_fused, heads_of_three, unfuse, unlike
 from shardwise.rewrite.metas import TensorMeta, holds_number, keeps_values
 from shardwise.rewrite.op_steps import (
     Arrange,
-    AxisSlice,
     Casts,
     Dequantises,
     Permutes,
@@ -42,6 +42,7 @@ from shardwise.rewrite.statements import (
     Crop,
     Dequantise,
     Ffn,
+    JoinOrSplit,
     Pad,
     Permute,
     Qkv,
@@ -243,6 +244,12 @@ class _Working:
                 self._resize(operation)
             case Cast():
                 self._cast([self._dtype_asked(place, operation) for place in places])
+            case _:
+                self._make(operation)
+
+    def _make(self, operation: JoinOrSplit) -> None:
+        """Take an operation that makes other tensors."""
+        match operation:
             case Concat(axis, sizes):
                 self._concat(axis, sizes)
             case SplitStatement():
@@ -432,7 +439,7 @@ class _Working:
             raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
         # A star may stand for one tensor only, and joining one tensor changes nothing. Neither does the way back.
         if len(actual) > 1:
-            self._arrange([_fuse(axis, actual, 1)], SplitStatement(axis, None if len(set(actual)) == 1 else actual))
+            self._arrange([fuse(axis, actual, 1)], SplitStatement(axis, None if len(set(actual)) == 1 else actual))
 
     def _split(self, split: SplitStatement) -> None:
         self._one("a split")
@@ -459,7 +466,7 @@ class _Working:
                 f"{size} along dim {axis} and becomes {parts} tensors"
             )
         if parts > 1:
-            self._arrange([_unfuse(axis, sizes, 1)], Concat(axis))
+            self._arrange([unfuse(axis, sizes, 1)], Concat(axis))
 
     def _arrange(self, steps: list[Arrange], back: StatementOperation) -> None:
         """Rearrange along an axis; the tensors were found to be alike."""
@@ -503,7 +510,7 @@ class _Working:
         shape = self.shapes[0]
         if len(asked) != len(shape):
             raise OpsRefusal(
-                f"the block {list(asked)} is for {len(asked)} dims, but {self._named(0)} has {len(shape)}: {list(shape)}"
+                f"the block {list(asked)} is for {len(asked)} dims, but {self._named(0)} has {list(shape)}"
             )
         return tuple([max(1, size) if each == -1 else each for size, each in zip(shape, asked, strict=True)])
 
@@ -519,8 +526,8 @@ class _Working:
             )
         if self.shapes[1] != grid:
             raise OpsRefusal(
-                f"{_tensor(0)} of shape {list(self.shapes[0])} has {list(grid)} blocks of {list(block)}, but {_tensor(1)} "
-                f"has {list(self.shapes[1])} scales"
+                f"{_tensor(0)} of shape {list(self.shapes[0])} has {list(grid)} blocks of {list(block)}, but "
+                f"{_tensor(1)} has {list(self.shapes[1])} scales"
             )
         self._join([Dequantises(block, elements, scales)], Quantise(asked, elements, scales))
         self.shapes, self.dtypes = self.shapes[:1], ["float32"]
@@ -530,13 +537,13 @@ class _Working:
         block, elements, scales = self._block(operation.block), operation.element_dtype, operation.scale_dtype
         if elements is None or scales is None:
             raise OpsRefusal(
-                "the dtypes of elements and scales are not known. Check the inverse against the tensors of the rewrite, "
-                "or write element_dtype= and scale_dtype="
+                "the dtypes of elements and scales are not known. Check the inverse against the tensors of the "
+                "rewrite, or write element_dtype= and scale_dtype="
             )
         if elements not in QUANTISED or scales not in SCALES:
             raise OpsRefusal(
-                f"quantise makes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, not {elements} and "
-                f"{scales}"
+                f"quantise makes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, not "
+                f"{elements} and {scales}"
             )
         if not keeps_values(self.dtypes[0], "float32"):
             raise OpsRefusal(f"quantise computes in float32, which does not hold {self.dtypes[0]}: cast it before")
@@ -549,7 +556,7 @@ class _Working:
         num_heads, num_groups = qkv.num_heads, qkv.num_groups
         # One size: a fused tensor is there. Three: query, key and value are.
         there = self._sizes(axis)
-        by_size = _heads_of_fused(sum(there), num_heads, num_groups)
+        by_size = heads_of_fused(sum(there), num_heads, num_groups)
         if len(there) == 1 and qkv.sizes is None:
             if by_size is None:
                 raise OpsRefusal(
@@ -561,7 +568,7 @@ class _Working:
         sizes = there if qkv.sizes is None else qkv.sizes
         if sizes != there and (sum(sizes),) != there:
             raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
-        wrong = _heads_of_three(sizes, num_heads, num_groups)
+        wrong = heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
             raise OpsRefusal(f"along dim {axis}, {wrong}")
         # Multi-head latent attention has value heads of their own size. Fused without `sizes`, such a tensor would part
@@ -581,10 +588,10 @@ class _Working:
     def _qkv(self, qkv: Qkv) -> None:
         axis = self._joined_axis(qkv.axis)
         sizes = self._heads(axis, qkv)
-        made = _fuse if qkv.joins else _unfuse
+        made = fuse if qkv.joins else unfuse
         # The inverse says the axis and, where they are not the obvious ones, the sizes: it shall not depend on
         # defaults.
-        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups))
+        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups))
         self._arrange([made(axis, sizes, qkv.num_groups)], back)
 
     def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
@@ -596,7 +603,7 @@ class _Working:
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
-        self._lay(replace(qkv, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
+        self._lay(replace(qkv, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
 
     def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
         """The degrees of what is fused, with the side on which it is."""
@@ -654,8 +661,8 @@ class _Working:
             return
         # Between two degrees the way is through the unfused tensors: there are two ways to and from them, and not one
         # for each pair of degrees.
-        steps = [_unfuse(axis, sizes, left or 1)] if sources == 1 else []
-        steps += [_fuse(axis, sizes, right or 1)] if targets == 1 else []
+        steps = [unfuse(axis, sizes, left or 1)] if sources == 1 else []
+        steps += [fuse(axis, sizes, right or 1)] if targets == 1 else []
         self._arrange(steps, back)
 
 
@@ -671,70 +678,3 @@ def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Pad 
             back[0] = Permute(tuple([dims[dim] for dim in others]))
         return
     back.insert(0, operation)
-
-
-# In which order tensors are in one fused tensor, and the sizes that this needs
-
-
-def _interleaved(sizes: Sequence[int], parts: int) -> tuple[AxisSlice, ...]:
-    """Return the stretches of a fused tensor: part after part, each with its share of each tensor.
-
-    `sizes` are the tensors' along the axis; `parts` divides them all.
-
-    >>> _interleaved((4, 2), 2)
-    ((0, 0, 2), (1, 0, 1), (0, 2, 4), (1, 1, 2))
-    """
-    if parts <= 1:
-        return tuple([(tensor, 0, size) for tensor, size in enumerate(sizes)])
-    return tuple(
-        [
-            # Part outside, tensor inside: q0 k0 v0 q1 k1 v1. This order is the whole difference to a concatenation.
-            (tensor, part * size // parts, (part + 1) * size // parts)
-            for part in range(parts)
-            for tensor, size in enumerate(sizes)
-        ]
-    )
-
-
-def _fuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
-    """Return what joins tensors of these sizes to one that is interleaved part by part."""
-    return Arrange(axis, tuple(sizes), (_interleaved(sizes, parts),))
-
-
-def _unfuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
-    """Return what makes tensors of these sizes of the one that `_fuse` makes of them."""
-    # The inverse of the other direction, so that the two cannot come to disagree.
-    (step,) = undone([_fuse(axis, sizes, parts)])
-    assert isinstance(step, Arrange)
-    return step
-
-
-def _heads_of_three(sizes: Sequence[int], num_heads: int, num_groups: int) -> str | None:
-    """Say why query, key and value of these sizes do not consist of so many heads; None where they do.
-
-    Query and key have heads of one size; those of value may have another.
-    """
-    query, key, value = sizes
-    for what, size, heads in (("query", query, num_heads), ("key", key, num_groups), ("value", value, num_groups)):
-        if size % heads:
-            return f"the {what} has {size}, which {heads} heads do not divide"
-    if query // num_heads != key // num_groups:
-        return (
-            f"query heads have size {query // num_heads}, key heads {key // num_groups}, and they must be equal; check "
-            f"num_heads={num_heads}, num_key_value_groups={num_groups}"
-        )
-    return None
-
-
-def _heads_of_fused(size: int, num_heads: int, num_groups: int) -> tuple[int, int, int] | None:
-    """Return the sizes of query, key and value in a fused tensor; None where its heads do not divide it."""
-    heads = num_heads + 2 * num_groups
-    if size % heads:
-        return None
-    head = size // heads
-    return num_heads * head, num_groups * head, num_groups * head
-
-
-def _unlike(sizes: tuple[int, ...], num_heads: int, num_groups: int) -> tuple[int, ...] | None:
-    """Return the sizes of query, key and value; None where they are those of heads of one size."""
-    return None if _heads_of_fused(sum(sizes), num_heads, num_groups) == sizes else sizes

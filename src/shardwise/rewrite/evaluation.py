@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from shardwise.plan.names import MASTER, is_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
-from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
+from shardwise.rewrite.degrees import Apart, Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import (
     Environment,
     Variable,
@@ -72,8 +72,8 @@ def evaluate(
     `wanted` are the tensors of the target, None where it is not known. They say what stars and placeholders on the
     right stand for, and which variables come out although they were read. Whether the outputs are what the target wants
     is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
-    notes all that have degrees. `is_proof`: what comes out is compared and never read, so that what was quantised may be
-    dequantised again.
+    notes all that have degrees. `is_proof`: what comes out is compared and never read, so that what was quantised may
+    be dequantised again.
     """
     evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings)
     evaluator.is_proof = is_proof
@@ -229,8 +229,8 @@ def _rescaling_fault(ops: CompiledOps, nodes: Sequence[Node], read: Sequence[Var
             return f"{variable.name} is quantised: it can have another name, but nothing more is done with it"
         if isinstance(ops.rescaling, Dequantises) and not node.form.is_source:
             return (
-                f"{variable.name} is no stored tensor, but made by a statement: dequantise what is stored, and do the rest "
-                "with the result"
+                f"{variable.name} is no stored tensor, but made by a statement: dequantise what is stored, and do the "
+                "rest with the result"
             )
     return ""
 
@@ -248,7 +248,9 @@ class _Carrying:
         self._apart = self._along_apart = apart(())
         self._along: tuple[StatementOperation, ...] = ()
         """What is done with the state that is looked at, and the same apart."""
-        self._on_state = dict.fromkeys((True, False), (self._along, self._apart))
+        self._on_state: dict[bool, tuple[tuple[StatementOperation, ...], Apart]] = dict.fromkeys(
+            (True, False), (self._along, self._apart)
+        )
         """What is done with masters, and with other state."""
         self._said = OPEN
         self._laid: Laid = {}
@@ -461,8 +463,8 @@ class _Carrying:
             variable.along += 1
         if any(isinstance(each, Dequantise | Quantise) for each in self._operations):
             self._refuse(
-                f"{states[0].name}: the state of an optimizer goes with no parameter that is quantised or dequantised. Drop "
-                f'it by its name, in quotes (`"{states[0].name}" -> _`)',
+                f"{states[0].name}: the state of an optimizer goes with no parameter that is quantised or dequantised. "
+                f'Drop it by its name, in quotes (`"{states[0].name}" -> _`)',
                 expanded,
                 alike=f"quantised {key}",
             )

@@ -104,7 +104,9 @@ def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]
                 (
                     _target_box(meta.shape, each),
                     _shown(each.offset, each.shape),
-                    ", ".join(filter(None, [_operations(meta, source, each), step and f"quantised to {meta.dtype}"])),
+                    ", ".join(
+                        filter(None, [_operations(meta, source, each), f"quantised to {meta.dtype}" if step else ""])
+                    ),
                 ),
             )
         if not fragments:

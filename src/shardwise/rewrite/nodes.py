@@ -159,9 +159,11 @@ class Node:
         return _named(self.form.value, self.leaves)
 
     @property
-    def unquantised(self) -> "Node | None":
-        """What this is quantised of, where it is quantised elements or their scales."""
-        return self.made_by.inputs[0] if self.form.quantised is not None and self.made_by is not None else None
+    def elements_of_scales(self) -> "Node | None":
+        """The elements that are quantised with these scales; None where these are none."""
+        if self.form.quantised is None or self.made_by is None or self is self.made_by.results[0]:
+            return None
+        return self.made_by.results[0]
 
     def value_under(self, aliases: Mapping[str, str]) -> ViewedTensor:
         """The same, with sources that are other names of sources called by their own."""
@@ -176,7 +178,7 @@ class Node:
         # they would be reported as dropped.
         if len(self.leaves) == 1 or 0 in self.meta.shape:
             return set(self.leaves)
-        if (node := self.unquantised) is not None:
+        if (node := self.elements_of_scales) is not None:
             return node.used
         return {self.leaves[number] for number in self.form.used}
 
@@ -282,9 +284,9 @@ class Correspondence:
     def resolve(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box of an output come from: fragments that cover it once, of sources or padding.
 
-        Of what is quantised a box before that is asked about. Raises KeyError for what is no output.
+        Of scales a box of their elements is asked about. Raises KeyError for what is no output.
         """
-        node = self._nodes[name].unquantised or self._nodes[name]
+        node = self._nodes[name].elements_of_scales or self._nodes[name]
         template = self._templates.get((node.form, box))
         if template is None:
             template = self._template(node, box)
@@ -305,15 +307,12 @@ class Correspondence:
 
     def is_scales(self, name: str) -> bool:
         """Whether an output is the scales of quantised elements."""
-        node = self._nodes[name]
-        return node.form.quantised is not None and node.made_by is not None and node.made_by.results[1] is node
+        return self._nodes[name].elements_of_scales is not None
 
-    def unquantised(self, name: str) -> TensorMeta:
-        """What a quantised output is made of. Raises KeyError for what is not quantised."""
-        node = self._nodes[name].unquantised
-        if node is None:
-            raise KeyError(name)
-        return node.meta
+    def elements_of(self, name: str) -> TensorMeta:
+        """Of an output that is scales those of its elements, else of the output."""
+        node = self._nodes[name]
+        return (node.elements_of_scales or node).meta
 
     def padding(self, name: str) -> list[Fragment]:
         """The elements of an output that are in no source. Raises KeyError for what is no output."""

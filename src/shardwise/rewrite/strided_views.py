@@ -137,8 +137,9 @@ class ViewedTensor:
 
     def scaled(self, scales: "ViewedTensor", block: tuple[int, ...]) -> "ViewedTensor":
         """The elements of a source, multiplied by the scales of their blocks, in float32."""
-        source = next((view.source for view in scales.views), "")
-        views = [view._replace(dtypes=(*view.dtypes, str(Scales(source, block)), "float32")) for view in self.views]
+        # Scales that are themselves made have no views. They are met by proofs alone, which do not read.
+        entries = [str(Scales(view.source, block)) for view in scales.views[:1]]
+        views = [view._replace(dtypes=(*view.dtypes, *entries, "float32")) for view in self.views]
         return ViewedTensor(self.shape, "float32", tuple(views))
 
     def crop(self, axis: int, start: int, stop: int) -> "ViewedTensor":

@@ -40,7 +40,6 @@ from shardwise.rewrite.statements import (
     Unstack,
 )
 
-
 ANEW = "quantised values have new scales, and are rounded"
 """What is lost where tensors are quantised, on the way there or back."""
 
@@ -199,11 +198,8 @@ def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
 
 def _undo(operation: StatementOperation) -> StatementOperation:
     match operation:
-        case Permute(None):
-            return operation
         case Permute(dims):
-            assert dims is not None
-            return Permute(inverted(dims))
+            return operation if dims is None else Permute(inverted(dims))
         case Reshape():
             return Reshape(None)
         case Pad(_, fill) | Crop(_, fill):
