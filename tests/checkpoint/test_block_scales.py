@@ -59,7 +59,7 @@ def by_loop(values: torch.Tensor, block: Block, scale_dtype: torch.dtype) -> tup
         for column in range(scales.shape[1]):
             at = slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1])
             part = values[at].float()
-            made = quantiser(part.shape, scale_dtype)._quantize_one("w", part)  # type: ignore[no-untyped-call]
+            made = quantiser(part.shape, scale_dtype)._quantize_one("w", part)
             elements[at], scales[row, column] = made["w"], made["w_scale_inv"].view(scale_dtype)[0, 0]
     return elements, scales
 
@@ -146,14 +146,15 @@ def test_both_directions_have_the_bits_of_transformers(block: Block, scale_dtype
     weight = (torch.randn(256, 384) * torch.exp(3 * torch.randn(256, 1))).bfloat16()
     weight[:128, :128] = 0
     weight[200] *= 1e-30
-    expected = quantiser(block, scale_dtype)._quantize_one("m.weight", weight)  # type: ignore[no-untyped-call]
+    expected = quantiser(block, scale_dtype)._quantize_one("m.weight", weight)
     sw.save(tmp_path / "a", {"m.weight": weight})
     name = str(scale_dtype).removeprefix("torch.")
     text = f"m.weight -> m.weight, m.weight_scale_inv, quantise='{list(block)}', scale_dtype='{name}'"
     checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=sw.Rewrite(text))
     found = checkpoint.open(tmp_path / "b")
     assert same({each: found.read(each) for each in found.tensors}, expected)
-    wide = Fp8Dequantize(None)._dequantize_one(*expected.values(), torch.bfloat16)  # type: ignore[no-untyped-call]
+    elements, scales = expected.values()
+    wide = Fp8Dequantize(None)._dequantize_one(elements, scales, torch.bfloat16)  # type: ignore[no-untyped-call]
     state = {"m.weight": torch.zeros(256, 384, dtype=torch.bfloat16)}
     sw.load(tmp_path / "b", state, rewrite=checkpoint.dequantising(tmp_path / "b"))
     assert same_tensor(state["m.weight"], wide)
@@ -273,7 +274,7 @@ def test_what_cannot_be_quantised_or_read_is_refused(tmp_path: Path) -> None:
     quantise = sw.Rewrite("w -> w, s, quantise='[1,1]'")
     with pytest.raises(RewriteError, match="the state of an optimizer goes with no parameter that is quantised"):
         checkpoint.convert(tmp_path / "wide", tmp_path / "out", rewrite=quantise)
-    with pytest.raises(CheckpointError, match="w has values that are not finite"):
+    with pytest.raises(CheckpointError, match="has values that are not finite"):
         checkpoint.convert(tmp_path / "wide", tmp_path / "out", to="hf", rewrite=quantise)
     with pytest.raises(RewriteError, match="the rewrite quantises, and ranks want parts of blocks"):
         sw.load(tmp_path / "wide", {"w": elements, "s": scales}, rewrite=quantise)
@@ -312,6 +313,6 @@ def conversions(folder: Path) -> Iterator[str]:
 
 
 def test_memory_stays_below_128_mib_however_large_the_tensor(tmp_path: Path) -> None:
-    sw.save(tmp_path / "a", {"w": torch.randn(6000, 5000).bfloat16()})
+    sw.save(tmp_path / "a", {"w": torch.randn(3000, 6000).bfloat16()})
     peaks = peaks_of(conversions, tmp_path, window_part=1)
     assert max(peaks.values()) < 128, peaks

@@ -13,6 +13,7 @@ from shardwise.rewrite.statements import (
     Cast,
     Concat,
     Crop,
+    Dequantise,
     Ffn,
     Name,
     NamePart,
@@ -21,6 +22,7 @@ from shardwise.rewrite.statements import (
     Placeholder,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -78,7 +80,7 @@ def joints(draw: st.DrawFn) -> tuple[StatementOperation | None, int | None, int 
     heads = groups * draw(counts)
     degrees = draw(st.tuples(st.none() | counts, st.none() | counts))
     many = draw(st.sampled_from([None, 2, 3]))
-    join = draw(st.sampled_from(["none", "concat", "split", "stack", "unstack", "qkv", "rank", "ffn"]))
+    join = draw(st.sampled_from(["none", "concat", "split", "stack", "unstack", "qkv", "rank", "ffn", "scales"]))
     match join:
         case "concat":
             return Concat(axis, draw(st.none() | sizes(many))), many, 1
@@ -89,6 +91,11 @@ def joints(draw: st.DrawFn) -> tuple[StatementOperation | None, int | None, int 
             return Stack(axis), many, 1
         case "unstack":
             return Unstack(axis), 1, many
+        case "scales":
+            block = draw(st.lists(st.sampled_from([-1, 1, 128]), max_size=3).map(tuple))
+            if draw(st.booleans()):
+                return Dequantise(block), 2, 1
+            return Quantise(block, draw(st.none() | dtypes), draw(st.none() | dtypes)), 1, 2
         case "qkv":
             joins = draw(st.booleans())
             return Qkv(heads, groups, some_axis, joins), 3 if joins else 1, 1 if joins else 3

@@ -36,7 +36,7 @@ class QuantisingReader:
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
-        made = {piece for piece in pieces if self._checked.quantised(piece.name) is not None}
+        made = [piece for piece in pieces if self._checked.quantised(piece.name) is not None]
         sizes = {piece: piece.num_elements * itemsize_bytes(piece.dtype) for piece in made}
         memory, start, parts = self._buffer.room(sum(map(aligned, sizes.values()))), 0, {}
         for piece, num_bytes in sizes.items():
@@ -45,7 +45,7 @@ class QuantisingReader:
             for first, shape, offset in blocks_of(piece):
                 box = Box(offset, shape)
                 self._make(piece.name, box, parts[piece][first : first + box.num_elements].view(shape))
-        plain = [piece for piece in pieces if piece not in made]
+        plain = [piece for piece in pieces if piece not in sizes]
         parts.update(zip(plain, self._plain.read(plain), strict=True))
         return [parts[piece] for piece in pieces]
 
