@@ -232,7 +232,7 @@ class _AveragedOutputs(Outputs):
     sides: Sequence[Outputs]
     rule: _AveragingRule
     means: frozenset[str] = field(default_factory=frozenset)
-    """Tensors of which means are taken. Of others the first checkpoint's are written."""
+    """Tensors that are averaged. Of others the first checkpoint's are written."""
     sums: GrowingBuffer = field(default_factory=GrowingBuffer)
     """Memory of sums, for readers that read one after the other."""
 
@@ -295,8 +295,8 @@ class _AveragedOutputs(Outputs):
         ]
         if findings:
             advice = (
-                "only floats of 16 bits and more are averaged; take tensors of other dtypes from the first checkpoint "
-                "by from_first=[...] (--from-first NAME), and dequantise narrow floats before"
+                "only floats of 16 bits and more are averaged. Take others from the first checkpoint by "
+                "from_first=[...] (--from-first NAME), and dequantise narrow floats before"
             )
             raise CheckpointError(*findings, advice, about="these checkpoints cannot be averaged")
         return tuple(differing)

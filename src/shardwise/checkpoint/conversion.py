@@ -396,7 +396,7 @@ class Conversion:
 
     @property
     def _is_dequantised(self) -> bool:
-        """Whether what is written has no narrow floats, of which a configuration may say how they are scaled."""
+        """Whether no narrow floats are written, though the configuration may say how they are scaled."""
         if any(tensor.dtype in QUANTISED for tensor in self.outputs.tensors.values()):
             return False
         config = self.files.get(CONFIG)

@@ -18,13 +18,13 @@ __all__ = ["QuantisingReader"]
 
 
 class QuantisingReader:
-    """Reads pieces of outputs of which a rewrite quantises some, into its own buffer, as `PieceReader` does.
+    """Reads pieces of outputs, some of them quantised, into its own buffer, as `PieceReader` does.
 
     Elements and scales of a tensor are each made of all its values, which are read for both.
     """
 
     def __init__(self, checked: Checked, plain: PieceReader, wide: PieceReader) -> None:
-        """`plain` reads what is not quantised, `wide` what is to be, as float32."""
+        """`plain` reads what is not quantised, and `wide` reads float32 that is quantised here."""
         self._checked = checked
         self._plain, self._wide = plain, wide
         self._buffer = GrowingBuffer()
