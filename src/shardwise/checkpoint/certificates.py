@@ -14,7 +14,6 @@ fault of ours, an error, and leaves no save.
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
-from shardwise.rewrite import Checked, Fragment
+from shardwise.rewrite import Checked
 from shardwise.rewrite.metas import holds_nans, keeps_values
 from shardwise.rewrite.op_steps import Quantises
 from shardwise.rewrite.strided_views import scales_of
@@ -372,8 +371,12 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
         is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
         # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
         lost.append("a part is dropped" if is_part else "a part of the tensor that it is joined with is dropped")
-    elif returns and (cropped := tensor.whole.num_elements - _most_in_one(fragments)) > 0:
-        lost.append(f"{cropped:,} of {tensor.whole.num_elements:,} elements are cropped")
+    elif returns and tensor.name in checked.cropped:
+        total = tensor.whole.num_elements
+        lacking = total - sum(each.num_elements for each in fragments)
+        lost.append(
+            f"{lacking:,} of {total:,} elements are cropped" if lacking > 0 else "cropped in the copy that counts"
+        )
     if any(scales_of(each.dtypes) for each in fragments) or tensor.name in checked.scales:
         lost.append("dequantised: what is quantised anew may have other scales")
     if step := _quantised_to(checked, tensor):
@@ -396,14 +399,6 @@ def _errors(elements: torch.Tensor, returned: torch.Tensor) -> tuple[float, floa
     differences = (elements - returned).abs()
     relative = (differences / elements.abs())[elements != 0]
     return float(differences.max()), float(relative.max()) if len(relative) else 0.0
-
-
-def _most_in_one(fragments: Iterable[Fragment]) -> int:
-    """The most elements of a source that one output has."""
-    sizes: Counter[str] = Counter()
-    for each in fragments:
-        sizes[each.other] += each.num_elements
-    return max(sizes.values(), default=0)
 
 
 def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:

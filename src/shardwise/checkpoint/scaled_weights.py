@@ -6,6 +6,7 @@
 Shapes say the block: the one of `config.json` where it fits, else (128, 128), (1, 32), or what divides evenly.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,12 +20,14 @@ from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.compiled_ops import QUANTISED, SCALES
 from shardwise.rewrite.op_steps import grid_of
-from shardwise.rewrite.spelling import quoted
+from shardwise.rewrite.spelling import text_of_name
+from shardwise.rewrite.statements import Name, NamePart, Placeholder, TextPlace
 
 __all__ = ["dequantising"]
 
 _ENDINGS: Final = ("_scale_inv", "_scale")
-_QUANTIZATION = "quantization_config"
+_QUANTIZATION: Final = "quantization_config"
+_DIGITS: Final = re.compile("[0-9]+")
 
 
 def dequantising(source: Address, dtype: str = "bfloat16", *, step: int | None = None) -> Rewrite:
@@ -52,15 +55,20 @@ def dequantising(source: Address, dtype: str = "bfloat16", *, step: int | None =
 
 def _statements(contents: Contents, said: Sequence[int] | None, dtype: str, findings: list[str]) -> Iterator[str]:
     cast = "" if dtype == "float32" else f", dtype='{dtype}'"
+    alike: dict[tuple[str, ...], dict[tuple[str, tuple[int, ...]], list[str]]] = {}
     for name, tensor in contents.tensors.items():
+        end = next((end for end in _ENDINGS if name + end in contents.tensors), None)
         if tensor.dtype not in QUANTISED:
+            # A statement for all layers would match it too.
+            if end is not None:
+                alike.setdefault(_words(name), {})["", ()] = []
             continue
-        scales = next((contents.tensors[name + end] for end in _ENDINGS if name + end in contents.tensors), None)
-        if scales is None:
+        if end is None:
             findings.append(
                 f"{name} is {tensor.dtype}, and has no tensor {' or '.join(name + end for end in _ENDINGS)}"
             )
             continue
+        scales = contents.tensors[name + end]
         block = _block_of(tensor.shape, scales.shape, said) if scales.dtype in SCALES else None
         if block is None:
             findings.append(
@@ -68,7 +76,34 @@ def _statements(contents: Contents, said: Sequence[int] | None, dtype: str, find
                 "by blocks; write the statement by hand, if they do"
             )
             continue
-        yield f"{quoted(name)}, {quoted(scales.name)} -> {quoted(name)}, dequantise='{list(block)}'{cast}"
+        alike.setdefault(_words(name), {}).setdefault((end, block), []).append(name)
+    for groups in alike.values():
+        for (end, block), names in groups.items():
+            # One statement for all layers and experts, unless they differ: 45,000 would take a minute to check.
+            written = [_pattern(names[0])] if len(groups) == 1 and len(names) > 1 else [(name,) for name in names]
+            for parts in written:
+                elements, scales_text = (text_of_name(_named(each), right=True) for each in (parts, (*parts, end)))
+                yield f"{elements}, {scales_text} -> {elements}, dequantise='{list(block)}'{cast}"
+
+
+def _words(name: str) -> tuple[str, ...]:
+    """What names of all layers and experts have in common."""
+    return tuple(_DIGITS.split(name))
+
+
+def _pattern(name: str) -> tuple[NamePart, ...]:
+    """A name with a placeholder for each number."""
+    words = _words(name)
+    numbers = [Placeholder(f"N{place}") for place in range(1, len(words))]
+    parts = [part for pair in zip(words, (*numbers, ""), strict=True) for part in pair]
+    return tuple(part for part in parts if part)
+
+
+def _named(parts: Sequence[NamePart]) -> Name:
+    *most, last = parts
+    # The ending of scales belongs to the text before it.
+    merged = (*most[:-1], most[-1] + last) if most and isinstance(most[-1], str) and isinstance(last, str) else parts
+    return Name(tuple(merged), False, TextPlace(1, 1, 1))
 
 
 def _said_block(config: Any) -> Sequence[int] | None:

@@ -75,8 +75,7 @@ def evaluate(
     notes all that have degrees. `is_proof`: what comes out is compared and never read, so that what was quantised may
     be dequantised again.
     """
-    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings)
-    evaluator.is_proof = is_proof
+    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings, is_proof=is_proof)
     for number, task in enumerate(tasks):
         evaluator.task = number
         evaluator.carry_out(task)
@@ -92,11 +91,13 @@ class _TaskEvaluator:
         wanted: Mapping[str, TensorMeta] | None,
         laid: Laid,
         fusings: Fusings | None,
+        *,
+        is_proof: bool,
     ) -> None:
         self.environment = environment
         self.laid = laid
         self.fusings = fusings
-        self.is_proof = False
+        self.is_proof = is_proof
         self.task = 0
         """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
@@ -373,7 +374,7 @@ class _Carrying:
             self._write_unknown(expanded, right)
             return ()
         if not self._evaluator.is_proof and (fault := _rescaling_fault(ops, nodes, read)):
-            self._refuse(fault, expanded, alike=f"scales {fault[-40:]}")
+            self._refuse(fault, expanded, alike="scales")
             self._write_unknown(expanded, right)
             return ()
         # The first of two passes (see degrees.py): what is made goes on as a source of its own, which can be followed.

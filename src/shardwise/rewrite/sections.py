@@ -358,10 +358,9 @@ class Proved(NamedTuple):
     claim: Claim
 
     @property
-    def rescaled(self) -> list[AppliedInstance]:
-        """What takes scales, or makes them."""
-        applied = chain.from_iterable(self.done.evaluation.trace)
-        return [each for each in applied if each.ops is not None and each.ops.rescaling is not None]
+    def applied_instances(self) -> list[AppliedInstance]:
+        """What all statements did."""
+        return list(chain.from_iterable(self.done.evaluation.trace))
 
 
 def fit(
