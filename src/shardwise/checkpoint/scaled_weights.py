@@ -94,8 +94,8 @@ def _words(name: str) -> tuple[str, ...]:
 def _pattern(name: str) -> tuple[NamePart, ...]:
     """A name with a placeholder for each number."""
     words = _words(name)
-    numbers = [Placeholder(f"N{place}") for place in range(1, len(words))]
-    parts = [part for pair in zip(words, (*numbers, ""), strict=True) for part in pair]
+    numbers: list[NamePart] = [Placeholder(f"N{place}") for place in range(1, len(words))]
+    parts: list[NamePart] = [part for pair in zip(words, (*numbers, ""), strict=True) for part in pair]
     return tuple(part for part in parts if part)
 
 
