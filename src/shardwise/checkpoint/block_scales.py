@@ -31,8 +31,8 @@ __all__ = ["BlockScales", "boxes_of_grid", "quantise"]
 _AT_ONCE = 1 << 18
 """Elements that are multiplied while they are in the cache."""
 
-_READ_AT_ONCE = 1 << 21
-"""Elements of float32 that are read to be quantised: 8 MiB, or one block where that is larger."""
+_READ_AT_ONCE = 1 << 20
+"""Elements of float32 that are read to be quantised: 4 MiB, or one block where that is larger."""
 
 
 @dataclass(frozen=True, slots=True)
