@@ -91,6 +91,18 @@ CASES: Mapping[str, Case] = {
         sources={"experts": (4, 3, 5)},
         plain=lambda w: {f"e.{number}": w["experts"][:, number] for number in range(3)},
     ),
+    "padded": Case(
+        text="a^T -> b, pad='[9,-1]', fill='0.1'; b, c -> d, axis=1, dtype='bfloat16'",
+        sources={"a": (5, 7), "c": (9, 2)},
+        plain=lambda w: {
+            "d": torch.cat([torch.nn.functional.pad(w["a"].T, (0, 0, 0, 2), value=0.1), w["c"]], 1).bfloat16()
+        },
+    ),
+    "padded and cropped": Case(
+        text="a -> t, pad='[9,8]', fill=3; t -> b, permute='[]', crop='[6,-1]'",
+        sources={"a": (5, 7)},
+        plain=lambda w: {"b": torch.nn.functional.pad(w["a"], (0, 1, 0, 4), value=3)[:, :6].T},
+    ),
     "cast": Case(
         text="a^T -> b, dtype='bfloat16'",
         sources={"a": (5, 7)},

@@ -15,7 +15,7 @@ from tests.checkpoint.cut_tensors import Cut, save_pieces, tensors_of
 from tests.checkpoint.rewritten_tensors import CASES, blank, same_pieces, shares_of
 from tests.checkpoint.small_states import rubbish, same
 
-LOSSY = ("cast", "rounded", "rounded twice", "copies", "dropped")
+LOSSY = ("cast", "rounded", "rounded twice", "copies", "dropped", "padded", "padded and cropped")
 
 
 @pytest.mark.parametrize("files", ["pieces", "whole"])

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.rewrite import Checked, Fragment, Rewrite
+from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Box
 from tests.rewrite.oracle import Tensor, Values, cast, interpret, metas
 
@@ -48,8 +49,12 @@ def fill(box: Box, dtype: str, fragments: Sequence[Fragment], sources: Mapping[s
     written = np.zeros(box.num_elements, np.int64)
     for fragment in fragments:
         where = positions(fragment, box)
-        source = sources[fragment.other]
         np.add.at(written, where.ravel(), 1)
+        if (number := fill_of(fragment.other)) is not None:
+            value = cast(np.full(fragment.shape, float(number), np.float32), fragment.dtypes[0])
+            local[where] = _carried(value, fragment, (fragment.dtypes[0], dtype))
+            continue
+        source = sources[fragment.other]
         local[where] = _carried(source.values[_other_box(fragment, sources)], fragment, (source.dtype, dtype))
     assert (written == 1).all(), f"{box}: elements are written {sorted(set(written.tolist()))} times"
     return local.reshape(box.shape)
@@ -64,7 +69,7 @@ def resolved(
         values: Values = np.full(meta.shape, np.nan, np.float32)
         for box in partitions.get(name) or [whole(meta.shape)]:
             fragments = checked.resolve(name, box)
-            assert {fragment.other for fragment in fragments} <= checked.sources_of(name)
+            assert {each.other for each in fragments if fill_of(each.other) is None} <= checked.sources_of(name)
             values[box.slices()] = fill(box, meta.dtype, fragments, sources)
         outputs[name] = Tensor(values, meta.dtype)
     return outputs
@@ -85,6 +90,12 @@ def pushed(
                 taken = local[positions(fragment, box)]
                 target.values[there] = _carried(taken, fragment, (source.dtype, target.dtype))
                 written[fragment.other][there] += 1
+    for name in outputs:
+        for fragment in checked.padding(name):
+            there = Box(fragment.first, fragment.shape).slices()
+            value = cast(np.full(fragment.shape, float(fill_of(fragment.other) or ""), np.float32), fragment.dtypes[0])
+            outputs[name].values[there] = _carried(value, fragment, (fragment.dtypes[0], outputs[name].dtype))
+            written[name][there] += 1
     for name, times in written.items():
         assert (times == 1).all(), f"{name}: elements are written {sorted(set(times.ravel().tolist()))} times"
     return outputs

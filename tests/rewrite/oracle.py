@@ -250,6 +250,15 @@ def _carried_out(key: str, text: str, tensors: list[Tensor], line: Line, num_rig
             return [Tensor(v.transpose(dims), dtype, d) for v, d in zip(values, turned, strict=True)]
         case "reshape":
             return each(lambda v: v.reshape(numbers(text)))
+        case "pad":
+            value = cast(np.array([attributes.get("fill", 0) if model else 0], np.float32), dtype)
+            return each(lambda v: np.pad(v, _more(v.shape, numbers(text)), constant_values=value[0]) if v.ndim else v)
+        case "crop":
+            return each(
+                lambda v: v[
+                    tuple(slice(old if new == -1 else new) for old, new in zip(v.shape, numbers(text), strict=True))
+                ]
+            )
         case "dtype" | "dst_dtype" if model:
             return [Tensor(cast(tensor.values, text), text) for tensor in tensors]
         case "src_dtype" if model:
@@ -265,6 +274,10 @@ def _carried_out(key: str, text: str, tensors: list[Tensor], line: Line, num_rig
         case "stack":
             return [Tensor(part.squeeze(int(text)), dtype) for part in _equal_parts(values[0], int(text), num_right)]
     return tensors
+
+
+def _more(shape: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return [(0, 0 if new == -1 else new - old) for old, new in zip(shape, sizes, strict=True)]
 
 
 def perform(instance: Instance, tensors: list[Tensor], right: tuple[int, ...], *, model: bool) -> list[Tensor]:

@@ -38,7 +38,7 @@ class Case:
     """The same in parts that can be applied one after the other."""
     sources: dict[str, Tensor]
     lossless: bool
-    """No drop, no fan-out, no cast that loses values: what the rewrite does can be undone."""
+    """No drop, no fan-out, no crop, no cast that loses values: what the rewrite does can be undone."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,14 @@ def _factored(writer: Writer, count: int) -> list[int]:
 def _unary(writer: Writer, tensor: Tensor) -> str:
     """Operations that leave one tensor one, as they are written after a name."""
     shape, written = tensor.shape, ""
-    for kind in writer.draw(st.lists(st.sampled_from(["permute", "reshape"]), min_size=1, unique=True)):
+    for kind in writer.draw(st.lists(st.sampled_from(["permute", "reshape", "pad"]), min_size=1, unique=True)):
+        if kind == "pad":
+            larger = [size + writer.number(0, 2) for size in shape]
+            asked = [-1 if new == old and writer.number(0, 1) else new for old, new in zip(shape, larger, strict=True)]
+            fill = writer.chosen("", ", fill=2", ", fill='-0.3'", ", fill='inf'")
+            written += f", pad='{asked}'{fill}"
+            shape = tuple(larger)
+            continue
         if kind == "permute":
             dims = writer.chosen([], writer.draw(st.permutations(range(len(shape)))))
             written += f", permute='{dims}'"
@@ -286,6 +293,14 @@ def drop(writer: Writer) -> None:
     writer.lost = True
 
 
+def crop(writer: Writer) -> None:
+    name = writer.live(least_dims=1)
+    shape = writer.tensor(name).shape
+    smaller = [writer.chosen(-1, writer.number(0, size)) for size in shape]
+    writer.write(f"{name} -> {writer.target()}, crop='{smaller}'")
+    writer.lost = True
+
+
 def fan_out(writer: Writer) -> None:
     name = writer.live()
     writer.write(f"{name} -> {writer.target()}")
@@ -305,7 +320,7 @@ def narrow(writer: Writer) -> None:
 LOSSLESS = (
     rename, swap, change, join, part, stack, unstack, fused, placeholders, array, widen, keep, change, part, fused,
 )  # fmt: skip
-LOSSY = (*LOSSLESS, drop, fan_out, narrow, drop, fan_out, narrow)
+LOSSY = (*LOSSLESS, drop, fan_out, narrow, crop, drop, fan_out, narrow, crop)
 
 
 @st.composite

@@ -123,6 +123,21 @@ OPERATIONS = {
     "q -> q, fused_qkv_old, num_heads=2, num_key_value_groups=1, dst_tp=2": "the right tensor is fused for tensor-par",
     "q -> q, fused_ffn, src_tp=3": "the left tensor is fused for tensor-parallel degree 3. It does not divide gate",
     "a, c -> x, fused_ffn": "gate and up have the same size, but along dim 1 they have 3 and 4",
+    "a -> b, c2, quantise='[2]'": "the block [2] is for 1 dims, but a has [2, 3]",
+    "a -> b, c2, quantise='[2,2]', permute='[]'": "quantise is the last operation of a statement",
+    "a -> b, c2, quantise='[2,2]', element_dtype='int8'": "quantise makes elements of float8_e4m3fn, float8_e5m2 and",
+    "a -> b, c2, dtype='float64', quantise='[2,2]'": "quantise computes in float32, which does not hold float64",
+    "a -> b, c2, quantise='[2,2]', scale_dtype=recorded": "the dtypes of elements and scales are not known",
+    "a, c -> b, dequantise='[1,1]'": "dequantise takes elements of float8_e4m3fn, float8_e5m2 and scales of float32",
+    "f^T, a -> b, dequantise='[1,1]'": "dequantise is the first operation of a statement",
+    "f, a -> b, dequantise='[2,2]'": "f of shape [2, 3] has [1, 2] blocks of [2, 2], but a has [2, 3] scales",
+    "a -> b, pad='[1,-1]'": "pad [1, -1] asks for a smaller size than a has: [2, 3]",
+    "a -> b, crop='[-1,4]'": "crop [-1, 4] asks for a larger size than a has: [2, 3]",
+    "a -> b, crop='[1]'": "crop [1] is for 1 dims, but a has 2: [2, 3]",
+    "a, c -> b, axis=1, pad='[1,-1]'": "pad [1, -1] asks for a smaller size than the result has: [2, 7]",
+    "a -> b, pad=recorded": "the sizes of a before the crop are not known. Check the inverse against the tensors",
+    "a -> b, dtype='uint8', pad='[3,-1]', fill=256": "fill is 256, which no element of a can be: its dtype is uint8",
+    "d -> b, pad='[3,-1]', fill='1e5'": "fill is 100000, which no element of d can be: its dtype is float16",
     "a -> x, fused_ffn": "a has size 3 along dim 1, which is not divisible into gate and up: check axis=",
 }
 
@@ -130,6 +145,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("text", OPERATIONS)
 def test_operations_that_do_not_fit_the_tensors_are_refused(text: str) -> None:
     sources = {"a": A, "c": (2, 4), "d": (A, "float16"), "q": (2, 8), "k": (2, 4), "v": (2, 4)}
+    sources["f"] = (A, "float8_e4m3fn")
     (problem,) = problems(text, sources)
     assert problem.startswith(OPERATIONS[text])
 

@@ -253,7 +253,7 @@ def test_the_proof_finds_a_wrong_way_back() -> None:
         done.applied_instances, environment.first, {name: environment.variables[name] for name in outputs}, {}
     )
     applied_instances = [applied for instances in done.evaluation.trace for applied in instances]
-    claim = Claim(sources=done.sources, outputs=outputs, agree=(), lost=(), aliases={})
+    claim = Claim(sources=done.sources, outputs=outputs, agree=(), lost=(), aliases={}, crops=False)
     prove(claim, applied_instances, undoing.tasks)
     for text in (
         "d^T -> c; c -> b, a, axis=0",

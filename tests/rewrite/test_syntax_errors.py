@@ -13,7 +13,8 @@ ARROW = f"the arrow is written '->', and points to the right; {FORM}"
 DTYPES = ", ".join(ITEMSIZE_BYTES)
 ATTRIBUTES = (
     "axis, sizes, stack, fused_qkv, fused_qkv_old, fused_ffn, num_heads, num_key_value_groups, src_tp, dst_tp, "
-    "permute, reshape, dtype, src_dtype, dst_dtype, optional, gaps"
+    "permute, reshape, pad, crop, fill, dtype, src_dtype, dst_dtype, dequantise, quantise, element_dtype, "
+    "scale_dtype, optional, gaps"
 )
 VALUES = "values are integers, words, and lists such as '[2,0,1]', after one equals sign"
 ARRAY = "an array of names is written w[0:3], which is w_0, w_1, w_2"
@@ -136,6 +137,23 @@ ERRORS = [
     ("a, b -> c, |stack=1.5|", "stack=1.5: stack wants an integer, such as stack=0"),
     ("a, b -> c, |axis='[1]'|", "axis='[1]': axis wants an integer, such as axis=0"),
     (f"a -> b, |axis={10**18}|", f"axis={10**18}: axis wants an integer, such as axis=0"),
+    (
+        "a, s -> b, |dequantise='[0,4]'|",
+        "dequantise='[0,4]': a block has at least one element along each dim; -1 is all",
+    ),
+    (
+        "a -> b, |dequantise='[4]'|",
+        "dequantise is for 'elements, scales -> a'; here are 1 name on the left and 1 name on the right",
+    ),
+    ("a -> b, s, |quantise=4|", "quantise=4: quantise wants a list of integers, such as quantise='[128,128]'"),
+    (
+        "a, s -> b, dequantise='[4]', |scale_dtype='uint8'|",
+        "scale_dtype='uint8' says something about quantise, which is not given",
+    ),
+    ("a -> b, |pad='[-2]'|", "pad='[-2]': sizes are not negative, but for -1, which keeps a size"),
+    ("a -> b, crop='[2]', |fill=many|", "fill=many: fill wants a number, such as 0, 0.5, '-inf' or '1e-5'"),
+    ("a -> b, |fill=0|", "fill=0 is the value of elements that pad= adds or crop= takes away; neither is given"),
+    ("a -> b, pad='[2]', |pad='[3]'|", "pad is given twice, as pad='[2]' and as pad='[3]'; give it once"),
     ("a -> b, |permute=1|", "permute=1: permute wants a list of integers, such as permute='[1,0]'"),
     ("a -> b, |reshape='2,3'|", "reshape='2,3': reshape wants a list of integers, such as reshape='[4,-1]'"),
     ("a -> b, |permute=recorded|", "permute=recorded: permute wants a list of integers, such as permute='[1,0]'"),

@@ -12,13 +12,17 @@ from shardwise.rewrite.statement_arguments import WORDS
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
+    Dequantise,
     Ffn,
     Name,
     NamePart,
+    Pad,
     Permute,
     Placeholder,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -76,7 +80,7 @@ def joints(draw: st.DrawFn) -> tuple[StatementOperation | None, int | None, int 
     heads = groups * draw(counts)
     degrees = draw(st.tuples(st.none() | counts, st.none() | counts))
     many = draw(st.sampled_from([None, 2, 3]))
-    join = draw(st.sampled_from(["none", "concat", "split", "stack", "unstack", "qkv", "rank", "ffn"]))
+    join = draw(st.sampled_from(["none", "concat", "split", "stack", "unstack", "qkv", "rank", "ffn", "scales"]))
     match join:
         case "concat":
             return Concat(axis, draw(st.none() | sizes(many))), many, 1
@@ -87,6 +91,11 @@ def joints(draw: st.DrawFn) -> tuple[StatementOperation | None, int | None, int 
             return Stack(axis), many, 1
         case "unstack":
             return Unstack(axis), 1, many
+        case "scales":
+            block = draw(st.lists(st.sampled_from([-1, 1, 128]), max_size=3).map(tuple))
+            if draw(st.booleans()):
+                return Dequantise(block), 2, 1
+            return Quantise(block, draw(st.none() | dtypes), draw(st.none() | dtypes)), 1, 2
         case "qkv":
             joins = draw(st.booleans())
             return Qkv(heads, groups, some_axis, joins), 3 if joins else 1, 1 if joins else 3
@@ -133,6 +142,11 @@ def statements(draw: st.DrawFn) -> Statement:
     operations: list[StatementOperation] = list(draw(steps))
     if joint is not None:
         operations.insert(draw(st.integers(0, len(operations))), joint)
+    fill = draw(st.none() | st.sampled_from(["0", "7", "-3", "0.5", "inf", "-inf", "nan", "1e-05"]))
+    resized = st.none() | st.lists(st.integers(-1, 9), max_size=3).map(tuple)
+    for kind in draw(st.lists(st.sampled_from(["pad", "crop"]), unique=True)):
+        resize = Crop(draw(resized), fill) if kind == "crop" else Pad(draw(resized), fill or "0")
+        operations.insert(draw(st.integers(0, len(operations))), resize)
     sources = [draw(names(star=left is None)) for _ in range(left or 1)]
     targets = [draw(names(star=right is None, right=True)) for _ in range(right or 1)]
     return Statement(tuple(sources), tuple(targets), tuple(apart(operations)), optional, NOWHERE, "")

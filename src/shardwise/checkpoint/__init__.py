@@ -8,6 +8,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     stream           weights of running trainers into the tensors of other ranks, with other cuts and names
     open, verify     look into a checkpoint and read any part of it; compare every byte with its checksum
     diff, convert    compare checkpoints of any formats; turn one into a save of ours or Hugging Face files
+    average          the weighted mean of checkpoints of any formats
     import_hf,       models of Hugging Face as saves, and saves as their folders, with a certificate that nothing was
     export_hf        lost
     prune            remove old saves
@@ -15,6 +16,7 @@ The room works alone: a state is tensors by name, tensors by `Piece`, or anythin
     Store            where bytes go: `LocalStore`, `FsspecStore`, or your own
 """
 
+from shardwise.checkpoint.averages import AverageReport, average
 from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
@@ -30,6 +32,7 @@ from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.replicas import Replicas
 from shardwise.checkpoint.saves import prune
 from shardwise.checkpoint.saving import save
+from shardwise.checkpoint.scaled_weights import dequantising
 from shardwise.checkpoint.states import Ordered, Positioned, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
@@ -38,6 +41,7 @@ from shardwise.checkpoint.weight_streams import StreamReport, stream
 __all__ = [
     "Address",
     "AsyncSaver",
+    "AverageReport",
     "Catalogue",
     "Certificate",
     "CertifiedTensor",
@@ -64,7 +68,9 @@ __all__ = [
     "TorchState",
     "VerifyReport",
     "Writer",
+    "average",
     "convert",
+    "dequantising",
     "diff",
     "export_hf",
     "full",

@@ -30,6 +30,8 @@ from shardwise.checkpoint.stores import Store
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
 from shardwise.rewrite.metas import holds_nans, keeps_values
+from shardwise.rewrite.op_steps import Quantises
+from shardwise.rewrite.strided_views import scales_of
 
 __all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
 
@@ -54,6 +56,10 @@ class CertifiedTensor:
     """equal: every bit came back; lossy: the rewrite drops or rounds it."""
     why: str = ""
     """What was lost, where it is lossy."""
+    max_error: float | None = None
+    """Of what was quantised: the largest difference between an element and what came back of it."""
+    max_relative_error: float | None = None
+    """The same divided by the magnitude of the element; elements of 0 are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +154,8 @@ class Certificate:
                 "returned_sha256": each.returned_sha256,
                 "verdict": each.verdict,
                 **({"why": each.why} if each.why else {}),
+                **({} if each.max_error is None else {"max_error": each.max_error}),
+                **({} if each.max_relative_error is None else {"max_relative_error": each.max_relative_error}),
             }
             for each in self.tensors
         ]
@@ -215,7 +223,7 @@ def certify_return(
         source=contents.location,
         destination=location,
         rewrite="" if view is None else str(view.checked.rewrite),
-        tensors=tuple(trip.rows(digests, returned, whys)),
+        tensors=tuple(trip.rows(digests, returned, whys, trip.errors(whys))),
         is_of_save=contents.format == "shardwise",
         original="" if original is None else original[1].location,
         compared=() if original is None else _compared(store, written, *original),
@@ -256,10 +264,16 @@ class _RoundTrip:
         return self._both(_digests, self.sent, self.back)
 
     def rows(
-        self, digests: Mapping[str, str], returned: Mapping[str, str], whys: Mapping[str, str]
+        self,
+        digests: Mapping[str, str],
+        returned: Mapping[str, str],
+        whys: Mapping[str, str],
+        errors: Mapping[str, tuple[float, float]],
     ) -> Iterator[CertifiedTensor]:
-        """What is said of each tensor; `whys` are losses."""
+        """What is said of each tensor; `whys` are losses, `errors` those that were measured."""
         for name, digest in digests.items():
+            error, relative = errors.get(name, (None, None))
+            measured = "" if error is None else f"; off by at most {error:.3g}, relative to the element {relative:.3g}"
             yield CertifiedTensor(
                 name=name,
                 shape=self.sent.tensors[name].shape,
@@ -267,8 +281,28 @@ class _RoundTrip:
                 sha256=digest,
                 returned_sha256=returned.get(name),
                 verdict="lossy" if name in whys else "equal",
-                why=whys.get(name, ""),
+                why=whys.get(name, "") + measured,
+                max_error=error,
+                max_relative_error=relative,
             )
+
+    def errors(self, names: Iterable[str]) -> dict[str, tuple[float, float]]:
+        """For tensors that were quantised the largest error, and the largest in relation to the element."""
+        checked = self.checked
+        if checked is None or not checked.quantises:
+            return {}
+        found = {name for name in names if _quantised_to(checked, self.sent.tensors[name])}
+        sent = self._only(self.sent, found)
+        readers = sent.reader(self.source), self.back.reader(self.store)
+        errors = dict.fromkeys(found, (0.0, 0.0))
+        for window in sent.windows([each.whole for each in sent.tensors.values()]):
+            back = [replace(piece, name=self._found(piece.name)) for piece in window]
+            for piece, mine, other in zip(window, readers[0].read(window), readers[1].read(back), strict=True):
+                for part, returned in zip(mine.split(_NANS_AT_ONCE), other.split(_NANS_AT_ONCE), strict=True):
+                    here = _errors(part.to(torch.float64), returned.to(torch.float64))
+                    first, second = errors[piece.name], here
+                    errors[piece.name] = max(first[0], second[0]), max(first[1], second[1])
+        return errors
 
     def changes_kind(self, name: str) -> bool:
         """Whether a tensor comes back in another dtype or shape."""
@@ -331,11 +365,34 @@ def _loss(checked: Checked, tensor: StoredTensor, *, returns: bool) -> str:
         is_part = sum(each.num_elements for each in fragments) < tensor.whole.num_elements
         # A tensor that is joined with a dropped one does not come back, though nothing of itself was dropped.
         lost.append("a part is dropped" if is_part else "a part of the tensor that it is joined with is dropped")
-    casts = (pair for fragment in fragments for pair in pairwise(fragment.dtypes))
+    elif returns and tensor.name in checked.cropped:
+        total = tensor.whole.num_elements
+        lacking = total - sum(each.num_elements for each in fragments)
+        lost.append(
+            f"{lacking:,} of {total:,} elements are cropped" if lacking > 0 else "cropped in the copy that counts"
+        )
+    if any(scales_of(each.dtypes) for each in fragments) or tensor.name in checked.scales:
+        lost.append("dequantised: what is quantised anew may have other scales")
+    if step := _quantised_to(checked, tensor):
+        lost.append(f"quantised to {step.element_dtype} by blocks of {list(step.block)}")
+    casts = (pair for each in fragments if not scales_of(each.dtypes) for pair in pairwise(each.dtypes))
     # The first cast that rounds is the loss; a wider dtype behind it brings nothing back.
     if narrow := next((pair for pair in casts if not keeps_values(*pair)), None):
         lost.append(f"cast from {narrow[0]} to {narrow[1]}")
     return ", ".join(lost)
+
+
+def _quantised_to(checked: Checked, tensor: StoredTensor) -> Quantises | None:
+    """How a source, or a part of it, is quantised; None where it is not."""
+    fragments = checked.push(tensor.name, tensor.whole.box)
+    return next(filter(None, [checked.quantised(each.other) for each in fragments]), None)
+
+
+def _errors(elements: torch.Tensor, returned: torch.Tensor) -> tuple[float, float]:
+    """The largest difference, and the largest in relation to the element."""
+    differences = (elements - returned).abs()
+    relative = (differences / elements.abs())[elements != 0]
+    return float(differences.max()), float(relative.max()) if len(relative) else 0.0
 
 
 def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
@@ -345,7 +402,8 @@ def _kind(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
 def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | None:
     """The first cast of a tensor by which its NaNs, if it can have any, lose what else they say."""
     fragments = checked.push(tensor.name, tensor.whole.box) if holds_nans(tensor.dtype) else ()
-    return next((pair for each in fragments for pair in pairwise(each.dtypes) if pair[0] != pair[1]), None)
+    plain = [each.dtypes for each in fragments if not scales_of(each.dtypes)]
+    return next((pair for dtypes in plain for pair in pairwise(dtypes) if pair[0] != pair[1]), None)
 
 
 def _digests(

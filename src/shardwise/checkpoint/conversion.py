@@ -44,6 +44,7 @@ from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.names import MASTER, plain_names, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
+from shardwise.rewrite.compiled_ops import QUANTISED
 from shardwise.rewrite.spelling import quoted
 
 __all__ = [
@@ -372,7 +373,8 @@ class Conversion:
         added: list[str] = []
 
         def finish(store: Store, path: str) -> None:
-            for name, data in files_of(self.given, self.files, main_dtype(self.outputs.tensors.values())):
+            dtype = main_dtype(self.outputs.tensors.values())
+            for name, data in files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised):
                 store.create(name, data)
                 added.append(name)
             if certify:
@@ -391,6 +393,17 @@ class Conversion:
         missing = () if CONFIG in added else (CONFIG,)
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
+
+    @property
+    def _is_dequantised(self) -> bool:
+        """Whether no narrow floats are written, though the configuration may say how they are scaled."""
+        if any(tensor.dtype in QUANTISED for tensor in self.outputs.tensors.values()):
+            return False
+        config = self.files.get(CONFIG)
+        said = config.get("quantization_config") if isinstance(config, dict) else None
+        # It may have been dequantised on the way into the save that is read now.
+        is_of_narrow_floats = isinstance(said, dict) and said.get("quant_method") == "fp8"
+        return is_of_narrow_floats or (self.outputs.view is not None and bool(self.outputs.view.checked.scales))
 
     def _certify(self, store: Store, written: Contents, location: str) -> Certificate:
         return certify_return(

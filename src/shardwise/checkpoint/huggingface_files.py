@@ -134,20 +134,25 @@ def given_files(config: ConfigPath) -> dict[str, bytes]:
     return {name: _read(place, name) for name, place in found.items()}
 
 
-def files_of(given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[str, bytes]]:
+def files_of(
+    given: Mapping[str, bytes], kept: Mapping[str, Any], dtype: str | None, *, is_dequantised: bool = False
+) -> Iterator[tuple[str, bytes]]:
     """The files that go with the tensors of an exported model: name and bytes, one after the other.
 
     given: see `given_files`; they go before what is `kept`, as JSON. dtype: in which most floats are written: a
     configuration that says another one has it corrected, so that `from_pretrained` casts nothing unasked.
+    is_dequantised: a configuration that says how tensors are quantised no longer says it.
     """
     for name in (*given, *(each for each in kept if each not in given)):
         data = given[name] if name in given else (json.dumps(kept[name], indent=2) + "\n").encode()
-        yield name, _with_dtype(data, dtype) if name == CONFIG else data
+        yield name, _with_dtype(data, dtype, is_dequantised=is_dequantised) if name == CONFIG else data
 
 
-def _with_dtype(data: bytes, dtype: str | None) -> bytes:
+def _with_dtype(data: bytes, dtype: str | None, *, is_dequantised: bool) -> bytes:
     """A configuration that says no other dtype of its tensors than they have."""
     config = _parsed(data, CONFIG)
+    if is_dequantised and isinstance(config, dict) and config.pop("quantization_config", None) is not None:
+        data = (json.dumps(config, indent=2) + "\n").encode()
     said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
     # A configuration that says no dtype, or the right one, stays as it is, byte by byte.
     if dtype is None or all(config[key] == dtype for key in said):

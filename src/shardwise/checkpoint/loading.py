@@ -17,7 +17,7 @@ from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match
 from shardwise.checkpoint.read_plan import ReadPlan, count_exact_ranges, missing, plan_reads
-from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
+from shardwise.checkpoint.read_rounds import ReadTraffic, read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
 from shardwise.checkpoint.rewrite_view import RewriteView
@@ -258,39 +258,35 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
     target, wanted, found = _settle(channel, state, contents, view, options)
     located = _locate(channel, view, target, wanted, found)
-    sources = located.sources
-    stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
+    # Scales before the elements that are multiplied by them.
+    rounds = [located] if located.scales is None else [located.scales, located]
+    files = {piece.file for each in rounds for name in each.names for piece in contents.tensors[name].pieces}
     verify = bool(options.verify) and contents.verifiable
     # Each rank looks at what it wants itself; together they have looked at all that is read.
-    findings = _coverage(sources[channel.rank], contents)
+    findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], contents)]
     if channel.rank in readers:
         # Each header is verified by one of the ranks that see it: a thousand ranks would otherwise read each a
         # thousand times.
         turn = (sorted(readers).index(channel.rank), len(readers)) if verify else None
-        findings += _file_findings(store, contents, {each.file for each in stored}, turn)
+        findings += _file_findings(store, contents, files, turn)
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
     # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
     compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
     with torch.no_grad():
-        plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
-        # Without checksums there is no reason to read whole blocks: every rank reads its own bytes, and nothing is
-        # sent. Strips of some KiB are an exception, because each costs a call.
-        if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
-            traffic = read_exactly(channel, store, stored, located.targets)
-        else:
-            traffic = read_in_rounds(
-                channel, store, contents, stored, plan, located.targets, verify=verify, twice=options.verify == "first"
-            )
+        traffics = [_fill(channel, source, each, options, verify=verify) for each in rounds]
+        # After the reads: damage leaves the target as it was, where it does.
+        for each in located.padding:
+            each.fill()
     report = LoadReport(
         location=contents.location,
         step=contents.step,
         verified=verify,
-        num_tensors=len(located.names),
-        read_bytes=traffic.read_bytes + compared_bytes,
-        received_bytes=traffic.received_bytes,
-        in_place=traffic.in_place,
+        num_tensors=sum(len(each.names) for each in rounds),
+        read_bytes=sum(each.read_bytes for each in traffics) + compared_bytes,
+        received_bytes=sum(each.received_bytes for each in traffics),
+        in_place=traffics[-1].in_place,
         missing=tuple(found.missing),
         unexpected=tuple(found.unexpected),
         casts=tuple(found.casts),
@@ -298,6 +294,19 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         added=() if view is None else view.added,
     )
     return _FilledTarget(target, report)
+
+
+def _fill(channel: Channel, source: Source, located: Located, options: _Options, *, verify: bool) -> ReadTraffic:
+    """Read what ranks want. All ranks call it together."""
+    store, contents, sources = source.store, source.contents, located.sources
+    stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
+    plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=source.readers)
+    # Without checksums there is no reason to read whole blocks: every rank reads its own bytes, and nothing is sent.
+    # Strips of some KiB are an exception, because each costs a call.
+    if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
+        return read_exactly(channel, store, stored, located.targets)
+    twice = options.verify == "first"
+    return read_in_rounds(channel, store, contents, stored, plan, located.targets, verify=verify, twice=twice)
 
 
 def _locate(

@@ -4,10 +4,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.quantised_outputs import QuantisingReader
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
@@ -24,9 +27,21 @@ from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Checked, Rewrite
+from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
 
-__all__ = ["Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
+__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
+
+
+class OutputReader(Protocol):
+    """Reads pieces of outputs."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of data files read so far."""
+
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
 
 
 _MANY_VIEWS = 64
@@ -71,12 +86,18 @@ class Outputs:
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
-    def reader(self, store: Store, batch: GrowingBuffer | None = None) -> PieceReader:
+    def reader(
+        self, store: Store, batch: GrowingBuffer | None = None, window: GrowingBuffer | None = None
+    ) -> "OutputReader":
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
-        batch: memory that it shares with readers which read when it does not.
+        batch, window: see `PieceReader`.
         """
-        return PieceReader(store, self.contents, None if self.view is None else self.view.read_targets, batch=batch)
+        targets_of = None if self.view is None else self.view.read_targets
+        reader = PieceReader(store, self.contents, targets_of, batch=batch, window=window)
+        if self.view is None or not self.view.checked.quantises:
+            return reader
+        return QuantisingReader(self.view.checked, reader, PieceReader(store, self.contents, targets_of, batch=batch))
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.
@@ -216,7 +237,10 @@ def rewritten(view: RewriteView, *, model_only: bool = False) -> Outputs:
         # Who is alone in its group and read in order can be cut anywhere. Others are read as wholes, as far as a
         # window goes, for each part would read the same blocks again.
         groups={
-            name: group for name, group in groups.items() if sizes[group] > 1 or not _is_cheap_to_cut(checked, name)
+            name: group
+            for name, group in groups.items()
+            # What is quantised is read block by block in any case.
+            if checked.quantised(name) is None and (sizes[group] > 1 or not _is_cheap_to_cut(checked, name))
         },
     )
 
@@ -242,6 +266,8 @@ def _with_pieces(view: RewriteView, output: StoredTensor) -> StoredTensor:
 
 def _unchanged_source(checked: Checked, name: str) -> str | None:
     """The source whose elements an output has, in the same shape and order, maybe in another dtype; or None."""
+    if checked.is_scales(name):
+        return None
     value = checked.values[name]
     return next((each for each in checked.sources_of(name) if value.is_identity_of(each, checked.sources[each])), None)
 
@@ -257,6 +283,8 @@ def _is_cheap_to_cut(checked: Checked, name: str) -> bool:
         return False
     reaches: dict[str, list[tuple[int, int]]] = {}
     for view in value.views:
+        if fill_of(view.source) is not None:
+            continue
         steps = [(stride, size) for stride, size in zip(view.strides, view.shape, strict=True) if size > 1]
         if steps != sorted(steps, reverse=True):
             return False

@@ -11,7 +11,7 @@ Every rank finds the same outputs, or all raise the same error.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -26,13 +26,14 @@ from shardwise.checkpoint.rewrite_view import (
     metas_of_contents,
     metas_of_pieces,
     outputs_with,
+    padding_of,
     ranks_along_tp,
     value_of,
 )
 from shardwise.checkpoint.state_pieces import Held, hold, merge_ties
 from shardwise.checkpoint.states import State
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.windows import PaddingTarget, ReadTarget, targets_of_scales
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.local_tensors import torch_dtype
@@ -53,6 +54,8 @@ __all__ = [
     "without_place",
 ]
 
+
+_NOT_HERE = "Save or load without it, and convert (shardwise ckpt convert) with it"
 
 # States that are saved
 
@@ -103,6 +106,8 @@ class StateRewriting:
                 tensors[each.piece] = each.view(held.tensors[piece])
                 if len(dtypes := needed_casts(each.dtypes)) > 1:
                     casts[each.piece] = dtypes[1:]
+        # Every rank holds all padding, as it holds what has no elements.
+        tensors.update(padding_of(checked))
         for name, meta in checked.outputs.items():
             if 0 in meta.shape:  # whole tensors without elements, which every rank holds
                 whole = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape)
@@ -146,6 +151,8 @@ class StateRewriting:
 
     def _checked(self, sources: Mapping[str, TensorMeta], aliases: Mapping[str, str]) -> Checked:
         checked = self._rewrite.apply(sources, aliases=aliases)
+        if checked.quantises or checked.scales:
+            raise RewriteError(f"the rewrite quantises or dequantises, and ranks hold parts of blocks. {_NOT_HERE}")
         if checked.added:
             raise RewriteError(
                 f"{', '.join(sorted(checked.added))}: the rewrite adds a tensor that keeps its current value (`_ -> "
@@ -176,7 +183,10 @@ def view_for_load(channel: Channel, contents: Contents, state: State, rewrite: R
     known = {name: meta for name, meta in live.metas.items() if says_state or not is_state_name(name)}
     wanted = live.wanted(sources)
     with agreed(channel, purpose="verdict on a rewrite"):
-        return RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
+        view = RewriteView.of(contents, rewrite, sources=sources, wanted=wanted, recorded=known)
+        if view.checked.quantises:
+            raise RewriteError(f"the rewrite quantises, and ranks want parts of blocks. {_NOT_HERE}")
+        return view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +261,10 @@ class Located:
     """For each rank, pieces as they are stored."""
     targets: list[ReadTarget]
     """One for each piece of this rank: views of what it wants filled."""
+    padding: Sequence[PaddingTarget] = ()
+    """What of that is in no file."""
+    scales: "Located | None" = None
+    """What is read before: the scales of all ranks' targets, where any rank may have some."""
 
 
 def locate(
@@ -264,11 +278,20 @@ def locate(
 
     source: the output from which a wanted tensor is read.
     """
-    targets = [
+    found = [
         target
         for piece in wanted
         for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)])
     ]
+    targets = [each for each in found if isinstance(each, ReadTarget)]
+    padding = [each for each in found if isinstance(each, PaddingTarget)]
+    scales = None
+    if view.checked.scales:
+        scales = _located(channel, targets_of_scales(targets))
+    return replace(_located(channel, targets), padding=padding, scales=scales)
+
+
+def _located(channel: Channel, targets: list[ReadTarget]) -> Located:
     own = [target.source for target in targets]
     text = pack_pieces(own)
     texts = Gathering("stored pieces of the target").gather(channel, [text])[0]

@@ -21,18 +21,20 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
-from shardwise.checkpoint.windows import PieceReader, ReadTarget, windows
+from shardwise.checkpoint.windows import PaddingTarget, PieceReader, ReadTarget, padding_value, windows
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
 from shardwise.rewrite.metas import needed_casts
+from shardwise.rewrite.strided_views import fill_of, scales_of
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
 from shardwise.space.moves import blocks_of
@@ -44,6 +46,7 @@ __all__ = [
     "metas_of_contents",
     "metas_of_pieces",
     "outputs_with",
+    "padding_of",
     "ranks_along_tp",
     "value_of",
 ]
@@ -151,6 +154,15 @@ class Counterpart:
         return tensor.as_strided(self.fragment.shape, self.fragment.view_strides(strides), first)
 
 
+def padding_of(checked: Checked) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """The elements of outputs that are in no source, as pieces: each is one value, which takes the memory of one."""
+    for name, meta in checked.outputs.items():
+        for each in checked.padding(name):
+            value = padding_value(fill_of(each.other) or "", needed_casts(each.dtypes))
+            piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=each.first, shape=each.shape)
+            yield piece, value.expand(each.shape)
+
+
 def outputs_with(checked: Checked, pieces: Iterable[Piece]) -> list[tuple[Piece, list[Counterpart]]]:
     """For each piece of a source the pieces of outputs that have its elements; none where they are dropped."""
     outputs = checked.outputs
@@ -167,7 +179,9 @@ def _counterparts(
     """
 
     def of(fragment: Fragment, run: Run | None = None) -> Piece:
-        meta = others[fragment.other]
+        # Padding is as if it were a box of a tensor of its own.
+        is_padding = fill_of(fragment.other) is not None
+        meta = TensorMeta(fragment.shape, fragment.dtypes[0]) if is_padding else others[fragment.other]
         return Piece(
             name=fragment.other,
             dtype=meta.dtype,
@@ -183,7 +197,10 @@ def _counterparts(
         # A run that is the same run on the other side stays one. Others are taken apart into boxes, which every
         # rewrite maps to boxes: the rows of one side may be the columns of the other.
         fragments = ask(name, piece.box)
-        if all(_keeps_order(each, piece.box) for each in fragments):
+        # Scales are those of boxes.
+        if not any(scales_of(each.dtypes) for each in fragments) and all(
+            _keeps_order(each, piece.box) for each in fragments
+        ):
             return [Counterpart(of(each, piece.run), each.dtypes) for each in fragments]
     return [
         Counterpart(of(each), each.dtypes, each, offset, None if piece.run is None else (start, shape))
@@ -281,14 +298,25 @@ class RewriteView:
         contents = replace(stored, tensors=tensors, aliases=checked.ties, settings=renamed)
         return cls(stored=stored, checked=checked, contents=contents, findings=tuple(findings))
 
-    def read_targets(self, piece: Piece, memory: torch.Tensor, output: str | None = None) -> Iterator[ReadTarget]:
-        """The stored pieces that make up a piece of an output, and where in its memory each of them goes.
+    def read_targets(
+        self, piece: Piece, memory: torch.Tensor, output: str | None = None
+    ) -> Iterator[ReadTarget | PaddingTarget]:
+        """The stored pieces, and the padding, that make up a piece of an output, and where in its memory each goes.
 
         memory: in the shape of the piece's box with any strides, or flat for a run. output: what the rewrite calls the
         tensor, where the piece has another name; its dtype counts in any case.
         """
         for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
-            yield ReadTarget(each.piece, each.view(memory), needed_casts((*each.dtypes, piece.dtype)))
+            if (scales := scales_of(each.dtypes)) is not None:
+                found = BlockScales.of(each.piece, scales.source, scales.block, self.checked.sources[scales.source])
+                dtypes = (each.dtypes[0], *needed_casts((*each.dtypes[2:], piece.dtype)))
+                yield ReadTarget(each.piece, each.view(memory), dtypes, scales=found)
+                continue
+            dtypes = needed_casts((*each.dtypes, piece.dtype))
+            if (fill := fill_of(each.piece.name)) is not None:
+                yield PaddingTarget(each.view(memory), padding_value(fill, dtypes))
+            else:
+                yield ReadTarget(each.piece, each.view(memory), dtypes)
 
     def unequal(self, store: Store, groups: Iterable[Sequence[str]]) -> tuple[list[str], int]:
         """Findings about stored numbers that the rewrite joins into one, and the bytes that were read to find them.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
@@ -25,18 +26,22 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
+from shardwise.rewrite.metas import number_of
 from shardwise.space import Move, Piece, check_cover
 
 __all__ = [
     "BATCH_BYTES",
     "LARGE_WINDOW_BYTES",
     "WINDOW_BYTES",
+    "PaddingTarget",
     "PieceReader",
     "ReadTarget",
     "Stretch",
     "check_whole",
     "joined",
+    "padding_value",
     "part_of_piece",
+    "targets_of_scales",
     "windows",
 ]
 
@@ -114,6 +119,8 @@ class ReadTarget:
     """Those that the values pass through, from the stored one to that of the view; one only: they are copied."""
     folded: int | None = None
     """A dim of the piece that is two of the view: which of several outputs, and the index in it."""
+    scales: BlockScales | None = None
+    """By what elements are multiplied, before the casts that follow the second dtype, float32."""
 
     def memory(self, dtype: str) -> torch.Tensor | None:
         """The view, where its bytes are just the stored ones in their order, so that a file can be read into it."""
@@ -126,7 +133,8 @@ class ReadTarget:
         # bfloat16 -> float32 rounds, which no single cast does.
         between = [torch_dtype(each) for each in self.dtypes[1:-1]]
         for move, taken in zip(moves, elements, strict=True):
-            for memory, source in self.copies(move, taken):
+            copies = self.copies(move, taken) if self.scales is None else self.scales.products(self.view, move, taken)
+            for memory, source in copies:
                 put(memory, cast_through(source, between))
 
     def copies(self, move: Move, taken: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -152,6 +160,34 @@ class ReadTarget:
             start += length
 
 
+def targets_of_scales(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
+    """What has to be read before: the scales by which elements are multiplied."""
+    found = [each.scales for each in targets if each.scales is not None]
+    return [ReadTarget(each.scales, each.values, (each.scales.dtype,)) for each in found]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingTarget:
+    """Memory all of whose elements are one value, which is in no file."""
+
+    view: torch.Tensor
+    value: torch.Tensor
+    """Without dims, in the dtype of the view."""
+
+    def fill(self) -> None:
+        """Write it."""
+        put(self.view, self.value.expand(self.view.shape))
+
+
+def padding_value(number: str, dtypes: Sequence[str]) -> torch.Tensor:
+    """A number (see `number_text`) as a tensor without dims: in the first of some dtypes, and cast to each of them."""
+    first, *others = map(torch_dtype, dtypes)
+    # torch makes no tensor of float4: its zero, the only value that it is padded with, has no bits.
+    zero = torch.zeros((), dtype=torch.uint8)
+    made = zero.view(first) if first == torch.float4_e2m1fn_x2 else torch.tensor(number_of(number), dtype=first)
+    return cast_through(made, others)
+
+
 class _Neighbours:
     """Targets that follow one another along a dim of their source, at even distances in memory."""
 
@@ -167,6 +203,8 @@ class _Neighbours:
         """Add a target, if it is the next one."""
         last = self._last
         ours, theirs = last.source, target.source
+        if last.scales is not None or target.scales is not None:
+            return False
         if ours.shape != theirs.shape or ours.run is not None or theirs.run is not None or last.dtypes != target.dtypes:
             return False
         if last.view.dtype != target.view.dtype or last.view.stride() != target.view.stride():
@@ -213,8 +251,8 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     return [row.target() for row in rows]
 
 
-TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget]]
-"""The stored pieces that make up a piece, and where in its memory each goes."""
+TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget | PaddingTarget]]
+"""The stored pieces, and the padding, that make up a piece, and where in its memory each goes."""
 
 
 class PieceReader:
@@ -231,10 +269,12 @@ class PieceReader:
         targets_of: TargetsOf | None = None,
         *,
         batch: GrowingBuffer | None = None,
+        window: GrowingBuffer | None = None,
     ) -> None:
         """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
-        batch: memory that it shares with readers which read when it does not.
+        batch: memory that it shares with readers which read when it does not. window: its own buffer, which it shares
+            with readers that read when what it has read is used up.
         """
         self.contents = contents
         """What the checkpoint holds."""
@@ -242,7 +282,7 @@ class PieceReader:
         """Bytes of data files read so far."""
         self._store = store
         self._targets_of = targets_of
-        self._buffer = GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
+        self._buffer = window or GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
         self._batch = batch or GrowingBuffer(BATCH_BYTES)
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -252,9 +292,22 @@ class PieceReader:
         file holds is left as it is: see `check_whole`.
         """
         parts = self._parts(pieces)
-        targets = [target for piece, part in zip(pieces, parts, strict=True) for target in self._targets(piece, part)]
+        targets: list[ReadTarget] = []
+        for piece, part in zip(pieces, parts, strict=True):
+            for target in self._targets(piece, part):
+                if isinstance(target, PaddingTarget):
+                    target.fill()
+                else:
+                    targets.append(target)
         # Without a rewrite each piece is one target already.
         targets = targets if self._targets_of is None else joined(targets)
+        # Scales before the elements that are multiplied by them.
+        if scales := targets_of_scales(targets):
+            self._fill(scales)
+        self._fill(targets)
+        return parts
+
+    def _fill(self, targets: Sequence[ReadTarget]) -> None:
         wanted = [target.source for target in targets]
         # Of these tensors alone: a plan for all that is stored would take longer than the window.
         stored = [each for name in dict.fromkeys(piece.name for piece in wanted) for each in self._stored(name)]
@@ -270,13 +323,12 @@ class PieceReader:
         finally:
             self.read_bytes += reader.read_bytes
             reader.close()
-        return parts
 
     def _stored(self, name: str) -> Sequence[StoredPiece]:
         return self.contents.tensors[name].pieces
 
-    def _targets(self, piece: Piece, part: torch.Tensor) -> Iterable[ReadTarget]:
-        """The stored pieces that make up a piece, and where in its flat memory each goes."""
+    def _targets(self, piece: Piece, part: torch.Tensor) -> Iterable[ReadTarget | PaddingTarget]:
+        """The stored pieces and the padding that make up a piece, and where in its flat memory each goes."""
         if self._targets_of is None:
             return [ReadTarget(piece, part, (piece.dtype,))]
         return self._targets_of(piece, part if piece.run is not None else part.view(piece.shape))

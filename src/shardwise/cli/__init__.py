@@ -3,6 +3,7 @@
 import click
 
 from shardwise import __version__
+from shardwise.cli.average import average
 from shardwise.cli.ckpt import ckpt
 from shardwise.cli.convert import convert
 from shardwise.cli.doctor import doctor
@@ -22,6 +23,7 @@ def main() -> None:
 main.add_command(train)
 main.add_command(verify)
 ckpt.add_command(convert)
+ckpt.add_command(average)
 main.add_command(ckpt)
 main.add_command(schedule)
 main.add_command(draw)

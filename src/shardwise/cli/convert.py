@@ -70,6 +70,11 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
     help="With --to hf: write floats in this dtype, out of masters where SRC has them (default: as they are stored).",
 )
+@click.option(
+    "--dequantise",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Multiply float8 weights by the scales of their blocks, into this dtype, before anything else is done.",
+)
 @click.option("--dry-run", is_flag=True, help="Read metadata only, show which outputs SRC would give, write nothing.")
 @click.option(
     "--certify", is_flag=True, help="Read DST again, back through the inverse, and write round-trip.json there."
@@ -87,6 +92,7 @@ def convert(
     like: str | None,
     config: str | None,
     dtype: str | None,
+    dequantise: str | None,
     dry_run: bool,
     certify: bool,
     debug: bool,
@@ -104,7 +110,10 @@ def convert(
         "--like is for the inverse of a rewrite; give --inverse": like is not None and not inverse,
         "--lossy is for the way back; give --inverse": lossy and not inverse,
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
-        "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run and rewrite is None and not inverse,
+        "--dequantise is for the way there; leave out --inverse": dequantise is not None and inverse,
+        "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run
+        and rewrite is None
+        and not (inverse or dequantise),
     }
     # Before anything is read: an option that would do nothing is a misunderstanding, which costs more when found late.
     for words in (words for words, is_so in wrong.items() if is_so):
@@ -116,6 +125,9 @@ def convert(
         if inverse and used is not None:
             way: Literal["refuse", "allow"] = "allow" if lossy else "refuse"
             used = used.inverse(lossy=way) if like is None else checkpoint.inverse_like(used, like, lossy=way)
+        if dequantise is not None:
+            first = checkpoint.dequantising(source, dequantise, step=step)
+            used = first if used is None else first >> used
         if dry_run:
             assert used is not None, "so it was asked for"
             table = checkpoint.preview(source, destination, rewrite=used, to=to, config=config, dtype=dtype, step=step)

@@ -17,28 +17,37 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from shardwise.rewrite.metas import TensorMeta, keeps_values
+from shardwise.rewrite.interleaving import fuse, heads_of_fused, heads_of_three, unfuse, unlike
+from shardwise.rewrite.metas import TensorMeta, holds_number, keeps_values
 from shardwise.rewrite.op_steps import (
     Arrange,
-    AxisSlice,
     Casts,
+    Dequantises,
     Permutes,
+    Quantises,
     Reshapes,
+    Resizes,
     Stacks,
     Step,
     Unstacks,
+    grid_of,
     inverted,
     undone,
 )
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
+    Dequantise,
     Ffn,
+    JoinOrSplit,
+    Pad,
     Permute,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -53,6 +62,12 @@ None: no layout tells, so 1. 0: there is a layout, and it does not tell.
 """
 
 OPEN: Degrees = (None, None)
+
+QUANTISED = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of elements that have scales."""
+
+SCALES = ("float32", "bfloat16", "float8_e8m0fnu", "uint8")
+"""Dtypes of scales. In the last two a scale is a power of two: both have its exponent, plus 127."""
 
 
 class OpsRefusal(Exception):  # noqa: N818 - it is a verdict that travels upwards, no user sees it
@@ -96,12 +111,30 @@ class InverseOps:
         return (*self.after[0], *join_or_split, *self.before[0])
 
 
+class Cropped(NamedTuple):
+    """A tensor loses its last elements along some dims."""
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+    fill: str | None
+    """See `Crop`."""
+
+    def __str__(self) -> str:
+        return f"{list(self.old)} to {list(self.new)}"
+
+
 class CompiledOps:
     """What operations do to tensors of given metas, whatever the tensors are called."""
 
-    __slots__ = ("_undoing", "inverse", "narrowed", "proved", "results", "steps", "undo")
+    __slots__ = ("_undoing", "cropped", "inverse", "narrowed", "proved", "rescaling", "results", "steps", "undo")
 
-    def __init__(self, steps: tuple[Step, ...], results: tuple[TensorMeta, ...], inverse: InverseOps) -> None:
+    def __init__(
+        self,
+        steps: tuple[Step, ...],
+        results: tuple[TensorMeta, ...],
+        inverse: InverseOps,
+        cropped: tuple[Cropped, ...],
+    ) -> None:
         self.steps = steps
         self.results = results
         self.inverse = inverse
@@ -113,6 +146,9 @@ class CompiledOps:
         pairs = dict.fromkeys(pair for step in casts for pair in zip(step.old, step.dtypes, strict=True))
         self.narrowed = tuple([pair for pair in pairs if not keeps_values(*pair)])
         """Casts (from, to) that do not keep all values."""
+        self.cropped = cropped
+        self.rescaling = next((step for step in steps if isinstance(step, Dequantises | Quantises)), None)
+        """What takes scales, or makes them: on the way back others are made of the values."""
         # Proved at the first instance that uses it. A statement with 100,000 instances has one object, and so one
         # proof.
         self.proved = False
@@ -125,12 +161,13 @@ class CompiledOps:
         return not self.steps and self.inverse.join_or_split is None
 
     def undone_by(self, other: "CompiledOps") -> bool:
-        """Whether other operations, on what these made, do nothing but lead back; casts that lost something do not."""
+        """Whether other operations, on what these made, do nothing but lead back; what was lost does not."""
         found = self._undoing.get(other)
         if found is None:
             # A pair of casts leads back by its steps alone. After a narrowing cast the values are others, so the nodes
             # have to be others too: a proof that took them for the same would prove nothing.
-            found = self._undoing[other] = not self.narrowed and self.undo == other.steps
+            loses = self.narrowed or self.cropped or self.rescaling
+            found = self._undoing[other] = not loses and self.undo == other.steps
         return found
 
 
@@ -166,6 +203,7 @@ class _Working:
         self.num_results = num_results
         self.source_degree, self.target_degree = degrees
         self.steps: list[Step] = []
+        self.cropped: list[Cropped] = []
         self.join_or_split: StatementOperation | None = None
         """What undoes the operation that joins or splits, once it was gone through."""
         self.back: list[list[StatementOperation]] = [[] for _ in metas]
@@ -191,17 +229,27 @@ class _Working:
         # Without an operation that joins or splits there is one phase, and it belongs to the tensors that went in.
         after, before = (self.back, self.before) if self.before is not None else ([[]], self.back)
         inverse = InverseOps(tuple(map(tuple, after)), self.join_or_split, tuple(map(tuple, before)))
-        return CompiledOps(tuple(self.steps), metas, inverse)
+        return CompiledOps(tuple(self.steps), metas, inverse, tuple(self.cropped))
 
     def _take(self, operation: StatementOperation) -> None:
         places = range(len(self.shapes))
+        if any(isinstance(step, Quantises) for step in self.steps):
+            raise OpsRefusal("quantise is the last operation of a statement: scales belong to elements in their places")
         match operation:
             case Permute(dims):
                 self._permute([self._order(place, dims) for place in places])
             case Reshape(shape):
                 self._reshape([self._shape_asked(place, shape) for place in places])
+            case Pad() | Crop():
+                self._resize(operation)
             case Cast():
                 self._cast([self._dtype_asked(place, operation) for place in places])
+            case _:
+                self._make(operation)
+
+    def _make(self, operation: JoinOrSplit) -> None:
+        """Take an operation that makes other tensors."""
+        match operation:
             case Concat(axis, sizes):
                 self._concat(axis, sizes)
             case SplitStatement():
@@ -216,6 +264,10 @@ class _Working:
                 self._qkv_per_rank(operation)
             case Ffn():
                 self._ffn(operation)
+            case Dequantise(block):
+                self._dequantise(block)
+            case Quantise():
+                self._quantise(operation)
 
     def _join(self, steps: Sequence[Step], back: StatementOperation) -> None:
         """Take the steps of an operation that joins or splits, which `back` undoes."""
@@ -276,6 +328,45 @@ class _Working:
             if old != new:
                 _prepend(back, Reshape(old))
         self.shapes = shapes
+
+    def _resize(self, operation: Pad | Crop) -> None:
+        fill = operation.fill or "0"
+        shapes = [self._sizes_asked(place, operation) for place in range(len(self.shapes))]
+        for place, (old, new) in enumerate(zip(self.shapes, shapes, strict=True)):
+            if old == new:
+                continue
+            if not holds_number(self.dtypes[place], fill):
+                raise OpsRefusal(
+                    f"fill is {fill}, which no element of {self._named(place)} can be: its dtype is "
+                    f"{self.dtypes[place]}"
+                )
+            if isinstance(operation, Crop):
+                self.cropped.append(Cropped(old, new, operation.fill))
+            _prepend(self.back[place], Crop(old, fill) if isinstance(operation, Pad) else Pad(old, fill))
+        if shapes != self.shapes:
+            self.steps.append(Resizes(tuple(shapes), tuple(self.shapes), fill))
+        self.shapes = shapes
+
+    def _sizes_asked(self, place: int, operation: Pad | Crop) -> tuple[int, ...]:
+        shape, asked = self.shapes[place], operation.sizes
+        word, wrong = ("pad", "smaller") if isinstance(operation, Pad) else ("crop", "larger")
+        if asked is None:
+            other = "crop" if word == "pad" else "pad"
+            raise OpsRefusal(
+                f"the sizes of {self._named(place)} before the {other} are not known. Check the inverse against the "
+                f"tensors of the rewrite, or write {word}='[..]'"
+            )
+        if len(asked) != len(shape):
+            raise OpsRefusal(
+                f"{word} {list(asked)} is for {len(asked)} dims, but {self._named(place)} has {len(shape)}: "
+                f"{list(shape)}"
+            )
+        sizes = tuple([old if new == -1 else new for old, new in zip(shape, asked, strict=True)])
+        if any(new != old and (new < old) == (word == "pad") for old, new in zip(shape, sizes, strict=True)):
+            raise OpsRefusal(
+                f"{word} {list(asked)} asks for a {wrong} size than {self._named(place)} has: {list(shape)}"
+            )
+        return sizes
 
     def _dtype_asked(self, place: int, cast: Cast) -> str:
         if cast.source is not None and cast.source != self.dtypes[place]:
@@ -348,7 +439,7 @@ class _Working:
             raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but the tensors have {list(actual)} there")
         # A star may stand for one tensor only, and joining one tensor changes nothing. Neither does the way back.
         if len(actual) > 1:
-            self._arrange([_fuse(axis, actual, 1)], SplitStatement(axis, None if len(set(actual)) == 1 else actual))
+            self._arrange([fuse(axis, actual, 1)], SplitStatement(axis, None if len(set(actual)) == 1 else actual))
 
     def _split(self, split: SplitStatement) -> None:
         self._one("a split")
@@ -375,7 +466,7 @@ class _Working:
                 f"{size} along dim {axis} and becomes {parts} tensors"
             )
         if parts > 1:
-            self._arrange([_unfuse(axis, sizes, 1)], Concat(axis))
+            self._arrange([unfuse(axis, sizes, 1)], Concat(axis))
 
     def _arrange(self, steps: list[Arrange], back: StatementOperation) -> None:
         """Rearrange along an axis; the tensors were found to be alike."""
@@ -414,12 +505,58 @@ class _Working:
         self.shapes = [part] * self.num_results
         self.dtypes = self.dtypes * self.num_results
 
+    def _block(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """The block that is meant for the first tensor."""
+        shape = self.shapes[0]
+        if len(asked) != len(shape):
+            raise OpsRefusal(
+                f"the block {list(asked)} is for {len(asked)} dims, but {self._named(0)} has {list(shape)}"
+            )
+        return tuple([max(1, size) if each == -1 else each for size, each in zip(shape, asked, strict=True)])
+
+    def _dequantise(self, asked: tuple[int, ...]) -> None:
+        if self.steps:
+            raise OpsRefusal("dequantise is the first operation of a statement: scales belong to elements as stored")
+        block = self._block(asked)
+        grid, (elements, scales) = grid_of(self.shapes[0], block), self.dtypes
+        if elements not in QUANTISED or scales not in SCALES:
+            raise OpsRefusal(
+                f"dequantise takes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, but "
+                f"{_tensor(0)} has {elements} and {_tensor(1)} has {scales}"
+            )
+        if self.shapes[1] != grid:
+            raise OpsRefusal(
+                f"{_tensor(0)} of shape {list(self.shapes[0])} has {list(grid)} blocks of {list(block)}, but "
+                f"{_tensor(1)} has {list(self.shapes[1])} scales"
+            )
+        self._join([Dequantises(block, elements, scales)], Quantise(asked, elements, scales))
+        self.shapes, self.dtypes = self.shapes[:1], ["float32"]
+
+    def _quantise(self, operation: Quantise) -> None:
+        self._one("quantise")
+        block, elements, scales = self._block(operation.block), operation.element_dtype, operation.scale_dtype
+        if elements is None or scales is None:
+            raise OpsRefusal(
+                "the dtypes of elements and scales are not known. Check the inverse against the tensors of the "
+                "rewrite, or write element_dtype= and scale_dtype="
+            )
+        if elements not in QUANTISED or scales not in SCALES:
+            raise OpsRefusal(
+                f"quantise makes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, not "
+                f"{elements} and {scales}"
+            )
+        if not keeps_values(self.dtypes[0], "float32"):
+            raise OpsRefusal(f"quantise computes in float32, which does not hold {self.dtypes[0]}: cast it before")
+        self._cast(["float32"])
+        self._join([Quantises(block, elements, scales)], Dequantise(operation.block))
+        self.shapes, self.dtypes = [self.shapes[0], grid_of(self.shapes[0], block)], [elements, scales]
+
     def _heads(self, axis: int, qkv: Qkv | QkvPerRank) -> tuple[int, ...]:
         """Sizes of query, key and value along the axis, whether they are fused or not."""
         num_heads, num_groups = qkv.num_heads, qkv.num_groups
         # One size: a fused tensor is there. Three: query, key and value are.
         there = self._sizes(axis)
-        by_size = _heads_of_fused(sum(there), num_heads, num_groups)
+        by_size = heads_of_fused(sum(there), num_heads, num_groups)
         if len(there) == 1 and qkv.sizes is None:
             if by_size is None:
                 raise OpsRefusal(
@@ -431,7 +568,7 @@ class _Working:
         sizes = there if qkv.sizes is None else qkv.sizes
         if sizes != there and (sum(sizes),) != there:
             raise OpsRefusal(f"sizes says {list(sizes)} along dim {axis}, but there is {' and '.join(map(str, there))}")
-        wrong = _heads_of_three(sizes, num_heads, num_groups)
+        wrong = heads_of_three(sizes, num_heads, num_groups)
         if wrong is not None:
             raise OpsRefusal(f"along dim {axis}, {wrong}")
         # Multi-head latent attention has value heads of their own size. Fused without `sizes`, such a tensor would part
@@ -451,10 +588,10 @@ class _Working:
     def _qkv(self, qkv: Qkv) -> None:
         axis = self._joined_axis(qkv.axis)
         sizes = self._heads(axis, qkv)
-        made = _fuse if qkv.joins else _unfuse
+        made = fuse if qkv.joins else unfuse
         # The inverse says the axis and, where they are not the obvious ones, the sizes: it shall not depend on
         # defaults.
-        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups))
+        back = replace(qkv, axis=axis, joins=not qkv.joins, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups))
         self._arrange([made(axis, sizes, qkv.num_groups)], back)
 
     def _qkv_per_rank(self, qkv: QkvPerRank) -> None:
@@ -466,7 +603,7 @@ class _Working:
                     f"the {side} tensor is fused for tensor-parallel degree {degree}, which does not divide num_heads="
                     f"{qkv.num_heads} and num_key_value_groups={qkv.num_groups}"
                 )
-        self._lay(replace(qkv, sizes=_unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
+        self._lay(replace(qkv, sizes=unlike(sizes, qkv.num_heads, qkv.num_groups)), axis, sizes)
 
     def _degrees(self, operation: Ffn | QkvPerRank, axis: int) -> Iterator[tuple[str, int]]:
         """The degrees of what is fused, with the side on which it is."""
@@ -524,12 +661,12 @@ class _Working:
             return
         # Between two degrees the way is through the unfused tensors: there are two ways to and from them, and not one
         # for each pair of degrees.
-        steps = [_unfuse(axis, sizes, left or 1)] if sources == 1 else []
-        steps += [_fuse(axis, sizes, right or 1)] if targets == 1 else []
+        steps = [unfuse(axis, sizes, left or 1)] if sources == 1 else []
+        steps += [fuse(axis, sizes, right or 1)] if targets == 1 else []
         self._arrange(steps, back)
 
 
-def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Cast) -> None:
+def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Pad | Crop | Cast) -> None:
     """Let an operation be carried out before others: with the first of them in one, where they are of one kind."""
     if back and type(back[0]) is type(operation):
         # Two permutes are one, which has to be composed. Of two reshapes or casts the earlier result is only passed
@@ -541,70 +678,3 @@ def _prepend(back: list[StatementOperation], operation: Permute | Reshape | Cast
             back[0] = Permute(tuple([dims[dim] for dim in others]))
         return
     back.insert(0, operation)
-
-
-# In which order tensors are in one fused tensor, and the sizes that this needs
-
-
-def _interleaved(sizes: Sequence[int], parts: int) -> tuple[AxisSlice, ...]:
-    """Return the stretches of a fused tensor: part after part, each with its share of each tensor.
-
-    `sizes` are the tensors' along the axis; `parts` divides them all.
-
-    >>> _interleaved((4, 2), 2)
-    ((0, 0, 2), (1, 0, 1), (0, 2, 4), (1, 1, 2))
-    """
-    if parts <= 1:
-        return tuple([(tensor, 0, size) for tensor, size in enumerate(sizes)])
-    return tuple(
-        [
-            # Part outside, tensor inside: q0 k0 v0 q1 k1 v1. This order is the whole difference to a concatenation.
-            (tensor, part * size // parts, (part + 1) * size // parts)
-            for part in range(parts)
-            for tensor, size in enumerate(sizes)
-        ]
-    )
-
-
-def _fuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
-    """Return what joins tensors of these sizes to one that is interleaved part by part."""
-    return Arrange(axis, tuple(sizes), (_interleaved(sizes, parts),))
-
-
-def _unfuse(axis: int, sizes: Sequence[int], parts: int) -> Arrange:
-    """Return what makes tensors of these sizes of the one that `_fuse` makes of them."""
-    # The inverse of the other direction, so that the two cannot come to disagree.
-    (step,) = undone([_fuse(axis, sizes, parts)])
-    assert isinstance(step, Arrange)
-    return step
-
-
-def _heads_of_three(sizes: Sequence[int], num_heads: int, num_groups: int) -> str | None:
-    """Say why query, key and value of these sizes do not consist of so many heads; None where they do.
-
-    Query and key have heads of one size; those of value may have another.
-    """
-    query, key, value = sizes
-    for what, size, heads in (("query", query, num_heads), ("key", key, num_groups), ("value", value, num_groups)):
-        if size % heads:
-            return f"the {what} has {size}, which {heads} heads do not divide"
-    if query // num_heads != key // num_groups:
-        return (
-            f"query heads have size {query // num_heads}, key heads {key // num_groups}, and they must be equal; check "
-            f"num_heads={num_heads}, num_key_value_groups={num_groups}"
-        )
-    return None
-
-
-def _heads_of_fused(size: int, num_heads: int, num_groups: int) -> tuple[int, int, int] | None:
-    """Return the sizes of query, key and value in a fused tensor; None where its heads do not divide it."""
-    heads = num_heads + 2 * num_groups
-    if size % heads:
-        return None
-    head = size // heads
-    return num_heads * head, num_groups * head, num_groups * head
-
-
-def _unlike(sizes: tuple[int, ...], num_heads: int, num_groups: int) -> tuple[int, ...] | None:
-    """Return the sizes of query, key and value; None where they are those of heads of one size."""
-    return None if _heads_of_fused(sum(sizes), num_heads, num_groups) == sizes else sizes

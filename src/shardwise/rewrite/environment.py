@@ -13,7 +13,7 @@ from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, OpsRefusal, compile_ops
 from shardwise.rewrite.nodes import Node
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import Cast, Statement, StatementOperation, Unstack
+from shardwise.rewrite.statements import Cast, Crop, Pad, Statement, StatementOperation, Unstack
 
 _COMPARED = 4000
 """Names among which one that was perhaps meant is looked for."""
@@ -193,9 +193,23 @@ class Follow(NamedTuple):
     """Whether only parameters with dims tell what it is. Then what comes out has to tell it too, for the way back."""
 
 
-def without_casts(operations: tuple[StatementOperation, ...]) -> tuple[StatementOperation, ...]:
-    """The effect of operations on the optimizer state of parameters, which has its own dtypes."""
-    return tuple([each for each in operations if not isinstance(each, Cast)])
+def on_state(operations: tuple[StatementOperation, ...], *, is_master: bool) -> tuple[StatementOperation, ...]:
+    """The effect of operations on the optimizer state of parameters, which has its own dtypes.
+
+    Masters are padded as weights are, other state with 0: elements that were never trained have no moments.
+    """
+    kept = [each for each in operations if not isinstance(each, Cast)]
+    return tuple(kept if is_master else map(_filled_with_0, kept))
+
+
+def _filled_with_0(operation: StatementOperation) -> StatementOperation:
+    match operation:
+        case Pad(sizes):
+            return Pad(sizes, "0")
+        case Crop(sizes, fill):
+            return Crop(sizes, None if fill is None else "0")
+        case _:
+            return operation
 
 
 def keys_by_parameter(names: Iterable[str]) -> dict[str, dict[str, None]]:

@@ -9,24 +9,25 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
-from shardwise.plan.names import is_state_name, state_name
+from shardwise.plan.names import MASTER, is_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
-from shardwise.rewrite.degrees import Fusings, Laid, Where, apart, said
+from shardwise.rewrite.degrees import Apart, Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import (
     Environment,
     Variable,
     follow,
     is_scalar,
     keys_by_parameter,
+    on_state,
     states_of,
     undecided,
-    without_casts,
 )
 from shardwise.rewrite.expansion import AppliedInstance, Expanded, StatementTask, expand
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node, apply_ops
+from shardwise.rewrite.op_steps import Dequantises
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import SHOWN, Statement, StatementFinding, StatementOperation
+from shardwise.rewrite.statements import SHOWN, Dequantise, Quantise, Statement, StatementFinding, StatementOperation
 
 
 @dataclass(slots=True)
@@ -64,15 +65,17 @@ def evaluate(
     *,
     laid: Laid = MappingProxyType({}),
     fusings: Fusings | None = None,
+    is_proof: bool = False,
 ) -> Evaluation:
     """Carry tasks out on variables that stand for `nodes`.
 
     `wanted` are the tensors of the target, None where it is not known. They say what stars and placeholders on the
     right stand for, and which variables come out although they were read. Whether the outputs are what the target wants
     is another question. `added` are variables without elements. `laid` are the degrees that layouts tell; `fusings`
-    notes all that have degrees.
+    notes all that have degrees. `is_proof`: what comes out is compared and never read, so that what was quantised may
+    be dequantised again.
     """
-    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings)
+    evaluator = _TaskEvaluator(Environment(nodes.items(), added), wanted, laid, fusings, is_proof=is_proof)
     for number, task in enumerate(tasks):
         evaluator.task = number
         evaluator.carry_out(task)
@@ -88,10 +91,13 @@ class _TaskEvaluator:
         wanted: Mapping[str, TensorMeta] | None,
         laid: Laid,
         fusings: Fusings | None,
+        *,
+        is_proof: bool,
     ) -> None:
         self.environment = environment
         self.laid = laid
         self.fusings = fusings
+        self.is_proof = is_proof
         self.task = 0
         """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
@@ -216,6 +222,20 @@ class _TaskEvaluator:
         )
 
 
+def _rescaling_fault(ops: CompiledOps, nodes: Sequence[Node], read: Sequence[Variable]) -> str:
+    """Why operations do not fit tensors that have scales; empty where they do."""
+    # A scale is of a block of elements where they are stored. Nothing else knows which elements these are.
+    for variable, node in zip(read, nodes, strict=True):
+        if node.form.quantised is not None:
+            return f"{variable.name} is quantised: it can have another name, but nothing more is done with it"
+        if isinstance(ops.rescaling, Dequantises) and not node.form.is_source:
+            return (
+                f"{variable.name} is no stored tensor, but made by a statement: dequantise what is stored, and do the "
+                "rest with the result"
+            )
+    return ""
+
+
 class _Carrying:
     """One task that is being carried out: all its instances read first, then all write."""
 
@@ -226,8 +246,13 @@ class _Carrying:
         self._variables = evaluator.environment.variables
         self._statement = statement
         self._operations: tuple[StatementOperation, ...] = ()
-        self._along: tuple[StatementOperation, ...] = ()
         self._apart = self._along_apart = apart(())
+        self._along: tuple[StatementOperation, ...] = ()
+        """What is done with the state that is looked at, and the same apart."""
+        self._on_state: dict[bool, tuple[tuple[StatementOperation, ...], Apart]] = dict.fromkeys(
+            (True, False), (self._along, self._apart)
+        )
+        """What is done with masters, and with other state."""
         self._said = OPEN
         self._laid: Laid = {}
         self._applied = applied_instances
@@ -243,8 +268,9 @@ class _Carrying:
         for operations, instances in parts:
             self._operations = operations
             # `dtype='bfloat16'` is meant for the weights. Moments in bfloat16 would be another optimizer.
-            self._along = without_casts(operations)
-            self._apart, self._along_apart = apart(operations), apart(self._along)
+            along = {is_master: on_state(operations, is_master=is_master) for is_master in (True, False)}
+            self._on_state = {is_master: (each, apart(each)) for is_master, each in along.items()}
+            self._apart = apart(operations)
             self._said = said(self._apart)
             # Looking up each instance is left out for statements that lay nothing out for ranks.
             self._laid = self._evaluator.laid if self._apart[1] else {}
@@ -347,6 +373,10 @@ class _Carrying:
             self._refuse(ops.of([variable.name for variable in read]), expanded, alike=ops.text)
             self._write_unknown(expanded, right)
             return ()
+        if not self._evaluator.is_proof and (fault := _rescaling_fault(ops, nodes, read)):
+            self._refuse(fault, expanded, alike="scales")
+            self._write_unknown(expanded, right)
+            return ()
         # The first of two passes (see degrees.py): what is made goes on as a source of its own, which can be followed.
         if self._evaluator.fusings is not None and self._apart[1]:
             where = None if along else (self._evaluator.task, expanded)
@@ -417,6 +447,7 @@ class _Carrying:
     ) -> None:
         """Do the operations of the parameters on the state under one key; `made` are the parameters' results."""
         left, right, transposed = expanded
+        self._along, self._along_apart = self._on_state[key == MASTER]
         found = states_of(left, key, self._variables)
         states = tuple([each for each in found if each is not None])
         if not states:
@@ -431,6 +462,14 @@ class _Carrying:
         tensors = tuple([each.node for each in parameters if each.node is not None])
         for variable in states:
             variable.along += 1
+        if any(isinstance(each, Dequantise | Quantise) for each in self._operations):
+            self._refuse(
+                f"{states[0].name}: the state of an optimizer goes with no parameter that is quantised or dequantised. "
+                f'Drop it by its name, in quotes (`"{states[0].name}" -> _`)',
+                expanded,
+                alike=f"quantised {key}",
+            )
+            return
         # Joining q with k needs both moments: none can be made up for a parameter that has no state.
         if len(states) < len(left):
             lacking = left[found.index(None)]

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.strided_views import Fragment
+from shardwise.rewrite.op_steps import Quantises
+from shardwise.rewrite.strided_views import Fragment, fill_of, scales_of
 from shardwise.space import Box
 
 _LONG = 40
@@ -46,6 +47,12 @@ class Explained(Protocol):
     def dropped(self) -> frozenset[str]:
         """Sources without an element in an output."""
 
+    def quantised(self, name: str) -> Quantises | None:
+        """How an output is quantised."""
+
+    def is_scales(self, name: str) -> bool:
+        """Whether an output is scales of quantised elements."""
+
     def resolve(self, name: str, box: Box) -> list[Fragment]:
         """Where the elements of a box come from."""
 
@@ -79,15 +86,28 @@ def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]
     """Target, source, and the cells next to them."""
     outputs = checked.outputs
     for name, meta in outputs.items():
+        if (step := checked.quantised(name)) is not None and checked.is_scales(name):
+            yield name, "", (_shown((0,) * len(meta.shape), meta.shape), "", f"scales of blocks of {list(step.block)}")
+            continue
         whole = Box((0,) * len(meta.shape), meta.shape)
         # In the order of the target, as a reader would look for a box.
         fragments = sorted(checked.resolve(name, whole), key=lambda each: each.first)
         for each in fragments:
+            if (fill := fill_of(each.other)) is not None:
+                casts = [" -> ".join(each.dtypes)] if len(each.dtypes) > 1 else []
+                yield name, "", (_target_box(meta.shape, each), "", ", ".join([f"fill {fill}", *casts]))
+                continue
             source = checked.sources[each.other]
             yield (
                 name,
                 each.other,
-                (_target_box(meta.shape, each), _shown(each.offset, each.shape), _operations(meta, source, each)),
+                (
+                    _target_box(meta.shape, each),
+                    _shown(each.offset, each.shape),
+                    ", ".join(
+                        filter(None, [_operations(meta, source, each), f"quantised to {meta.dtype}" if step else ""])
+                    ),
+                ),
             )
         if not fragments:
             yield name, "", (_shown(whole.offset, whole.shape), "", "no elements")
@@ -131,8 +151,12 @@ def _operations(target: TensorMeta, source: TensorMeta, fragment: Fragment) -> s
         done.append(_permute(target, source, fragment))
     elif len(target.shape) != len(source.shape):
         done.append("reshape")
-    if len(fragment.dtypes) > 1:
-        done.append(" -> ".join(fragment.dtypes))
+    dtypes = fragment.dtypes
+    if (scales := scales_of(dtypes)) is not None:
+        done.append(f"times {scales.source} by blocks of {list(scales.block)}")
+        dtypes = (dtypes[0], *dtypes[2:])
+    if len(dtypes) > 1:
+        done.append(" -> ".join(dtypes))
     return ", ".join(done)
 
 

@@ -25,9 +25,10 @@ from shardwise.rewrite.evaluation import evaluate
 from shardwise.rewrite.expansion import AppliedInstance, Expanded, InstanceGroup, StatementTask
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.nodes import Node
-from shardwise.rewrite.op_steps import apply_steps
+from shardwise.rewrite.op_steps import Dequantises, apply_steps
 from shardwise.rewrite.statements import Statement, StatementOperation
 from shardwise.rewrite.strided_views import ViewedTensor
+from shardwise.rewrite.text_inverse import ANEW
 
 
 class Undoing(NamedTuple):
@@ -38,6 +39,8 @@ class Undoing(NamedTuple):
     """What does not come back as it was, in words."""
     lost: frozenset[str]
     """Sources that cannot be made again at all."""
+    notes: tuple[str, ...]
+    """What is cropped, in words."""
 
 
 class _Loss(NamedTuple):
@@ -131,7 +134,13 @@ def undo(
     """
     graph = _Graph(trace, outputs.values())
     # Losses are gathered as the way back is found: `lossy="allow"` takes the same way and only accepts them.
-    losses = [*_copied(trace, graph), *_narrowed(trace, graph)]
+    cropped = list(_cropped(trace, graph))
+    losses = [
+        *_copied(trace, graph),
+        *_narrowed(trace, graph),
+        *_rescaled(trace, graph),
+        *(loss for loss, is_loss in cropped if is_loss),
+    ]
     spares = _Spares(trace, sources)
     tasks = [
         task
@@ -154,7 +163,8 @@ def undo(
             losses.append(graph.dropping(statement, name, sources[name]))
             tasks.append(_task(statement, [Expanded((), (name,))]))
     lost.update([name for name in sources if _follows(name, lost)])
-    return Undoing(tuple(tasks), _worded(losses), frozenset(lost))
+    notes = _worded(loss for loss, _ in cropped)
+    return Undoing(tuple(tasks), _worded(losses), frozenset(lost), notes)
 
 
 def _follows(name: str, lost: Collection[str]) -> bool:
@@ -331,6 +341,32 @@ def _narrowed(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], grap
                     yield _Loss(statement, "casts", variable.name, rest)
 
 
+def _rescaled(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph) -> Iterable[_Loss]:
+    for statement, applied_instances in trace:
+        for applied in applied_instances:
+            step = None if applied.ops is None or applied.along else applied.ops.rescaling
+            if step is not None and graph.route.get(applied.left[0]) is applied:
+                what = "dequantises" if isinstance(step, Dequantises) else "quantises"
+                yield _Loss(statement, what, applied.left[0].name, f": {ANEW}")
+
+
+def _cropped(
+    trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph
+) -> Iterable[tuple[_Loss, bool]]:
+    """What crops take away, and whether it is a loss: it is none where the text says what the elements are."""
+    for statement, applied_instances in trace:
+        for applied in applied_instances:
+            if applied.ops is None or applied.along or not applied.ops.cropped:
+                continue
+            for variable in applied.left:
+                if graph.route.get(variable) is applied:
+                    first = applied.ops.cropped[0]
+                    what = "no fill= says what the elements are that go, and the way back fills them with 0"
+                    if first.fill is not None:
+                        what = f"the way back fills them with {first.fill}, whatever the elements were"
+                    yield _Loss(statement, "crops", variable.name, f" from {first}: {what}"), first.fill is None
+
+
 def _worded(losses: Iterable[_Loss]) -> tuple[str, ...]:
     """Losses in words, one for all that are alike, in the order of the statements."""
     alike: dict[tuple[int, int, str], list[_Loss]] = {}
@@ -359,11 +395,13 @@ class Claim:
     """Sources that need not come back."""
     aliases: Mapping[str, str]
     """Other names of sources."""
+    crops: bool
+    """Whether elements were cropped: what comes back in their place is padding."""
 
     def failing(self, tasks: Iterable[StatementTask]) -> list[str]:
         """The sources that tasks, carried out on the outputs, do not give back, or what else is wrong."""
         # The way back runs through the same evaluator as the way there, on the very nodes that came out.
-        returned = evaluate(tasks, self.outputs)
+        returned = evaluate(tasks, self.outputs, is_proof=True)
         if returned.findings:
             return [str(returned.findings[0])]
         standing = _standing(self.agree)
@@ -371,7 +409,7 @@ class Claim:
         return [
             name
             for name, node in self.sources.items()
-            if name not in self.lost and not _same(back.get(name), node, standing, self.aliases)
+            if name not in self.lost and not _same(back.get(name), node, standing, self)
         ]
 
 
@@ -401,7 +439,7 @@ def _prove_ops(ops: CompiledOps, metas: Sequence[TensorMeta]) -> None:
     values = [ViewedTensor.source(str(place), meta) for place, meta in enumerate(metas)]
     returned = apply_steps(ops.undo, apply_steps(ops.steps, values))
     same = all(
-        back.dtype == value.dtype and _bare(back).same_elements(_bare(value))
+        back.dtype == value.dtype and _bare(value).same_elements(_bare(back), but_fills=bool(ops.cropped))
         for back, value in zip(returned, values, strict=True)
     )
     assert same, f"the inverse of {ops.steps} does not lead back"
@@ -426,7 +464,7 @@ def _standing(agree: Sequence[tuple[Node, ...]]) -> dict[Node, Node]:
     return {node: head(node) for node in standing}
 
 
-def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], aliases: Mapping[str, str]) -> bool:
+def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], claim: Claim) -> bool:
     """Whether a source came back."""
     if returned is None:
         return False
@@ -434,8 +472,8 @@ def _same(returned: Node | None, node: Node, standing: Mapping[Node, Node], alia
     if returned is node or standing.get(returned, returned) is standing.get(node, node):
         return True
     # Casts are left out: what they lose is a loss that was reported, and not a fault of the way back.
-    one, other = (_bare(each.value_under(aliases)) for each in (returned, node))
-    return returned.meta.dtype == node.meta.dtype and one.same_elements(other)
+    one, other = (_bare(each.value_under(claim.aliases)) for each in (returned, node))
+    return returned.meta.dtype == node.meta.dtype and other.same_elements(one, but_fills=claim.crops)
 
 
 def _bare(value: ViewedTensor) -> ViewedTensor:

@@ -1,5 +1,7 @@
 """Metas: all that a rewrite knows of a tensor (shape, dtype, layout), and dtypes that hold all values of another."""
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -178,6 +180,50 @@ def needed_casts(dtypes: Sequence[str]) -> tuple[str, ...]:
         if dtype != kept[-1] and (is_last or not keeps_values(kept[-1], dtype)):
             kept.append(dtype)
     return tuple(kept)
+
+
+_NARROW_NUMBERS = {"float8_e8m0fnu": ("1",), "float4_e2m1fn_x2": ("0",)}
+"""Of narrow floats without a 0 or a 1 those that they have; others have both."""
+
+
+def number_text(text: str) -> str | None:
+    """A number in its one spelling; None for what is no number.
+
+    >>> number_text("-0x1"), number_text("1e-5"), number_text("3.0"), number_text("-inf"), number_text("-0.0")
+    (None, '1e-05', '3', '-inf', '-0.0')
+    """
+    if re.fullmatch(r"[-+]?[0-9]{1,19}", text):
+        return str(int(text))
+    if not re.fullmatch(
+        r"[-+]?(?:inf|nan|(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[-+]?[0-9]{1,4})?)", text.lower()
+    ):
+        return None
+    number = float(text)
+    is_whole = number.is_integer() and abs(number) < 1e15 and str(number) != "-0.0"
+    return str(int(number)) if is_whole else str(number)
+
+
+def number_of(text: str) -> int | float:
+    """The number that `number_text` wrote."""
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def holds_number(dtype: str, text: str) -> bool:
+    """Whether a dtype has a number, or rounds it to one that is not infinite.
+
+    >>> holds_number("int8", "-128"), holds_number("int8", "128"), holds_number("float16", "1e5")
+    (True, False, False)
+    """
+    number = number_of(text)
+    if dtype in _INTEGERS:
+        bits, signed = _INTEGERS[dtype]
+        return isinstance(number, int) and -(1 << bits - 1) * signed <= number < 1 << (bits - signed)
+    dtype = _PARTS.get(dtype, dtype)
+    if dtype not in _WIDE:
+        return text in _NARROW_NUMBERS.get(dtype, ("0", "1"))
+    exponent, mantissa = _FLOATS[dtype]
+    largest = (2 - 2.0**-mantissa) * 2.0 ** ((1 << exponent - 1) - 1)
+    return not math.isfinite(number) or abs(number) <= largest
 
 
 def holds_nans(dtype: str) -> bool:

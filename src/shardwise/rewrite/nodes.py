@@ -11,8 +11,18 @@ from typing import TypeAlias
 
 from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.op_steps import apply_steps
-from shardwise.rewrite.strided_views import Fragment, Shapes, StridedView, ViewedTensor, fragments_of, turned
+from shardwise.rewrite.op_steps import Quantises, apply_steps
+from shardwise.rewrite.strided_views import (
+    Fragment,
+    Shapes,
+    StridedView,
+    ViewedTensor,
+    fill_of,
+    fragments_of,
+    scales_of,
+    turned,
+    with_scales_named,
+)
 from shardwise.space import Box
 
 
@@ -82,7 +92,20 @@ class Form:
     @property
     def used(self) -> frozenset[int]:
         """The numbers of the sources with elements here."""
-        return frozenset([int(view.source) for view in self.value.views])
+        views = [view for view in self.value.views if fill_of(view.source) is None]
+        scales = {scales.source for view in views if (scales := scales_of(view.dtypes)) is not None}
+        return frozenset([int(source) for source in {*(view.source for view in views), *scales}])
+
+    @property
+    def quantised(self) -> "Quantises | None":
+        """By what this is made, where it is quantised elements or their scales."""
+        step = self._parts[0].rescaling if self._parts is not None else None
+        return step if isinstance(step, Quantises) else None
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there are elements that are in no source."""
+        return any(fill_of(view.source) is not None for view in self.value.views)
 
 
 _FormParts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ...], ...]]
@@ -92,8 +115,15 @@ _FormParts: TypeAlias = tuple[CompiledOps, tuple[Form, ...], tuple[tuple[str, ..
 def _named(value: ViewedTensor, names: Sequence[str]) -> ViewedTensor:
     """A tensor with numbers in place of sources, with the sources' names."""
     views = [
-        StridedView(offset, shape, names[int(number)], base, strides, dtypes)
-        for offset, shape, number, base, strides, dtypes in value.views
+        StridedView(
+            offset,
+            shape,
+            source if fill_of(source) is not None else names[int(source)],
+            base,
+            strides,
+            with_scales_named(dtypes, names),
+        )
+        for offset, shape, source, base, strides, dtypes in value.views
     ]
     return ViewedTensor(value.shape, value.dtype, tuple(views))
 
@@ -128,6 +158,13 @@ class Node:
         """The source element of each element."""
         return _named(self.form.value, self.leaves)
 
+    @property
+    def elements_of_scales(self) -> "Node | None":
+        """The elements that are quantised with these scales; None where these are none."""
+        if self.form.quantised is None or self.made_by is None or self is self.made_by.results[0]:
+            return None
+        return self.made_by.results[0]
+
     def value_under(self, aliases: Mapping[str, str]) -> ViewedTensor:
         """The same, with sources that are other names of sources called by their own."""
         if not aliases:
@@ -141,6 +178,8 @@ class Node:
         # they would be reported as dropped.
         if len(self.leaves) == 1 or 0 in self.meta.shape:
             return set(self.leaves)
+        if (node := self.elements_of_scales) is not None:
+            return node.used
         return {self.leaves[number] for number in self.form.used}
 
 
@@ -190,8 +229,8 @@ Ranks ask for the same boxes of tensors that come about alike.
 _MOST_FRAGMENTS = 1 << 10
 """An answer of more is not kept."""
 
-_Template = list[tuple[int, Fragment]]
-"""The number of the source in its form, and the fragment, whose name is of no account."""
+_Template = list[tuple[int | None, Fragment]]
+"""The number of the source in its form, and the fragment, whose name is of no account; None: padding, of no source."""
 
 
 # A model has 100,000 tensors, and a rank asks for the few that it holds. So views are named on demand.
@@ -243,26 +282,53 @@ class Correspondence:
         return {name: node.meta for name, node in self._nodes.items()}
 
     def resolve(self, name: str, box: Box) -> list[Fragment]:
-        """Where the elements of a box of an output come from: fragments that cover it once, boxes of sources.
+        """Where the elements of a box of an output come from: fragments that cover it once, of sources or padding.
 
-        Raises KeyError for what is no output.
+        Of scales a box of their elements is asked about. Raises KeyError for what is no output.
         """
-        node = self._nodes[name]
+        node = self._nodes[name].elements_of_scales or self._nodes[name]
         template = self._templates.get((node.form, box))
         if template is None:
             template = self._template(node, box)
         # Only the names differ from one tensor of the form to the next.
         leaves, aliases = node.leaves, self.aliases
         if aliases:
-            return [each._replace(other=aliases.get(leaves[number], leaves[number])) for number, each in template]
-        return [each._replace(other=leaves[number]) for number, each in template]
+            leaves = tuple([aliases.get(leaf, leaf) for leaf in leaves])
+        return [
+            each
+            if number is None
+            else each._replace(other=leaves[number], dtypes=with_scales_named(each.dtypes, leaves))
+            for number, each in template
+        ]
+
+    def quantised(self, name: str) -> Quantises | None:
+        """How an output is quantised: elements, or scales if its dtype is that of these. None: it is not."""
+        return self._nodes[name].form.quantised
+
+    def is_scales(self, name: str) -> bool:
+        """Whether an output is the scales of quantised elements."""
+        return self._nodes[name].elements_of_scales is not None
+
+    def elements_of(self, name: str) -> TensorMeta:
+        """Of an output that is scales those of its elements, else of the output."""
+        node = self._nodes[name]
+        return (node.elements_of_scales or node).meta
+
+    def padding(self, name: str) -> list[Fragment]:
+        """The elements of an output that are in no source. Raises KeyError for what is no output."""
+        node = self._nodes[name]
+        if not node.form.is_padded:
+            return []
+        shape = node.meta.shape
+        return [each for each in self.resolve(name, Box((0,) * len(shape), shape)) if fill_of(each.other) is not None]
 
     def _template(self, node: Node, box: Box) -> _Template:
         """The answer for all tensors that come about as this one does."""
         met = list(node.form.value.meeting(box))
         # Shapes of sources are part of the form, so those of this node's sources serve for all.
-        metas = {view.source: self._source(node.leaves[int(view.source)]) for view in met}
-        found = [(int(each.other), each) for each in fragments_of(met, Shapes(metas))]
+        numbers = {view.source: int(view.source) for view in met if fill_of(view.source) is None}
+        metas = {source: self._source(node.leaves[number]) for source, number in numbers.items()}
+        found = [(numbers.get(each.other), each) for each in fragments_of(met, Shapes(metas))]
         # A box that falls into thousands of fragments would push out everything else, and is seldom asked for twice.
         if len(found) > _MOST_FRAGMENTS:
             return found
@@ -293,6 +359,9 @@ class Correspondence:
         """For each source what of it goes into each output, as views whose sources are the outputs."""
         found: dict[str, list[ViewedTensor]] = {}
         for target, node in self._nodes.items():
+            # Scales have no element of a source.
+            if self.is_scales(target):
+                continue
             shape = node.meta.shape
             views = turned(self.resolve(target, Box((0,) * len(shape), shape)), shape, target)
             for source, parts in views.items():

@@ -1,7 +1,7 @@
 """Steps: what the operations of a statement come down to once shapes and dtypes are known. Each can be undone.
 
-There are six. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches of
-tensors that make it up, in order.
+There are nine. Joining, splitting or interleaving tensors along a dim is one `Arrange`: for each result the stretches
+of tensors that make it up, in order.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,15 @@ class Reshapes:
 
     shapes: tuple[tuple[int, ...], ...]
     old: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resizes:
+    """Tensor j is cropped or padded to shape `shapes[j]`, out of `old[j]`. All elements that come in are `fill`."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    old: tuple[tuple[int, ...], ...]
+    fill: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,33 @@ class Unstacks:
     count: int
 
 
-Step: TypeAlias = Permutes | Reshapes | Casts | Arrange | Stacks | Unstacks
+@dataclass(frozen=True, slots=True)
+class Dequantises:
+    """Tensor 0 is multiplied by tensor 1, its scales, and becomes float32."""
+
+    block: tuple[int, ...]
+    element_dtype: str
+    scale_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quantises:
+    """The tensor becomes two, what is dequantised to it and the scales.
+
+    The views of the first are those of the tensor. The second has none: each scale is of many elements.
+    """
+
+    block: tuple[int, ...]
+    element_dtype: str
+    scale_dtype: str
+
+
+def grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a tensor."""
+    return tuple([-(-size // max(1, each)) for size, each in zip(shape, block, strict=True)])
+
+
+Step: TypeAlias = Permutes | Reshapes | Resizes | Casts | Arrange | Stacks | Unstacks | Dequantises | Quantises
 
 
 def undone(steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -89,8 +124,14 @@ def _undo(step: Step) -> Step:
         # Steps carry what they replaced (`old`, `count`, `sizes`), because a step alone has to say how it is undone.
         case Reshapes(shapes, old):
             return Reshapes(old, shapes)
+        case Resizes(shapes, old, fill):
+            return Resizes(old, shapes, fill)
         case Casts(dtypes, old):
             return Casts(old, dtypes)
+        case Dequantises(block, elements, scales):
+            return Quantises(block, elements, scales)
+        case Quantises(block, elements, scales):
+            return Dequantises(block, elements, scales)
         case Stacks(axis, count):
             return Unstacks(axis, count)
         case Unstacks(axis, count):
@@ -137,8 +178,16 @@ def _applied(step: Step, values: list[ViewedTensor]) -> list[ViewedTensor]:
             return [v if order is None else v.permute(order) for v, order in zip(values, dims, strict=True)]
         case Reshapes(shapes, _):
             return [value.reshape(shape) for value, shape in zip(values, shapes, strict=True)]
+        case Resizes(shapes, _, fill):
+            return [value.resize(shape, fill) for value, shape in zip(values, shapes, strict=True)]
         case Casts(dtypes, _):
             return [value.cast(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+        case Dequantises(block):
+            return [values[0].scaled(values[1], block)]
+        case Quantises(block, elements, scales):
+            value = values[0]
+            of_scales = ViewedTensor(grid_of(value.shape, block), scales, ())
+            return [ViewedTensor(value.shape, elements, value.views), of_scales]
         case Stacks(axis, _):
             return [ViewedTensor.stack(values, axis)]
         # This is the only step that makes several views of each view, and `crop` looks only at those near its index.

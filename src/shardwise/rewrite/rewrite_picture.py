@@ -7,6 +7,7 @@ from operator import mul
 
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.rewrites import Checked
+from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Box
 from shardwise.space.boxes import row_major_strides
 from shardwise.svg import MUTED, Picture, colour, shortened
@@ -48,7 +49,8 @@ def _add_output(picture: Picture, checked: Checked, name: str) -> None:
 
     def origin(index: tuple[int, ...]) -> str | None:
         found = checked.resolve(name, Box(index, (1,) * len(index)))
-        return shade(found[0].other, found[0].offset) if found else None
+        # Padding is in no source, and has no colour.
+        return shade(found[0].other, found[0].offset) if found and fill_of(found[0].other) is None else None
 
     meta, top = checked.outputs[name], picture.y
     picture.text(400, top, _label(name, meta, width=310))
@@ -72,7 +74,7 @@ def _is_changed(checked: Checked, name: str) -> bool:
     if 0 in shape:
         return False
     found = checked.resolve(name, Box((0,) * len(shape), shape))
-    if len(found) != 1 or checked.sources[found[0].other].shape != shape:
+    if len(found) != 1 or fill_of(found[0].other) is not None or checked.sources[found[0].other].shape != shape:
         return True
     steps = [step for size, step in zip(shape, found[0].dims, strict=True) if size > 1]
     return steps != [(dim, 1) for dim, size in enumerate(shape) if size > 1]

@@ -16,6 +16,7 @@ from shardwise.rewrite.explanation import explain
 from shardwise.rewrite.inversion import gives_back
 from shardwise.rewrite.metas import TensorLike, TensorMeta, metas_of
 from shardwise.rewrite.nodes import Correspondence
+from shardwise.rewrite.op_steps import Dequantises, Quantises
 from shardwise.rewrite.sections import (
     BOUNDARY,
     Proved,
@@ -307,8 +308,21 @@ class Checked(Correspondence):
         """Sources that the rewrite drops (`a -> _`)."""
         self.losses = tuple([loss for each in proved for loss in each.undoing.losses])
         """What cannot be undone, in words."""
-        self.notes = tuple([note for each in proved for note in each.done.evaluation.notes])
-        """What may be wrong though all fits: how many names a star stands for, what matched nothing, in words."""
+        self.notes = tuple([note for each in proved for note in (*each.done.evaluation.notes, *each.undoing.notes)])
+        """What may be wrong though all fits: how many names a star stands for, what matched nothing or is cropped."""
+        applied = [(each, ops) for done in proved for each in done.applied_instances if (ops := each.ops) is not None]
+        self.quantises = any(isinstance(ops.rescaling, Quantises) for _, ops in applied)
+        """Whether outputs are quantised, which takes the values of whole blocks."""
+        cropped = {variable.node for each, ops in applied if ops.cropped for variable in each.left}
+        self.cropped = frozenset(
+            [aliases.get(leaf, leaf) for node in cropped if node is not None for leaf in node.leaves]
+        )
+        """Sources that are cropped, or joined with what is."""
+        scales = {each.left[1].node for each, ops in applied if isinstance(ops.rescaling, Dequantises)}
+        self.scales = frozenset(
+            [aliases.get(leaf, leaf) for node in scales if node is not None for leaf in node.leaves]
+        )
+        """Sources by which others are multiplied."""
         sources = {name: meta for name, meta in proved[0].done.metas.items() if name not in aliases}
         super().__init__(sources=sources, nodes=nodes, aliases=aliases)
 

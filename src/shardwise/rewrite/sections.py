@@ -357,6 +357,11 @@ class Proved(NamedTuple):
     undoing: Undoing
     claim: Claim
 
+    @property
+    def applied_instances(self) -> list[AppliedInstance]:
+        """What all statements did."""
+        return list(chain.from_iterable(self.done.evaluation.trace))
+
 
 def fit(
     sections: Sequence[Section],
@@ -390,6 +395,7 @@ def fit(
             agree=evaluation.agree,
             lost=undoing.lost | other_names.keys(),
             aliases=other_names,
+            crops=any(each.ops is not None and each.ops.cropped for each in applied_instances),
         )
         # Every check is proved, in production too: a fault of this library must not reach a file.
         prove(claim, applied_instances, undoing.tasks)

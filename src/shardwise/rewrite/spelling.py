@@ -14,14 +14,18 @@ from shardwise.rewrite.statement_arguments import RECORDED, WORDS, StatementName
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
+    Dequantise,
     Faults,
     Ffn,
     Name,
     NamePart,
+    Pad,
     Permute,
     Placeholder,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -210,6 +214,7 @@ def text_of(statement: Statement) -> str:
     alone = not names.joins and not names.parts  # then joining or parting along a dim changes nothing
     operations = [each for each in statement.operations if not (alone and isinstance(each, Concat | SplitStatement))]
     arguments = [each for operation in operations for each in _arguments(operation)]
+    arguments += _fills(operations)
     if statement.optional:
         arguments.append("optional=1")
     if statement.gaps:
@@ -227,6 +232,9 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
             yield f"permute={_list(dims or ())}"
         case Reshape(shape):
             yield f"reshape={_list(shape) if shape is not None else RECORDED}"
+        case Pad(sizes) | Crop(sizes):
+            word = "pad" if isinstance(operation, Pad) else "crop"
+            yield f"{word}={_list(sizes) if sizes is not None else RECORDED}"
         case Cast(to, None):
             yield f"dtype={_word(to)}"
         case Cast(to, source):
@@ -238,6 +246,12 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
         case SplitStatement(axis, sizes, recorded):
             yield f"axis={axis}"
             yield from [f"sizes={RECORDED}"] if recorded else [f"sizes={_list(sizes)}"] if sizes is not None else []
+        case Dequantise(block):
+            yield f"dequantise={_list(block)}"
+        case Quantise(block, elements, scales):
+            yield f"quantise={_list(block)}"
+            yield f"element_dtype={_word(elements)}"
+            yield f"scale_dtype={_word(scales)}"
         case Stack(axis) | Unstack(axis):
             yield f"stack={axis}"
         case Qkv() | QkvPerRank() | Ffn():
@@ -263,6 +277,13 @@ def _fused(operation: Qkv | QkvPerRank | Ffn) -> Iterator[str]:
 
 def _word(dtype: str | None) -> str:
     return f"'{dtype}'" if dtype is not None else RECORDED
+
+
+def _fills(operations: Iterable[StatementOperation]) -> list[str]:
+    """The value of elements that come or go, once for all operations; padding without one is of 0."""
+    said = {each.fill for each in operations if isinstance(each, Crop)}
+    said |= {each.fill for each in operations if isinstance(each, Pad) and each.fill != "0"}
+    return [f"fill={text}" if text.isdecimal() else f"fill='{text}'" for text in said if text is not None]
 
 
 def _list(numbers: Iterable[int]) -> str:

@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
+from shardwise.rewrite.metas import number_text
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
+    Dequantise,
     Faults,
     Ffn,
     JoinOrSplit,
     Name,
+    Pad,
     Permute,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -42,9 +47,16 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "dst_tp": "dst_tp=2",
     "permute": "permute='[1,0]'",
     "reshape": "reshape='[4,-1]'",
+    "pad": "pad='[50304,-1]'",
+    "crop": "crop='[50257,-1]'",
+    "fill": "fill=0",
     "dtype": "dtype='float16'",
     "src_dtype": "src_dtype='float16'",
     "dst_dtype": "dst_dtype='float32'",
+    "dequantise": "dequantise='[128,128]'",
+    "quantise": "quantise='[128,128]'",
+    "element_dtype": "element_dtype='float8_e4m3fn'",
+    "scale_dtype": "scale_dtype='float32'",
     "optional": "optional=1",
     "gaps": "gaps=1",
 }
@@ -54,14 +66,28 @@ WORDS: Final = frozenset(_EXAMPLES)
 
 _INTEGERS = ("axis", "stack")
 _COUNTS = ("num_heads", "num_key_value_groups", "src_tp", "dst_tp")
-_LISTS = ("sizes", "permute", "reshape")
-_RECORDABLE = ("sizes", "reshape", "dtype", "dst_dtype")
+_LISTS = ("sizes", "permute", "reshape", "pad", "crop", "dequantise", "quantise")
+_RECORDABLE = ("sizes", "reshape", "pad", "crop", "dtype", "dst_dtype", "element_dtype", "scale_dtype")
 _PAIRED = ("src_dtype", "dst_dtype")
 _REPEATABLE = ("permute", "reshape")
 """Operations that may come as often as one likes; a cast again once another operation has been carried out."""
 
-_DETAILS = ("sizes", "num_heads", "num_key_value_groups", "src_tp", "dst_tp", "optional", "gaps")
+_DETAILS = (
+    "sizes",
+    "num_heads",
+    "num_key_value_groups",
+    "src_tp",
+    "dst_tp",
+    "fill",
+    "element_dtype",
+    "scale_dtype",
+    "optional",
+    "gaps",
+)
 """What is said about a statement, or about how it joins or splits."""
+
+_QUANTISED_TO = {"element_dtype": "float8_e4m3fn", "scale_dtype": "float32"}
+"""What is made where nothing else is said."""
 
 _SWITCHES = {"optional": "a statement that may match nothing", "gaps": "a star whose numbers may have gaps"}
 
@@ -88,6 +114,13 @@ _BELONGS: Final[Mapping[str, tuple[str, ...]]] = {
     "num_key_value_groups": ("fused_qkv", "fused_qkv_old"),
     "src_tp": ("fused_qkv_old", "fused_ffn"),
     "dst_tp": ("fused_qkv_old", "fused_ffn"),
+    "element_dtype": ("quantise",),
+    "scale_dtype": ("quantise",),
+}
+
+_SCALING_FORMS: Final[Mapping[str, tuple[tuple[int, int], str]]] = {
+    "dequantise": ((2, 1), "'elements, scales -> a'"),
+    "quantise": ((1, 2), "'a -> elements, scales'"),
 }
 
 _HEADS: Final[Mapping[str, str]] = {
@@ -162,6 +195,7 @@ def operations_of(
     # All checks run, whatever was found before: a user gets every fault of a statement at once.
     _find_repeated(given, faults)
     its_word, join_or_split = _join_or_split_of(given, names, place, faults)
+    fill = _fill(given, faults)
     operations: list[StatementOperation] = []
     cast: ReadArgument | None = None
     for each in given:
@@ -172,6 +206,9 @@ def operations_of(
                 operations.append(Reshape(each.value))
             case "reshape" if each.value == RECORDED:
                 operations.append(Reshape(None))
+            case "pad" | "crop" if each.value is not None:
+                sizes = each.value if isinstance(each.value, tuple) else None
+                operations.append(Pad(sizes, fill or "0") if each.word == "pad" else Crop(sizes, fill))
             case "dtype" if each.value is not None:
                 operations.append(Cast(None if each.value == RECORDED else str(each.value)))
             case "src_dtype" | "dst_dtype":
@@ -194,6 +231,21 @@ def operations_of(
             (of_tensors[0].place, f"{of_tensors[0].shown} does nothing to a tensor that is {what}; leave it out")
         )
     return tuple(operations), optional, gaps
+
+
+def _fill(given: Sequence[ReadArgument], faults: Faults) -> str | None:
+    """The value that a statement fills with, or takes what it crops to have."""
+    filling = next((each for each in given if each.word == "fill"), None)
+    if filling is None:
+        return None
+    if not any(each.word in ("pad", "crop") for each in given):
+        faults.append(
+            (
+                filling.place,
+                f"{filling.shown} is the value of elements that pad= adds or crop= takes away; neither is given",
+            )
+        )
+    return None if filling.value is None else str(filling.value)
 
 
 def _find_repeated(given: Sequence[ReadArgument], faults: Faults) -> None:
@@ -295,6 +347,9 @@ def _value(word: str, text: str) -> tuple[int | str | tuple[int, ...] | None, st
         numbers = tuple(map(int, re.findall(r"-?[0-9]+", text)))
         fault = _LIST_FAULTS[word](numbers)
         return (None if fault else numbers), fault
+    if word == "fill":
+        number_read = number_text(text)
+        return number_read, None if number_read else f"{word} wants a number, such as 0, 0.5, '-inf' or '1e-5'"
     if word.endswith("dtype"):
         if text in ITEMSIZE_BYTES:
             return text, None
@@ -327,7 +382,27 @@ def _sizes_fault(sizes: tuple[int, ...]) -> str | None:
     return "sizes are not negative" if min(sizes, default=0) < 0 else None
 
 
-_LIST_FAULTS: Final = {"permute": _permute_fault, "reshape": _reshape_fault, "sizes": _sizes_fault}
+def _block_fault(block: tuple[int, ...]) -> str | None:
+    return (
+        "a block has at least one element along each dim; -1 is all"
+        if 0 in block or min(block, default=1) < -1
+        else None
+    )
+
+
+def _resize_fault(sizes: tuple[int, ...]) -> str | None:
+    return "sizes are not negative, but for -1, which keeps a size" if min(sizes, default=0) < -1 else None
+
+
+_LIST_FAULTS: Final = {
+    "permute": _permute_fault,
+    "reshape": _reshape_fault,
+    "sizes": _sizes_fault,
+    "pad": _resize_fault,
+    "crop": _resize_fault,
+    "dequantise": _block_fault,
+    "quantise": _block_fault,
+}
 
 
 # Joining several tensors to one, and splitting one into several
@@ -346,7 +421,7 @@ def _join_or_split_of(
     once = {each.word: each for each in given}
     # `axis` says where a fused attribute works, and is an operation of its own only where there is none.
     fused = [each for each in once.values() if each.word in _FORMS]
-    asked = [*fused, *(once[word] for word in ("stack",) if word in once)]
+    asked = [*fused, *(once[word] for word in ("stack", *_SCALING_FORMS) if word in once)]
     if "axis" in once and not fused:
         asked.append(once["axis"])
     if len(asked) > 1:
@@ -368,6 +443,8 @@ def _join_or_split_of(
         return None, None
     if asked[0].word == "stack":
         return "stack", _stack(asked[0], names, faults)
+    if asked[0].word in _SCALING_FORMS:
+        return asked[0].word, _scaling(asked[0], once, names, faults)
     return "axis", _axis(asked[0], once.get("sizes"), names, faults)
 
 
@@ -397,7 +474,7 @@ def _one_side_has_one(
         what = f"{_amount(names)}, but one side has exactly one"
         faults.append((place, f"{what}; {each}{names.hint}"))
         return False
-    if (names.joins or names.parts) and not once.keys() & {"axis", "stack", "sizes"}:
+    if (names.joins or names.parts) and not once.keys() & {"axis", "stack", "sizes", *_SCALING_FORMS}:
         what = f"{left} tensors become one" if names.joins else f"one tensor becomes {right}"
         ways = "axis=..., stack=... or one of the fused attributes"
         if names.stars:
@@ -423,6 +500,22 @@ def _stack(stack: ReadArgument, names: StatementNames, faults: Faults) -> JoinOr
     if not isinstance(stack.value, int):
         return None
     return Stack(stack.value) if names.joins else Unstack(stack.value)
+
+
+def _scaling(
+    word: ReadArgument, once: Mapping[str, ReadArgument], names: StatementNames, faults: Faults
+) -> JoinOrSplit | None:
+    counts, form = _SCALING_FORMS[word.word]
+    if names.stars or names.counts != counts:
+        faults.append((word.place, f"{word.word} is for {form}; here are {_amount(names)}"))
+        return None
+    if not isinstance(word.value, tuple):
+        return None
+    if word.word == "dequantise":
+        return Dequantise(word.value)
+    given = {key: once[key].value if key in once else each for key, each in _QUANTISED_TO.items()}
+    elements, scales = (None if each == RECORDED else str(each) for each in given.values())
+    return Quantise(word.value, elements, scales)
 
 
 def _axis(axis: ReadArgument, sizes: ReadArgument | None, names: StatementNames, faults: Faults) -> JoinOrSplit | None:

@@ -1,8 +1,8 @@
 """Statements: what one line of a rewrite says, as data; and findings, what is wrong with one, shown at its place.
 
 A statement takes the tensors of its left names, carries its operations out in order, and gives the results to its right
-names. An operation changes each tensor (`Permute`, `Reshape`, `Cast`), or makes other tensors of them: it joins several
-into one, or splits one into several.
+names. An operation changes each tensor (`Permute`, `Reshape`, `Pad`, `Crop`, `Cast`), or makes other tensors of them:
+it joins several into one, or splits one into several.
 """
 
 from collections.abc import Iterable
@@ -82,6 +82,24 @@ class Reshape:
     """The same row-major elements in another shape; one size may be -1. None: as recorded (only in inverses)."""
 
     shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """To larger sizes, by elements of one value behind those that there are; -1 keeps a size. None: as recorded."""
+
+    sizes: tuple[int, ...] | None
+    fill: str
+    """The value, as `number_text` writes it: text is equal to itself where it is NaN, and as long as integers are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """To smaller sizes, without the last elements; -1 keeps a size. None: as recorded (only in inverses)."""
+
+    sizes: tuple[int, ...] | None
+    fill: str | None = None
+    """The value that the elements have that go, which the way back gives them. None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +188,28 @@ class Ffn:
     target_degree: int | None
 
 
-JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn
+@dataclass(frozen=True, slots=True)
+class Dequantise:
+    """Multiply narrow floats by the scales of their blocks: two tensors become one of float32."""
+
+    block: tuple[int, ...]
+    """Elements of each dim that have one scale; -1 is all. The last block of a dim may be smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantise:
+    """The reverse: one tensor becomes its narrow floats and the scales of their blocks."""
+
+    block: tuple[int, ...]
+    element_dtype: str | None
+    """None: as recorded (only in inverses)."""
+    scale_dtype: str | None
+
+
+JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn | Dequantise | Quantise
 """What makes other tensors of those that are there. A statement has at most one, and needs one for several names."""
 
-StatementOperation: TypeAlias = Permute | Reshape | Cast | JoinOrSplit
+StatementOperation: TypeAlias = Permute | Reshape | Pad | Crop | Cast | JoinOrSplit
 
 
 @dataclass(frozen=True, slots=True)

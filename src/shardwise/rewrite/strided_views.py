@@ -24,8 +24,49 @@ from shardwise.rewrite.metas import TensorMeta
 from shardwise.space import Box, Run, boxes_of_run
 from shardwise.space.boxes import index_of_element, row_major_strides
 
+_FILL = "\0fill "
+"""Begins the source of elements that are in no tensor: of padding. No tensor has such a name."""
+
 _FEW = 8
 """So many views are asked one by one; more are sorted first."""
+
+
+def fill_of(source: str) -> str | None:
+    """The value of all elements of a source that is no tensor (see `number_text`); None for a tensor."""
+    return source[len(_FILL) :] if source.startswith(_FILL) else None
+
+
+_SCALED = "\0scaled "
+"""Begins an entry of `dtypes` that is no dtype: there values are multiplied by the scales of their blocks."""
+
+
+class Scales(NamedTuple):
+    """By what the elements of a source are multiplied when they have been read."""
+
+    source: str
+    """The tensor of scales."""
+    block: tuple[int, ...]
+    """Elements of each dim that have one scale."""
+
+    def __str__(self) -> str:
+        return f"{_SCALED}{','.join(map(str, self.block))} {self.source}"
+
+
+def scales_of(dtypes: Sequence[str]) -> Scales | None:
+    """The scales by which values are multiplied that pass through `dtypes`."""
+    # Only what is stored is dequantised, so that scales come right after the dtype of the source.
+    if len(dtypes) < 2 or not dtypes[1].startswith(_SCALED):
+        return None
+    block, source = dtypes[1][len(_SCALED) :].split(" ", 1)
+    return Scales(source, tuple(map(int, block.split(","))))
+
+
+def with_scales_named(dtypes: tuple[str, ...], names: Sequence[str]) -> tuple[str, ...]:
+    """The dtypes with the name of the scales for their number, as for the source of a view."""
+    scales = scales_of(dtypes)
+    if scales is None:
+        return dtypes
+    return (dtypes[0], str(scales._replace(source=names[int(scales.source)])), *dtypes[2:])
 
 
 class StridedView(NamedTuple):
@@ -35,13 +76,16 @@ class StridedView(NamedTuple):
     """Where in the tensor it begins."""
     shape: tuple[int, ...]
     source: str
-    """The tensor that has its elements."""
+    """The tensor that has its elements, or what `fill_of` reads: then they are one value, with strides of 0."""
     base: int
     """The row-major element of the source with which the box begins."""
     strides: tuple[int, ...]
     """Elements of the source that one step along each dim passes; 0 along dims of size 1."""
     dtypes: tuple[str, ...]
-    """The dtypes that a value passes through: the source's first, no two alike next to each other."""
+    """The dtypes that a value passes through: the source's first, no two alike next to each other.
+
+    The second may be scales, see `scales_of`.
+    """
 
 
 class ViewedTensor:
@@ -91,6 +135,13 @@ class ViewedTensor:
             self.shape, dtype, tuple([view._replace(dtypes=(*view.dtypes, dtype)) for view in self.views])
         )
 
+    def scaled(self, scales: "ViewedTensor", block: tuple[int, ...]) -> "ViewedTensor":
+        """The elements of a source, multiplied by the scales of their blocks, in float32."""
+        # Scales that are themselves made have no views. They are met by proofs alone, which do not read.
+        entries = [str(Scales(view.source, block)) for view in scales.views[:1]]
+        views = [view._replace(dtypes=(*view.dtypes, *entries, "float32")) for view in self.views]
+        return ViewedTensor(self.shape, "float32", tuple(views))
+
     def crop(self, axis: int, start: int, stop: int) -> "ViewedTensor":
         """The indices from `start` to `stop` of one dim."""
         shape = _put(self.shape, axis, stop - start)
@@ -134,6 +185,24 @@ class ViewedTensor:
                     views[-1] = joined
             start += value.shape[axis]
         return ViewedTensor(_put(values[0].shape, axis, start), values[0].dtype, tuple(views))
+
+    def resize(self, shape: tuple[int, ...], fill: str) -> "ViewedTensor":
+        """Cropped to the sizes that are smaller, and padded with a value to those that are larger."""
+        value = self
+        for axis, size in enumerate(shape):
+            missing = size - value.shape[axis]
+            if missing < 0:
+                value = value.crop(axis, 0, size)
+            elif missing > 0:
+                value = ViewedTensor.concat([value, value._filler(axis, missing, fill)], axis)
+        return value
+
+    def _filler(self, axis: int, size: int, fill: str) -> "ViewedTensor":
+        """What stands behind this along a dim once it is padded."""
+        shape = _put(self.shape, axis, size)
+        nowhere = (0,) * len(shape)
+        view = StridedView(nowhere, shape, _FILL + fill, 0, nowhere, (self.dtype,))
+        return ViewedTensor(shape, self.dtype, () if 0 in shape else (view,))
 
     @staticmethod
     def stack(values: Sequence["ViewedTensor"], axis: int) -> "ViewedTensor":
@@ -237,8 +306,11 @@ class ViewedTensor:
             for view in self.views
         )
 
-    def same_elements(self, other: "ViewedTensor") -> bool:
-        """Whether every element is the same element of the same source as in another tensor, by the same casts."""
+    def same_elements(self, other: "ViewedTensor", *, but_fills: bool = False) -> bool:
+        """Whether every element is the same element of the same source as in another tensor, by the same casts.
+
+        but_fills: leave out the elements of the other tensor that are in no source.
+        """
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
         # Nearly always the two were made by the same steps. Only what was cut elsewhere is compared box by box.
@@ -249,6 +321,8 @@ class ViewedTensor:
         for view in self.views:
             box = Box(view.offset, view.shape)
             for theirs in other.meeting(box):
+                if but_fills and fill_of(theirs.source) is not None:
+                    continue
                 delta = [b - a for a, b in zip(view.offset, theirs.offset, strict=True)]
                 base = view.base + sum(map(mul, delta, view.strides))
                 ours = (view.source, base, _normal(theirs.shape, view.strides), view.dtypes)
@@ -393,7 +467,10 @@ class Fragment(NamedTuple):
     """
 
     other: str
-    """The tensor on the other side: the source where a target was asked about, and the target where a source was."""
+    """The tensor on the other side: the source where a target was asked about, and the target where a source was.
+
+    Of padding, which is in no source, what `fill_of` reads.
+    """
     offset: tuple[int, ...]
     """Where in the other tensor the box begins."""
     shape: tuple[int, ...]
@@ -450,6 +527,10 @@ def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]
         # A box without elements has no first one.
         if 0 in view.shape:
             continue
+        if fill_of(view.source) is not None:
+            dims = tuple([(dim, 1) if size > 1 else (0, 0) for dim, size in enumerate(view.shape)])
+            found.append(Fragment(view.source, view.strides, view.shape, view.offset, dims, view.dtypes))
+            continue
         shape, strides = shapes[view.source]
         loops = [
             _Loop(size, stride, dim, 1)
@@ -461,10 +542,15 @@ def fragments_of(views: Iterable[StridedView], shapes: Shapes) -> list[Fragment]
 
 
 def turned(fragments: Iterable[Fragment], shape: tuple[int, ...], name: str) -> dict[str, list[StridedView]]:
-    """For each other tensor its boxes, as views whose source is the tensor asked about: `name`, of this shape."""
+    """For each other tensor its boxes, as views whose source is the tensor asked about: `name`, of this shape.
+
+    Padding is in no tensor.
+    """
     strides = row_major_strides(shape)
     views: dict[str, list[StridedView]] = {}
     for each in fragments:
+        if fill_of(each.other) is not None:
+            continue
         # A fragment says where in the tensor asked about each step of its box leads. Read from the box, that is a view.
         base = sum(map(mul, each.first, strides))
         view = StridedView(each.offset, each.shape, name, base, each.view_strides(strides), each.dtypes)

@@ -19,13 +19,17 @@ from shardwise.rewrite.spelling import text_of
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
+    Crop,
+    Dequantise,
     Ffn,
     Name,
     NamePart,
+    Pad,
     Permute,
     Placeholder,
     Qkv,
     QkvPerRank,
+    Quantise,
     Reshape,
     SplitStatement,
     Stack,
@@ -35,6 +39,9 @@ from shardwise.rewrite.statements import (
     TextPlace,
     Unstack,
 )
+
+ANEW = "quantised values have new scales, and are rounded"
+"""What is lost where tensors are quantised, on the way there or back."""
 
 
 def inverse_of_text(statements: Sequence[Statement]) -> tuple[Statement, ...]:
@@ -66,6 +73,10 @@ def textual_losses(statements: Sequence[Statement]) -> tuple[str, ...]:
         for each in statement.operations:
             if isinstance(each, Cast) and each.source and each.to and not keeps_values(each.source, each.to):
                 losses.append(f"{shown} casts from {each.source} to {each.to}, which does not hold all its values")
+            if isinstance(each, Dequantise | Quantise):
+                losses.append(f"{shown} {'dequantises' if isinstance(each, Dequantise) else 'quantises'}: {ANEW}")
+            if isinstance(each, Crop) and each.fill is None:
+                losses.append(f"{shown} crops, and no fill= says what the elements are that go")
         for name, copied in zip(statement.left, copies, strict=False):  # none where nothing is read
             if copied:
                 losses.append(
@@ -187,27 +198,26 @@ def other_side(*sides: Sequence[Name]) -> list[tuple[Name, ...]]:
 
 def _undo(operation: StatementOperation) -> StatementOperation:
     match operation:
-        case Permute(None):
-            return operation
         case Permute(dims):
-            assert dims is not None
-            return Permute(inverted(dims))
+            return operation if dims is None else Permute(inverted(dims))
         case Reshape():
             return Reshape(None)
+        case Pad(_, fill) | Crop(_, fill):
+            return Crop(None, fill) if isinstance(operation, Pad) else Pad(None, fill or "0")
         case Cast(to, source):
             return Cast(source, to if source is not None else None)
         case Concat(axis, sizes):
             return SplitStatement(axis, sizes, recorded=sizes is None)
         case SplitStatement(axis, sizes):
             return Concat(axis, sizes)
-        case Stack(axis):
-            return Unstack(axis)
-        case Unstack(axis):
-            return Stack(axis)
+        case Stack(axis) | Unstack(axis):
+            return Unstack(axis) if isinstance(operation, Stack) else Stack(axis)
         case Qkv(joins=joins):
             return replace(operation, joins=not joins)
         case QkvPerRank(sources=sources, targets=targets, source_degree=source, target_degree=target):
             return replace(operation, sources=targets, targets=sources, source_degree=target, target_degree=source)
+        case Dequantise(block) | Quantise(block):
+            return Quantise(block, None, None) if isinstance(operation, Dequantise) else Dequantise(block)
         case Ffn(axis, sources, targets, source, target):
             return Ffn(axis, targets, sources, target, source)
 

@@ -1,0 +1,371 @@
+"""Block-scaled floats: dequantised under any cut, quantised block by block, as transformers and a plain loop do."""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import block_scales, outputs, windows
+from shardwise.cli import main
+from shardwise.errors import CheckpointError, RewriteError
+from tests.checkpoint.cut_tensors import Cut, save_pieces
+from tests.checkpoint.fused_models import model_of, wholes
+from tests.checkpoint.memory_peaks import peaks_of
+from tests.checkpoint.rewritten_tensors import blank, same_pieces, shares_of
+from tests.checkpoint.small_states import same, same_tensor
+from tests.checkpoint.test_matrix import masters_of
+from tests.checkpoint.test_padding import LAYOUTS, Model, engine_of
+from tests.checkpoint.test_rewrite_load import CUTS, load_all
+from tests.engine.models import NUM_WORDS
+
+Whole = dict[str, torch.Tensor]
+Block = tuple[int, ...]
+
+
+def grid(shape: Block, block: Block) -> Block:
+    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+
+
+def stored(shape: Block, block: Block, scale_dtype: torch.dtype, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements of every bit pattern that is a number, and scales."""
+    numbers = torch.Generator().manual_seed(seed)
+    patterns = torch.randint(0, 127, shape, generator=numbers) + 128 * torch.randint(0, 2, shape, generator=numbers)
+    elements = patterns.to(torch.uint8).view(torch.float8_e4m3fn)
+    if scale_dtype in (torch.uint8, torch.float8_e8m0fnu):
+        exponents = torch.randint(90, 140, grid(shape, block), generator=numbers).to(torch.uint8)
+        return elements, exponents.view(scale_dtype)
+    return elements, (torch.rand(grid(shape, block), generator=numbers) + 0.01).to(scale_dtype)
+
+
+def product(elements: torch.Tensor, scales: torch.Tensor, block: Block) -> torch.Tensor:
+    """DeepSeek's `weight_dequant`, for any block: each element times the scale of its block, in float32."""
+    powers = scales.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    wide = torch.exp2(scales.view(torch.uint8).float() - 127) if powers else scales.float()
+    for dim, (size, each) in enumerate(zip(elements.shape, block, strict=True)):
+        wide = wide.repeat_interleave(each, dim).narrow(dim, 0, size)
+    return elements.float() * wide
+
+
+def by_loop(values: torch.Tensor, block: Block, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each block of two dims for itself, by the rule of transformers."""
+    elements = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(grid(values.shape, block), dtype=scale_dtype)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            at = slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1])
+            part = values[at].float()
+            made = quantiser(part.shape, scale_dtype)._quantize_one("w", part)
+            elements[at], scales[row, column] = made["w"], made["w_scale_inv"].view(scale_dtype)[0, 0]
+    return elements, scales
+
+
+def quantiser(block: Any, scale_dtype: torch.dtype = torch.float32) -> Any:
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    scale_fmt = "float32" if scale_dtype == torch.float32 else "ue8m0"
+    config = SimpleNamespace(weight_block_size=tuple(block), scale_fmt=scale_fmt)
+    return Fp8Quantize(SimpleNamespace(quantization_config=config))  # type: ignore[no-untyped-call]
+
+
+CASES: Mapping[str, tuple[Block, Block, torch.dtype]] = {
+    "even": ((16, 24), (8, 8), torch.float32),
+    "uneven edges": ((19, 21), (8, 8), torch.float32),
+    "mx": ((7, 70), (1, 32), torch.float8_e8m0fnu),
+    "mx in bytes": ((7, 64), (1, 32), torch.uint8),
+    "by rows": ((9, 11), (1, 11), torch.bfloat16),
+    "experts": ((3, 10, 9), (1, 4, 4), torch.float32),
+}
+DTYPES = {"w": torch.bfloat16, "v": torch.float32}
+
+
+def state_of(name: str) -> tuple[Whole, Whole, str]:
+    """What is stored, what a rewrite makes of it (fused along a dim, and transposed), and the rewrite."""
+    shape, block, scale_dtype = CASES[name]
+    state: Whole = {}
+    for seed, each in enumerate(("a", "b")):
+        state[each], state[f"{each}.scales"] = stored(shape, block, scale_dtype, seed=seed)
+    made = [product(state[each], state[f"{each}.scales"], block).bfloat16() for each in ("a", "b")]
+    asked = [-1 if size == each and size > 1 else each for size, each in zip(shape, block, strict=True)]
+    text = "".join(f"{each}, {each}.scales -> {each}, dequantise='{asked}', dtype='bfloat16'\n" for each in "ab")
+    last = len(shape) - 1
+    text += f"a, b -> ab, axis={last}\nab -> ab, permute='[]'"
+    return state, {"ab": torch.cat(made, last).permute(*reversed(range(len(shape)))).contiguous()}, text
+
+
+@pytest.mark.parametrize(("source", "target"), CUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_any_cut_of_what_is_stored_is_dequantised_into_any_cut(
+    name: str, source: Cut, target: Cut, tmp_path: Path
+) -> None:
+    verify = list(CASES).index(name) % 2 == CUTS.index((source, target)) % 2
+    state, made, text = state_of(name)
+    save_pieces(tmp_path, shares_of(state, source, 2))
+    expected = shares_of(made, target, 3)
+    got = blank(expected)
+    reports = [each.report for each in load_all(tmp_path, got, rewrite=sw.Rewrite(text), verify=verify)]
+    assert all(same_pieces(*pair) for pair in zip(got, expected, strict=True))
+    assert {report.missing + report.unexpected for report in reports} == {()}
+    if not verify:  # each element once, and scales for each of its boxes
+        assert all(
+            report.read_bytes >= sum(each.numel() for each in share.values())
+            for report, share in zip(reports, expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize("layout", ["tp", "runs", "tp and runs"])
+def test_engines_of_any_layout_load_float8_weights(layout: str, tmp_path: Path) -> None:
+    state = dict(model_of(partial(Model, NUM_WORDS), seed=4).state_dict())
+    expected = dict(state)
+    for name in ("up.weight", "down.weight"):
+        elements, scales = stored(tuple(state[name].shape), (4, 4), torch.float32)
+        state[name], state[f"{name}_scale_inv"] = elements, scales
+        expected[name] = product(elements, scales, (4, 4))
+    sw.save(tmp_path, state)
+    text = "".join(f"{x}.weight, {x}.weight_scale_inv -> {x}.weight, dequantise='[4,4]'\n" for x in ("up", "down"))
+
+    def run(channel: sw.Channel) -> dict[sw.Piece, torch.Tensor]:
+        engine = engine_of(layout, NUM_WORDS, channel)
+        sw.load(tmp_path, engine, rewrite=sw.Rewrite(text), strict=False, channel=channel)
+        return {piece: tensor.clone() for piece, tensor in engine.state().items()}
+
+    got = masters_of(wholes(sw.simulate(LAYOUTS[layout].mesh.size, run)))
+    assert all(same_tensor(got[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_conversion_dequantises_and_the_way_back_has_the_names_shapes_and_dtypes(name: str, tmp_path: Path) -> None:
+    state, made, text = state_of(name)
+    save_pieces(tmp_path / "a", shares_of(state, "runs", 2))
+    report = checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=sw.Rewrite(text), certify=True)
+    found = checkpoint.open(tmp_path / "b")
+    assert same({each: found.read(each) for each in found.tensors}, made)
+    back = checkpoint.recorded_rewrite(tmp_path / "b").inverse(lossy="allow")
+    checkpoint.convert(tmp_path / "b", tmp_path / "c", rewrite=back)
+    again = checkpoint.open(tmp_path / "c")
+    assert {n: (t.dtype, t.shape) for n, t in again.tensors.items()} == {
+        n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in state.items()
+    }
+    assert report.certificate is not None
+    assert all(each.why or each.verdict == "equal" for each in report.certificate.tensors)
+    block = CASES[name][1]
+    for each in "ab":  # the error of two roundings, each of 4 bits, in relation to the largest of the block
+        old, new = (
+            product(x, y, block)
+            for x, y in ((state[each], state[f"{each}.scales"]), (again.read(each), again.read(f"{each}.scales")))
+        )
+        assert (old - new).abs().max() <= old.abs().max() / 16
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("block", [(128, 128), (1, 32)])
+def test_both_directions_have_the_bits_of_transformers(block: Block, scale_dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    weight = (torch.randn(256, 384) * torch.exp(3 * torch.randn(256, 1))).bfloat16()
+    weight[:128, :128] = 0
+    weight[200] *= 1e-30
+    expected = quantiser(block, scale_dtype)._quantize_one("m.weight", weight)
+    sw.save(tmp_path / "a", {"m.weight": weight})
+    name = str(scale_dtype).removeprefix("torch.")
+    text = f"m.weight -> m.weight, m.weight_scale_inv, quantise='{list(block)}', scale_dtype='{name}'"
+    checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=sw.Rewrite(text))
+    found = checkpoint.open(tmp_path / "b")
+    assert same({each: found.read(each) for each in found.tensors}, expected)
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    elements, scales = expected.values()
+    wide = Fp8Dequantize(None)._dequantize_one(elements, scales, torch.bfloat16)  # type: ignore[no-untyped-call]
+    state = {"m.weight": torch.zeros(256, 384, dtype=torch.bfloat16)}
+    sw.load(tmp_path / "b", state, rewrite=checkpoint.dequantising(tmp_path / "b"))
+    assert same_tensor(state["m.weight"], wide)
+
+
+@pytest.mark.parametrize("to", ["whole", "pieces"])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.uint8])
+def test_what_is_quantised_in_small_windows_is_what_a_loop_over_blocks_makes(
+    scale_dtype: torch.dtype, to: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows cut blocks, and so do the pieces of the source; values are fused and transposed on the way."""
+    torch.manual_seed(2)
+    parts = {"a": torch.randn(50, 37), "b": torch.randn(50, 40) * 100}
+    save_pieces(tmp_path / "a", shares_of(parts, "runs", 3))
+    for module in (windows, outputs):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 300)
+    monkeypatch.setattr(block_scales, "_READ_AT_ONCE", 700)
+    name = str(scale_dtype).removeprefix("torch.")
+    text = f"a, b -> t, axis=1; t -> q, s, permute='[]', quantise='[16,24]', scale_dtype='{name}'"
+    checkpoint.convert(tmp_path / "a", tmp_path / "b", to=to, rewrite=sw.Rewrite(text))
+    found = checkpoint.open(tmp_path / "b")
+    whole = torch.cat(list(parts.values()), 1).T.contiguous()
+    elements, scales = by_loop(whole, (16, 24), torch.float8_e8m0fnu if scale_dtype == torch.uint8 else scale_dtype)
+    assert same_tensor(found.read("q"), elements)
+    assert same_tensor(found.read("s"), scales.view(scale_dtype))
+
+
+def test_values_of_powers_of_two_come_back_and_the_certificate_measures_what_is_lost(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(64, 64)
+    sw.save(tmp_path / "a", {"w": weight})
+    text = sw.Rewrite("w -> w, w_scale_inv, quantise='[1,32]', scale_dtype='float8_e8m0fnu'")
+    report = checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=text, certify=True)
+    made = checkpoint.open(tmp_path / "b")
+    wide = product(made.read("w"), made.read("w_scale_inv"), (1, 32))
+    assert report.certificate is not None
+    (tensor,) = report.certificate.tensors
+    assert tensor.max_error == float((weight.double() - wide.double()).abs().max())
+    assert tensor.max_relative_error == float(((weight.double() - wide.double()).abs() / weight.double().abs()).max())
+    assert tensor.why.startswith("quantised to float8_e4m3fn by blocks of [1, 32]; off by at most ")
+    row = json.loads(report.certificate.pack())["tensors"][0]
+    assert (row["max_error"], row["verdict"]) == (tensor.max_error, "lossy")
+    # The way back of float32: other elements and scales perhaps, and the same products.
+    there = checkpoint.dequantising(tmp_path / "b", "float32")
+    checkpoint.convert(tmp_path / "b", tmp_path / "c", rewrite=there, certify=True)
+    assert same_tensor(checkpoint.open(tmp_path / "c").read("w"), wide)
+    back = checkpoint.recorded_rewrite(tmp_path / "c").inverse(lossy="allow")
+    checkpoint.convert(tmp_path / "c", tmp_path / "d", rewrite=back)
+    again = checkpoint.open(tmp_path / "d")
+    assert same_tensor(product(again.read("w"), again.read("w_scale_inv"), (1, 32)), wide)
+
+
+def hub(path: Path) -> Whole:
+    """A folder as DeepSeek publishes them: uneven edges, norms and an embedding in bfloat16."""
+    path.mkdir()
+    elements, scales = stored((200, 130), (128, 128), torch.float32)
+    state = {"m.0.weight": elements, "m.0.weight_scale_inv": scales, "norm": torch.ones(130).bfloat16()}
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": said}))
+    return state
+
+
+def test_the_command_makes_bfloat16_of_a_folder_and_the_folder_again(tmp_path: Path) -> None:
+    state = hub(tmp_path / "hub")
+    paths = {name: str(tmp_path / name) for name in ("hub", "save", "bf16", "again")}
+
+    def run(*words: str) -> str:
+        done = CliRunner().invoke(main, ["ckpt", "convert", *words])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    shown = run(paths["hub"], paths["save"], "--dequantise", "bfloat16", "--dry-run")
+    assert "times m.0.weight_scale_inv by blocks of [128, 128]" in shown
+    run(paths["hub"], paths["save"], "--dequantise", "bfloat16")
+    run(paths["save"], paths["bf16"], "--to", "hf")
+    wide = product(state["m.0.weight"], state["m.0.weight_scale_inv"], (128, 128)).bfloat16()
+    assert same(load_file(tmp_path / "bf16" / "model.safetensors"), {"m.0.weight": wide, "norm": state["norm"]})
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == {"model_type": "x"}
+    run(paths["save"], paths["again"], "--to", "hf", "--inverse", "--lossy")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert {n: (t.dtype, t.shape) for n, t in again.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
+    assert "quantization_config" in json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (
+        CliRunner().invoke(main, ["ckpt", "convert", "a", "b", "--inverse", "--dequantise", "float32"]).exit_code == 2
+    )
+
+
+def test_layers_and_experts_that_are_alike_are_one_statement(tmp_path: Path) -> None:
+    state: Whole = {}
+    for name in [*(f"l.{x}.e.{y}.w" for x in (0, 1, 10) for y in range(2 + x % 2)), "l.0.*", "head2"]:
+        state[name], state[f"{name}_scale_inv"] = stored((8, 8), (4, 4), torch.float32, seed=len(state))
+    for layer in (0, 1):  # one of them by other blocks
+        block = (8, 2) if layer else (4, 4)
+        state[f"l.{layer}.q"], state[f"l.{layer}.q_scale_inv"] = stored((8, 8), block, torch.float32)
+    state["m.0"], state["m.0_scale"] = stored((8, 8), (4, 4), torch.float32)
+    state["m.1"], state["m.1_scale"] = torch.ones(8, 8), torch.ones(2, 2)  # none of them
+    sw.save(tmp_path, state)
+    rewrite = checkpoint.dequantising(tmp_path, "float32")
+    assert sorted(str(rewrite).splitlines()) == [
+        '"l.0.\\*", "l.0.\\*_scale_inv" -> "l.0.\\*", dequantise=\'[4,4]\'',
+        "head2, head2_scale_inv -> head2, dequantise='[4,4]'",
+        "l.$N1.e.$N2.w, l.$N1.e.$N2.w_scale_inv -> l.$N1.e.$N2.w, dequantise='[4,4]'",
+        "l.0.q, l.0.q_scale_inv -> l.0.q, dequantise='[4,4]'",
+        "l.1.q, l.1.q_scale_inv -> l.1.q, dequantise='[8,2]'",
+        "m.0, m.0_scale -> m.0, dequantise='[4,4]'",
+    ]
+    checkpoint.convert(tmp_path, tmp_path / "out", rewrite=rewrite)
+    found = checkpoint.open(tmp_path / "out")
+    assert same_tensor(found.read("l.10.e.1.w"), product(state["l.10.e.1.w"], state["l.10.e.1.w_scale_inv"], (4, 4)))
+    assert {name for name in found.tensors if name.endswith(("_scale", "_inv"))} == {"m.1_scale"}
+
+
+def test_scales_that_do_not_go_together_with_their_elements_are_all_told(tmp_path: Path) -> None:
+    elements, scales = stored((8, 8), (4, 4), torch.float32)
+    sw.save(
+        tmp_path,
+        {
+            "a": elements,
+            "a_scale_inv": scales,
+            "b": elements.clone(),
+            "c": elements.clone(),
+            "c_scale": torch.ones(3, 3),
+        },
+    )
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.dequantising(tmp_path)
+    assert refused.value.problems == (
+        "b is float8_e4m3fn, and has no tensor b_scale_inv or b_scale",
+        "c [8, 8] and its scales, float32 [3, 3], do not go together by blocks; write the statement by hand, if they "
+        "do",
+    )
+    sw.save(tmp_path, {"a": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="there is nothing to dequantise"):
+        checkpoint.dequantising(tmp_path)
+
+
+def test_what_cannot_be_quantised_or_read_is_refused(tmp_path: Path) -> None:
+    elements, scales = stored((8, 8), (4, 4), torch.float32)
+    sw.save(tmp_path / "wide", {"w": torch.tensor([[1.0, torch.inf]]), "optimizer/w/exp_avg": torch.zeros(1, 2)})
+    sw.save(tmp_path / "narrow", {"w": elements, "w_scale_inv": scales})
+    quantise = sw.Rewrite("w -> w, s, quantise='[1,1]'")
+    with pytest.raises(RewriteError, match="the state of an optimizer goes with no parameter that is quantised"):
+        checkpoint.convert(tmp_path / "wide", tmp_path / "out", rewrite=quantise)
+    with pytest.raises(CheckpointError, match="has values that are not finite"):
+        checkpoint.convert(tmp_path / "wide", tmp_path / "out", to="hf", rewrite=quantise)
+    with pytest.raises(RewriteError, match="the rewrite quantises, and ranks want parts of blocks"):
+        sw.load(tmp_path / "wide", {"w": elements, "s": scales}, rewrite=quantise)
+    for rewrite in (quantise, sw.Rewrite("w, s -> w, dequantise='[4,4]'")):
+        state = {"w": torch.ones(4, 4)} if rewrite is quantise else {"w": elements, "s": scales}
+        with pytest.raises(RewriteError, match="the rewrite quantises or dequantises, and ranks hold parts of blocks"):
+            sw.save(tmp_path / "out", state, rewrite=rewrite)
+    with pytest.raises(RewriteError, match="quantised values have new scales, and are rounded"):
+        checkpoint.dequantising(tmp_path / "narrow").inverse()
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_scales_leave_the_target_as_it_was(tmp_path: Path) -> None:
+    elements, scales = stored((8, 8), (4, 4), torch.float32)
+    sw.save(tmp_path, {"w": elements, "w_scale_inv": scales})
+    [file] = tmp_path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    place = data.index(scales.numpy().tobytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    state = {"w": torch.full((8, 8), 7.0)}
+    with pytest.raises(CheckpointError, match="is damaged"):
+        sw.load(tmp_path, state, rewrite=checkpoint.dequantising(tmp_path, "float32"))
+    assert (state["w"] == 7).all()
+
+
+def conversions(folder: Path) -> Iterator[str]:
+    sw.save(folder / "small", {"w": torch.ones(10, 10)})
+    checkpoint.convert(folder / "small", folder / "small q", rewrite=sw.Rewrite("w -> w, s, quantise='[4,4]'"))
+    yield "what is loaded once"
+    there = sw.Rewrite("w -> w, w_scale_inv, quantise='[128,128]'")
+    checkpoint.convert(folder / "a", folder / "b", rewrite=there, certify=True)
+    yield "quantise"
+    checkpoint.convert(folder / "b", folder / "c", rewrite=checkpoint.dequantising(folder / "b"))
+    yield "dequantise"
+
+
+def test_memory_stays_below_128_mib_however_large_the_tensor(tmp_path: Path) -> None:
+    sw.save(tmp_path / "a", {"w": torch.randn(2000, 6000).bfloat16()})
+    peaks = peaks_of(conversions, tmp_path, window_part=1)
+    assert max(peaks.values()) < 128, peaks
