@@ -39,7 +39,7 @@ from benchmarks.markdown import Row, markdown
 from shardwise.comm.agreement import agreed
 from shardwise.comm.channel import Channel, Signature, alone
 from shardwise.comm.connections import HostRecord, compared_records, packed_record
-from shardwise.comm.joined_values import joined, one_value
+from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.links import PeerLink
 from shardwise.comm.messages import fits_in_frame
 from shardwise.comm.processes import ProcessChannel
@@ -100,7 +100,9 @@ def milliseconds(
         # Ranks are in the order of the tree here.
         begin, count = (0, size) if peer == place.parent else (peer, num_below(peer, members, kernels))
         runs = {
-            purpose: as_tree([one_value(parts(each), 0, each) for each in range(begin, begin + count)])
+            purpose: as_tree(
+                [JoinedValues.of_one(parts(each), 0, each) for each in range(begin, begin + count)]
+            ).packed()
             for purpose, parts in exchanges.items()
         }
         stub = Switchboard(peer, {rank: PeerLink(ends[1], rank=rank, local=is_local)}, timeout_seconds=PATIENCE_SECONDS)
@@ -125,9 +127,10 @@ def milliseconds(
     )
 
 
-def as_tree(runs: Sequence[bytearray]) -> bytearray:
+def as_tree(runs: Sequence[JoinedValues]) -> JoinedValues:
     """Joined as ranks join them: few at a time."""
-    return runs[0] if len(runs) == 1 else joined([as_tree(runs[: len(runs) // 2]), as_tree(runs[len(runs) // 2 :])])
+    half, last = len(runs) // 2, runs[-1].last
+    return joined([as_tree(runs[:half]), as_tree(runs[half:])], last) if half else runs[0]
 
 
 def play(
@@ -144,7 +147,7 @@ def play(
                     exchange.trade(signature, run, [peer], ())
                 else:
                     exchange.trade(signature, run, [peer], [peer])
-    stub.drop()
+    stub.close()  # once all is written: the last values may still wait for room in the socket
 
 
 def milliseconds_of_exchanges(size: int, rank: int, num_bytes: int) -> tuple[float, float, int]:

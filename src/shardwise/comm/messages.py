@@ -353,9 +353,10 @@ class Outbound:
         )
 
     def _put_inline(self) -> None:
-        content = self._source.numpy().tobytes()  # a copy, so that the tensor is the caller's again at once
+        content = self._source.numpy().data
         for link, number in self.targets:
-            link.put(self._header(number, length=self.total) + content)
+            # A copy, so that the tensor is the caller's again at once.
+            link.put(b"".join((self._header(number, length=self.total), content)))
             link.flush()
         self._begun = True
         self._num_published = self.total
@@ -511,7 +512,7 @@ class Collecting:
 
     def __init__(self, inbounds: Sequence[Inbound]) -> None:
         self._open = list(inbounds)
-        self.values: dict[int, bytearray] = {inbound.source: bytearray() for inbound in inbounds}
+        self.values: dict[int, bytearray | memoryview] = {inbound.source: bytearray() for inbound in inbounds}
         """World rank to what it sent; whole once nothing is awaited."""
         self.last: int | None = None
         """The one whose message was whole last."""
@@ -522,8 +523,12 @@ class Collecting:
         for inbound in tuple(self._open):
             while inbound.is_next_here():
                 chunk = inbound.take()
-                content = chunk.content
-                self.values[inbound.source] += content.numpy().data if isinstance(content, torch.Tensor) else content
+                content, value = chunk.content, self.values[inbound.source]
+                if isinstance(content, memoryview) and len(content) == inbound.total:
+                    self.values[inbound.source] = content  # memory of its own, which came whole
+                else:
+                    assert isinstance(value, bytearray)
+                    value += content.numpy().data if isinstance(content, torch.Tensor) else content
                 chunk.consumed()
                 moved = True
             if inbound.is_complete:

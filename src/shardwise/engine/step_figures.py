@@ -194,7 +194,7 @@ class MadeOnHost:
         around = self._around
         sums, of_parameters = answers
         shares, squares = numbers_in(sums, 2, purpose=_PURPOSE)
-        loss = sum_of_losses(shares, around.ranks.alike, is_exact=True)
+        loss = sum_of_losses(shares, around.ranks.alike_index, is_exact=True)
         if not around.are_whole:
             norm = norm_of(squares, around.norm_dtype)
         elif around.world.size == 1:
@@ -411,9 +411,7 @@ class DeviceFigures:
     @property
     def may_be_refused(self) -> bool:
         """See `Figures`."""
-        return (
-            self._places.has_weights or bool(self._entries) or any(len(ranks) > 1 for ranks in self._around.ranks.alike)
-        )
+        return self._places.has_weights or bool(self._entries) or self._around.ranks.alike_index.shape[1] > 1
 
     @property
     def loss(self) -> float:
@@ -424,7 +422,7 @@ class DeviceFigures:
             self._weighting.share_of_mean(self._values[self._places.losses(rank)], data_rank)
             for rank, data_rank in ranks
         ]
-        return sum_of_losses(shares, self._around.ranks.alike, is_exact=False)
+        return sum_of_losses(shares, self._around.ranks.alike_index, is_exact=False)
 
     @property
     def weight(self) -> float:
@@ -459,7 +457,7 @@ class DeviceFigures:
         if not self._places.has_weights:
             return self._given_weighting
         ranks = self._around.ranks.speakers
-        weighting = Weighting(by_rank=tuple([tuple(self._values[self._places.weights(rank)]) for rank in ranks]))
+        weighting = Weighting.of([self._values[self._places.weights(rank)] for rank in ranks])
         check_weighting(weighting)
         return weighting
 
