@@ -99,10 +99,9 @@ def milliseconds(
         links[peer] = PeerLink(ends[0], rank=peer, local=is_local)
         # Ranks are in the order of the tree here.
         begin, count = (0, size) if peer == place.parent else (peer, num_below(peer, members, kernels))
+        below = range(begin, begin + count)
         runs = {
-            purpose: as_tree(
-                [JoinedValues.of_one(parts(each), 0, each) for each in range(begin, begin + count)]
-            ).packed()
+            purpose: as_tree([JoinedValues.of_one(parts(each), 0, each) for each in below])
             for purpose, parts in exchanges.items()
         }
         stub = Switchboard(peer, {rank: PeerLink(ends[1], rank=rank, local=is_local)}, timeout_seconds=PATIENCE_SECONDS)
@@ -127,10 +126,13 @@ def milliseconds(
     )
 
 
-def as_tree(runs: Sequence[JoinedValues]) -> JoinedValues:
+def as_tree(runs: Sequence[JoinedValues]) -> bytearray:
     """Joined as ranks join them: few at a time."""
     half, last = len(runs) // 2, runs[-1].last
-    return joined([as_tree(runs[:half]), as_tree(runs[half:])], last) if half else runs[0]
+    if half:
+        halves = (as_tree(runs[:half]), as_tree(runs[half:]))
+        runs = [JoinedValues.parsed(each, len(runs), len(runs[0].parts)) for each in halves]
+    return joined(runs, last)
 
 
 def play(

@@ -138,10 +138,11 @@ def of_texts(answer: bytes) -> None:
 
 def of_joined_values(answer: bytes) -> None:
     def parse(content: bytes) -> list[bytes]:
-        found = joined([JoinedValues.parsed(bytearray(content), 1, 2), of_two(b"mine")], 0)
+        both = joined([JoinedValues.parsed(bytearray(content), 1, 2), of_two(b"mine")], 0)
+        found = JoinedValues.parsed(both, 2, 2)
         return [b"".join(each) for each in zip(*found.parts, strict=True)]
 
-    own = bytes(of_two(b"own").packed())
+    own = bytes(joined([of_two(b"own")], 0))
     assert [len(each) for each in understood([own, answer], parse, purpose="")] == [2, 2]
 
 
@@ -154,7 +155,7 @@ PARSERS = {
     of_agreement: [b"+", *(b"-" + json.dumps(each).encode() for each in REFUSALS)],
     of_comparison: [b'["a", "c"]'],
     of_joined_values: [
-        bytes(each.packed()) for each in (of_two(b"theirs"), of_two(b""), joined([of_two(b"a")] * 2, 0))
+        bytes(joined(each, 0)) for each in ([of_two(b"theirs")], [of_two(b"")], [of_two(b"a"), of_two(b"a")])
     ],
     of_weights: [packed_parts(OPENING)],
     of_a_step: [packed_parts([b"\1", bytes(16), b"", bytes(8), b""])],

@@ -48,7 +48,7 @@ class JoinedValues:
 
     @classmethod
     def parsed(cls, content: bytearray | memoryview, most: int, num_parts: int) -> Self:
-        """As `packed` gave them: of at most so many ranks, and so many parts. Raises ValueError for any other bytes."""
+        """As `joined` gave them, of at most so many ranks, and so many parts. Raises ValueError for any other bytes."""
         try:
             share, num_ranks, last, found = JOINED.unpack_from(content)
             if found != num_parts:
@@ -71,24 +71,20 @@ class JoinedValues:
         """How many have given values."""
         return self.parts[0].num_ranks
 
-    def packed(self) -> bytearray:
-        """As they travel: tensors are made of a `bytearray`, and so links send it, without a copy."""
-        pieces: list[bytes | memoryview] = [JOINED.pack(self.share, self.num_ranks, self.last, len(self.parts))]
-        for part in self.parts:
-            if part.counts is None:
-                pieces += (PART.pack(part.num_ranks, part.lengths[0]), part.body)
-            else:
-                tables = part.counts.tobytes(), part.lengths.tobytes()
-                pieces += (PART.pack(len(part.counts), _RUNS), *tables, part.body)
-        return bytearray().join(pieces)
 
+def joined(runs: Sequence[JoinedValues], last: int) -> bytearray:
+    """Some of them, one behind the other, as they travel; `last` is the world rank that came last.
 
-def joined(runs: Sequence[JoinedValues], last: int) -> JoinedValues:
-    """Some of them, one behind the other; `last` is the world rank that came last."""
-    if len(runs) == 1:
-        return runs[0]
-    parts = [_one_behind_the_other(each) for each in zip(*(run.parts for run in runs), strict=True)]
-    return JoinedValues(sum(run.share for run in runs) % _SUMS, last, parts)
+    Tensors are made of a `bytearray`, and so links send it, without a copy.
+    """
+    parts = [*zip(*(run.parts for run in runs), strict=True)]
+    num_ranks = sum(run.num_ranks for run in runs)
+    pieces: list[bytes | memoryview] = [
+        JOINED.pack(sum(run.share for run in runs) % _SUMS, num_ranks, last, len(parts))
+    ]
+    for of_runs in parts:
+        pieces += _one_behind_the_other(of_runs, num_ranks)
+    return bytearray().join(pieces)
 
 
 def _part_of(content: memoryview, num_ranks: int) -> tuple[RankValues, memoryview]:
@@ -117,22 +113,19 @@ def _part_of(content: memoryview, num_ranks: int) -> tuple[RankValues, memoryvie
     return RankValues(num_ranks, rest[:num_bytes], lengths=lengths, counts=counts), rest[num_bytes:]
 
 
-def _one_behind_the_other(parts: Sequence[RankValues]) -> RankValues:
-    num_ranks = sum(part.num_ranks for part in parts)
+def _one_behind_the_other(parts: Sequence[RankValues], num_ranks: int) -> Sequence[bytes | memoryview]:
     most = most_runs(num_ranks)
     is_even = len({length for part in parts for length in set(part.lengths)}) == 1
     num_values = sum(part.num_ranks if part.counts is None else len(part.counts) for part in parts)
     # The last value of a part may be the first of the next.
     if not is_even or num_values - len(parts) < most:
-        found = _runs_of(parts, num_ranks)
-        if not is_even or len(found.lengths) <= most:
-            return found
-        parts = [found]
-    length = parts[0].lengths[0]
-    return RankValues(num_ranks, b"".join([part.whole for part in parts]), lengths=array("Q", [length]), counts=None)
+        counts, lengths, bodies = _runs_of(parts)
+        if not is_even or len(counts) <= most:
+            return [PART.pack(len(counts), _RUNS), counts.tobytes(), lengths.tobytes(), *bodies]
+    return [PART.pack(num_ranks, parts[0].lengths[0]), *(part.whole for part in parts)]
 
 
-def _runs_of(parts: Sequence[RankValues], num_ranks: int) -> RankValues:
+def _runs_of(parts: Sequence[RankValues]) -> "tuple[array[int], array[int], list[memoryview]]":
     counts, lengths = array("I"), array("Q")
     bodies: list[memoryview] = []
     for part in parts:
@@ -148,4 +141,4 @@ def _runs_of(parts: Sequence[RankValues], num_ranks: int) -> RankValues:
         lengths += lengths_here
         if counts_here:
             bodies.append(body)
-    return RankValues(num_ranks, b"".join(bodies), lengths=lengths, counts=counts)
+    return counts, lengths, bodies

@@ -14,7 +14,7 @@ a path of edges: somewhere on it two neighbours differ. All others hear of it fr
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from shardwise.comm.messages import Collecting
 from shardwise.comm.rank_values import Index, RankValues
 from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.tree import Place, place_in_tree
+
+Content: TypeAlias = bytearray | memoryview
+"""Joined values, as they travel."""
 
 _MOST_DIRECT = 4
 """Up to so many ranks give each value directly: no rank sends more messages than in a tree, and all in one step."""
@@ -58,10 +61,12 @@ class ValueExchange:
         """All values in the order of the ranks, by parts, and the sum of the shares modulo 2**64."""
         own = JoinedValues.of_one(parts, share, self._board.rank)
         if self._is_direct:
-            (taken, _) = self.trade(signature, own.packed(), self._peers, self._peers)
+            rank = self._board.rank
+            (taken, _) = self.trade(signature, joined([own], rank), self._peers, self._peers)
             of_members = {peer: self._parsed(peer, taken[peer], signature, len(parts)) for peer in self._peers}
-            of_members[self._board.rank] = own
-            found = joined([of_members[member] for member in self._members], self._board.rank)
+            of_members[rank] = own
+            content = joined([of_members[member] for member in self._members], rank)
+            found = self._parsed(rank, content, signature, len(parts))
         else:
             found = self._along_tree(signature, own)
         if found.num_ranks != (count := len(self._members)):
@@ -88,16 +93,16 @@ class ValueExchange:
         # A neighbour in the tree may wait as well. So what is slept counts for the rank that came last of all.
         polled_s, board.counts_waits = board.polled_s, False
         try:
-            found = own
+            # In the order of the tree: this rank, then what is below each child.
+            runs, last = {board.rank: own}, None
             if place.children:
                 (below, last) = self.trade(signature, bytearray(), (), place.children)
-                # In the order of the tree: this rank, then what is below each child.
-                runs = {child: self._parsed(child, below[child], signature, num_parts) for child in place.children}
-                found = joined([own, *runs.values()], board.rank if last is None else runs[last].last)
-            content: bytearray | memoryview = found.packed()
+                runs |= {child: self._parsed(child, below[child], signature, num_parts) for child in place.children}
+            content: Content = joined([*runs.values()], runs[board.rank if last is None else last].last)
             if place.parent is not None:
                 content = self.trade(signature, content, [place.parent], [place.parent])[0][place.parent]
-                found = self._parsed(place.parent, content, signature, num_parts)
+            giver = board.rank if place.parent is None else place.parent
+            found = self._parsed(giver, content, signature, num_parts)
             if place.children:
                 self.trade(signature, content, place.children, ())
         finally:
@@ -106,8 +111,8 @@ class ValueExchange:
         return found
 
     def trade(
-        self, signature: Signature, content: bytearray | memoryview, destinations: Sequence[int], sources: Sequence[int]
-    ) -> tuple[dict[int, bytearray | memoryview], int | None]:
+        self, signature: Signature, content: Content, destinations: Sequence[int], sources: Sequence[int]
+    ) -> tuple[dict[int, Content], int | None]:
         """Send these bytes to some ranks, and take what others send, by world rank.
 
         Also the rank that came last; None where all had come before this one.
@@ -120,7 +125,7 @@ class ValueExchange:
         work.wait()
         return intake.values, None if last_is_here else intake.last
 
-    def _parsed(self, rank: int, content: bytearray | memoryview, signature: Signature, num_parts: int) -> JoinedValues:
+    def _parsed(self, rank: int, content: Content, signature: Signature, num_parts: int) -> JoinedValues:
         try:
             return JoinedValues.parsed(content, len(self._members), num_parts)
         except ValueError as error:

@@ -85,27 +85,37 @@ class Weighting:
         return len(self._values)
 
     @cached_property
+    def _extremes(self) -> tuple[float, float]:
+        """The least and the largest; nan where one is no number."""
+        values = self._values
+        return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+
+    @property
     def uniform(self) -> bool:
         """Whether all microbatches count the same: then losses need no factor, and the mean is a plain one."""
-        return len(self._values) > 0 and bool(self._values.min() == self._values.max())
+        least, most = self._extremes
+        return least == most
 
     @property
     def joint(self) -> list[Joint]:
         """For each number of a microbatch which data ranks compute it: one with weight 0 is not computed."""
-        num_ranks = len(self.table)
+        num_ranks, num_numbers = self.table.shape
+        if self._extremes[0] > 0 and self.is_same_count:
+            return [Joint.ALL] * num_numbers
         counts = np.count_nonzero(self.table > 0, axis=0).tolist()
         return [Joint.ALL if count == num_ranks else Joint.SOME if count else Joint.NONE for count in counts]
 
-    @cached_property
+    @property
     def has_unknown(self) -> bool:
         """Whether one of them is no number."""
-        return bool(np.isnan(self.table).any())
+        return math.isnan(self._extremes[0])
 
     def check(self) -> None:
         """Raise BatchError for what is no weight."""
-        are_weights = np.isfinite(self._values) & (self._values >= 0)
-        if not are_weights.all():
-            check_weight(float(self._values[~are_weights][0]))
+        least, most = self._extremes
+        if not (least >= 0 and most < math.inf):
+            for weight in self._values.tolist():
+                check_weight(weight)
 
     @property
     def is_even(self) -> bool:
