@@ -2,8 +2,8 @@
 
     python -m benchmarks.control [--ranks 4096] [--starts 1024] [--write]
 
-Exchanges: one rank of a large world is real, on hosts of 8. Its neighbours in the tree are stubs on threads, which give
-what is below them, or all values, over sockets. The time is the processor time of the thread of the real rank.
+Exchanges: one rank of a large world is real, on hosts of 8. Its neighbours in the tree are stubs in another process,
+which give what is below them, or all values, over sockets. The time is the processor time of the real rank.
 
 Steps: the same for what `Engine.step` does around its two exchanges. It packs what this rank says, reads what all ranks
 have said, and decides. Seconds and losses are drawn, and differ on all ranks.
@@ -16,6 +16,7 @@ does so on its own processor.
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import socket
@@ -65,7 +66,7 @@ RESULTS = Path(__file__).parent / "results" / "control.md"
 PATIENCE_SECONDS = 120.0
 RANKS_OF_A_HOST = 8
 WARM_UPS = 3
-TURNS = 40
+TURNS = 100
 OPENING, CLOSING = "weights of a step", "losses and norms"
 MICROBATCHES = 4
 PARAMETERS = 288
@@ -91,12 +92,10 @@ def milliseconds(
     kernels = [each // RANKS_OF_A_HOST for each in range(size)]
     members = tuple(range(size))
     place = place_in_tree(rank, members, kernels)
-    links: dict[int, PeerLink] = {}
-    stubs: list[threading.Thread] = []
+    stubs: list[Stub] = []
+    ours: dict[int, socket.socket] = {}
     for peer in place.neighbours:
-        ends = socket.socketpair()
-        is_local = kernels[peer] == kernels[rank]
-        links[peer] = PeerLink(ends[0], rank=peer, local=is_local)
+        ours[peer], theirs = socket.socketpair()
         # Ranks are in the order of the tree here.
         begin, count = (0, size) if peer == place.parent else (peer, num_below(peer, members, kernels))
         below = range(begin, begin + count)
@@ -104,20 +103,22 @@ def milliseconds(
             purpose: as_tree([JoinedValues.of_one(parts(each), 0, each) for each in below])
             for purpose, parts in exchanges.items()
         }
-        stub = Switchboard(peer, {rank: PeerLink(ends[1], rank=rank, local=is_local)}, timeout_seconds=PATIENCE_SECONDS)
-        arguments = (stub, members, runs, rank, peer == place.parent)
-        stubs.append(threading.Thread(target=play, args=arguments, daemon=True))
+        stubs.append(Stub(rank=peer, connection=theirs, runs=runs, is_parent=peer == place.parent))
+    # Another process, as in a world: on threads of this one, stubs would take turns with the rank that is measured.
+    playing = multiprocessing.get_context("fork").Process(target=play, args=(stubs, rank, kernels, [*ours.values()]))
+    playing.start()
+    for stub in stubs:
+        stub.connection.close()
+    links = {peer: PeerLink(end, rank=peer, local=kernels[peer] == kernels[rank]) for peer, end in ours.items()}
     board = Switchboard(rank, links, timeout_seconds=PATIENCE_SECONDS, kernels=kernels)
     channel = ProcessChannel(board, members, owns_board=True)
-    for thread in stubs:
-        thread.start()
     taken = []
     for _ in range(WARM_UPS + TURNS):
         began = time.thread_time()
         act(channel)
         taken.append(time.thread_time() - began)
-    for thread in stubs:
-        thread.join()
+    playing.join(PATIENCE_SECONDS)
+    assert playing.exitcode == 0, "a neighbour has failed"
     board.drop()
     return (
         min(taken[WARM_UPS:]) * 1e3,
@@ -135,21 +136,42 @@ def as_tree(runs: Sequence[JoinedValues]) -> bytearray:
     return joined(runs, last)
 
 
-def play(
-    stub: Switchboard, members: tuple[int, ...], runs: Mapping[str, bytearray], peer: int, is_parent: bool
-) -> None:
-    """A neighbour of the real rank `peer`, for all turns."""
-    exchange = ProcessChannel(stub, members)._values
-    with stub.lock:
-        for _ in range(WARM_UPS + TURNS):
-            for purpose, run in runs.items():
-                signature = Signature(operation="exchange", purpose=purpose)
-                if is_parent:
-                    exchange.trade(signature, bytearray(), (), [peer])
-                    exchange.trade(signature, run, [peer], ())
-                else:
-                    exchange.trade(signature, run, [peer], [peer])
-    stub.close()  # once all is written: the last values may still wait for room in the socket
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stub:
+    """A neighbour of the real rank."""
+
+    rank: int
+    connection: socket.socket
+    runs: Mapping[str, bytearray]
+    """What it gives in each exchange, by its purpose."""
+    is_parent: bool
+
+    def play(self, peer: int, kernels: Sequence[int]) -> None:
+        """Its side of all turns with the real rank `peer`."""
+        link = PeerLink(self.connection, rank=peer, local=kernels[self.rank] == kernels[peer])
+        board = Switchboard(self.rank, {peer: link}, timeout_seconds=PATIENCE_SECONDS)
+        exchange = ProcessChannel(board, tuple(range(len(kernels))))._values
+        with board.lock:
+            for _ in range(WARM_UPS + TURNS):
+                for purpose, run in self.runs.items():
+                    signature = Signature(operation="exchange", purpose=purpose)
+                    if self.is_parent:
+                        exchange.trade(signature, bytearray(), (), [peer])
+                        exchange.trade(signature, run, [peer], ())
+                    else:
+                        exchange.trade(signature, run, [peer], [peer])
+        board.close()  # once all is written: the last values may still wait for room in the socket
+
+
+def play(stubs: Sequence[Stub], peer: int, kernels: Sequence[int], others: Sequence[socket.socket]) -> None:
+    """All neighbours of the real rank `peer`; others: its ends of their connections."""
+    for end in others:
+        end.close()
+    threads = [threading.Thread(target=stub.play, args=(peer, kernels)) for stub in stubs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def milliseconds_of_exchanges(size: int, rank: int, num_bytes: int) -> tuple[float, float, int]:

@@ -260,9 +260,11 @@ class Outbound:
         pool: SlotPool,
         window: int,
         buffered: bool,
+        constant: bool = False,
         pairs: GlooPairs | None = None,
     ) -> None:
-        """pairs: for a message to one rank of another host that does not fit into a frame."""
+        """constant: nobody writes to the source again. pairs: for a message to one rank of another host that does not
+        fit into a frame."""
         self.targets = targets
         self.lane = lane
         self.num_on_the_way = 0
@@ -275,6 +277,7 @@ class Outbound:
         self._pool = pool
         self._window = window
         self._buffered = buffered
+        self._constant = constant
         self._num_published = 0
         self._pair = None if pairs is None else _pair_of(targets[0][0], pairs)
         self._tags: collections.deque[int] = collections.deque()
@@ -355,8 +358,11 @@ class Outbound:
     def _put_inline(self) -> None:
         content = self._source.numpy().data
         for link, number in self.targets:
-            # A copy, so that the tensor is the caller's again at once.
-            link.put(b"".join((self._header(number, length=self.total), content)))
+            header = self._header(number, length=self.total)
+            if self._constant:
+                link.put(header, content)
+            else:
+                link.put(b"".join((header, content)))  # a copy, so that the tensor is the caller's again at once
             link.flush()
         self._begun = True
         self._num_published = self.total

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby, repeat
 from operator import mul
 from struct import Struct
-from typing import Protocol, TypeAlias, overload, runtime_checkable
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,7 @@ class RankValues(Sequence[bytes]):
             return self
         if (rows := self.rows) is None:
             return RankValues.of([self[position] for position in positions])
-        rows = rows[positions]
+        rows = rows.take(positions, axis=0)
         (ends,) = np.nonzero(np.append((rows[1:] != rows[:-1]).any(axis=1), True))
         if len(ends) > most_runs(self.num_ranks):
             return RankValues(self.num_ranks, rows.tobytes(), lengths=self.lengths[:1], counts=None)
@@ -140,14 +140,6 @@ class RankValues(Sequence[bytes]):
             else:
                 self._all = [*chain.from_iterable(repeat(value, count) for value, count in self.runs)]
         return self._all
-
-
-@runtime_checkable
-class ExchangesParts(Protocol):
-    """What a channel can besides: exchange values of several parts, each for itself (`agreement.exchange_parts`)."""
-
-    def exchange_parts(self, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
-        """Give every rank's parts, of any length, to every rank; each rank gives as many."""
 
 
 @lru_cache(maxsize=8)

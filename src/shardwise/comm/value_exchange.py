@@ -113,13 +113,13 @@ class ValueExchange:
     def trade(
         self, signature: Signature, content: Content, destinations: Sequence[int], sources: Sequence[int]
     ) -> tuple[dict[int, Content], int | None]:
-        """Send these bytes to some ranks, and take what others send, by world rank.
+        """Send these bytes, which nobody changes, to some ranks, and take what others send, by world rank.
 
         Also the rank that came last; None where all had come before this one.
         """
         intake = Collecting([self._board.expect(source, self._lane, signature) for source in sources])
         given = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
-        outbounds = self._board.send(given, destinations, self._lane, signature) if destinations else []
+        outbounds = self._board.send(given, destinations, self._lane, signature, constant=True) if destinations else []
         work = self._board.start(signature, outbounds, intake)
         last_is_here = work.is_done
         work.wait()

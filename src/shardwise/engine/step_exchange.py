@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood
+from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood, understood_runs
 from shardwise.comm.rank_values import Index, RankValues, Table
 from shardwise.engine.batch_digests import digest_of_lines
 from shardwise.engine.batches import LossWeight, Microbatch, count_rows
@@ -258,9 +258,9 @@ def merge_weights(
     Raises the same error on all ranks when the weights cannot be used.
     """
     packed, names, batches = parts
-    given = understood(names, _names_in, purpose=_OPENING)
+    given = understood_runs(names, _names_in, purpose=_OPENING)
     weighting = _weighting_in(packed, ranks)
-    unlike = [(rank, *given[rank]) for rank in names.starts]
+    unlike = [(rank, *said) for rank, (said, _) in zip(names.starts, given, strict=True)]
     _refuse_different_regions([(rank, autocast) for rank, _, autocast in unlike])
     # The lines themselves travel only where they have to be shown.
     if not _are_those_of(batches, ranks):
@@ -283,7 +283,8 @@ def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
     if rows is None or not rows.size or rows.shape[1] % 8:
         told = understood(packed, _weights_in, purpose=_OPENING)
         return Weighting.of([told[rank] for rank in ranks.speakers])
-    table = rows.view(np.float64)[ranks.speaker_index]  # in the order of bytes of this machine, as tensors travel
+    # In the order of bytes of this machine, as tensors travel.
+    table = rows.view(np.float64).take(ranks.speaker_index, axis=0)
     return Weighting(table=table, counts=np.full(len(table), table.shape[1]))
 
 
@@ -293,7 +294,7 @@ def _are_those_of(batches: RankValues, ranks: RankGroups) -> bool:
         return True
     if (rows := batches.rows) is None:
         return [batches[rank] for rank in ranks.first_of] == [*batches]
-    return np.array_equal(rows[ranks.first_index], rows)
+    return np.array_equal(rows.take(ranks.first_index, axis=0), rows)
 
 
 def ranks_with_same_rows(batches: Sequence[bytes], speakers: Sequence[int]) -> list[int]:
@@ -441,8 +442,9 @@ def sum_of_losses(shares: Sequence[float] | Numbers, alike: Index, *, is_exact: 
     firsts = of_groups[:, :1]
     are_same = (of_groups == firsts) | (np.isnan(of_groups) & np.isnan(firsts))
     if not is_exact:
+        largest = np.maximum(abs(of_groups), abs(firsts))
         with np.errstate(invalid="ignore"):  # of infinities and nans
-            are_same |= abs(of_groups - firsts) <= 1e-3 * np.maximum(abs(of_groups), abs(firsts))
+            are_same |= (abs(of_groups - firsts) <= 1e-3 * largest) & np.isfinite(largest)
     if not are_same.all():
         group, at = np.argwhere(~are_same)[0]
         raise MismatchError(
