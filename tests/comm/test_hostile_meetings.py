@@ -135,7 +135,7 @@ class Listener(Relay):
 
     def __init__(self) -> None:
         self._rank, self._size = 0, SIZE
-        self._num_heard = [0] * SIZE
+        self._num_heard = Counter[int]()
         self._links, self._ended, self._news = {}, set(), {}
 
     def _tell(self) -> None:

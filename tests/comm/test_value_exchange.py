@@ -41,10 +41,10 @@ def exchange_all(channel: ProcessChannel) -> Sent:
     return small
 
 
-def count(sent: Sent, ends: tuple[int, int], put: Callable[..., None], *content: bytes) -> None:
+def count(sent: Sent, ends: tuple[int, int], put: Callable[..., None], *content: bytes, **how: object) -> None:
     if FORMAT.unpack_from(content[0])[0] == FrameKind.CHUNK:
         sent[ends] += 1
-    put(*content)
+    put(*content, **how)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16])

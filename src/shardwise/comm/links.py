@@ -55,7 +55,7 @@ class _Outgoing:
     __slots__ = ("begun", "buffers", "descriptor")
 
     def __init__(self, buffers: Sequence[Payload], *, descriptor: int | None) -> None:
-        self.buffers = [*map(memoryview, buffers)]
+        self.buffers = [memoryview(each) for each in buffers]
         self.descriptor = descriptor
         self.begun = False
 
