@@ -193,6 +193,7 @@ class StepKind:
 
     name: str
     pp: int = 1
+    tp: int = 1
     counts_tokens: bool = False
 
 
@@ -200,6 +201,7 @@ KINDS = [
     StepKind(name="data ranks, stages 0 to 3"),
     StepKind(name="weighted by tokens", counts_tokens=True),
     StepKind(name="pp = 4", pp=4),
+    StepKind(name="tp = 2, by tokens", tp=2, counts_tokens=True),
 ]
 
 
@@ -208,7 +210,10 @@ class StepSaid:
 
     def __init__(self, kind: StepKind, size: int) -> None:
         self._kind, self._size = kind, size
-        plan = Plan(mesh=Mesh(pp=kind.pp, dp_shard=size // kind.pp), merge=Merge(microbatches=MICROBATCHES))
+        plan = Plan(
+            mesh=Mesh(pp=kind.pp, dp_shard=size // kind.pp // kind.tp, tp=kind.tp),
+            merge=Merge(microbatches=MICROBATCHES),
+        )
         self.ranks = RankGroups.of(plan)
 
     def opening(self, rank: int) -> dict[str, Any]:
@@ -216,7 +221,7 @@ class StepSaid:
         chance = random.Random(self.ranks.data_ranks[rank])
         weights = [float(chance.randrange(1, 4096)) if self._kind.counts_tokens else 8.0 for _ in range(MICROBATCHES)]
         lines = [f"'input' [32, 2048] int64 with digest {chance.getrandbits(64):016x}"]
-        batch = batch_compared(lines, is_whole=True) if self._kind.pp > 1 else b""
+        batch = batch_compared(lines, is_whole=True) if self._kind.pp * self._kind.tp > 1 else b""
         return {"weights": weights, "batch": batch, "autocast": "no autocast"}
 
     def closing(self, rank: int) -> dict[str, Any]:
@@ -224,7 +229,8 @@ class StepSaid:
         chance = random.Random(rank)
         stage, per_stage = self.ranks.stages[rank], PARAMETERS // self._kind.pp
         return {
-            "figures": [struct.pack("<dd", chance.random(), chance.random()), b""],
+            # Ranks along tp have one loss.
+            "figures": [struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random()), b""],
             "times": self._times(rank, chance),
             "touched": [at // per_stage == stage for at in range(PARAMETERS)],
             "changed_buffers": [],

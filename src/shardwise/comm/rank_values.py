@@ -111,14 +111,21 @@ class RankValues(Sequence[bytes]):
         """These values in another order: at `positions[rank]` is that of `rank`."""
         if self.is_one:
             return self
-        if (rows := self.rows) is None:
-            return RankValues.of([self[position] for position in positions])
-        rows = rows.take(positions, axis=0)
-        (ends,) = np.nonzero(np.append((rows[1:] != rows[:-1]).any(axis=1), True))
-        if len(ends) > most_runs(self.num_ranks):
-            return RankValues(self.num_ranks, rows.tobytes(), lengths=self.lengths[:1], counts=None)
-        counts = array("I", np.diff(ends, prepend=-1).tolist())
-        return RankValues(self.num_ranks, rows[ends].tobytes(), lengths=self.lengths[:1] * len(ends), counts=counts)
+        rows = self.table
+        if self.counts is None:
+            assert rows is not None, "values that are kept apart have one length"
+            return RankValues(self.num_ranks, rows.take(positions, axis=0).tobytes(), lengths=self.lengths, counts=None)
+        # By the number of the run that each rank has: values are not compared again.
+        runs = self.runs
+        numbers = np.arange(len(runs)).repeat(self.counts).take(positions)
+        ends = np.append(np.flatnonzero(np.diff(numbers)), self.num_ranks - 1)
+        if rows is not None and len(ends) > most_runs(self.num_ranks):
+            return RankValues(
+                self.num_ranks, rows.take(numbers, axis=0).tobytes(), lengths=self.lengths[:1], counts=None
+            )
+        values = [runs[number][0] for number in numbers[ends].tolist()]
+        counts, lengths = array("I", np.diff(ends, prepend=-1).tolist()), array("Q", map(len, values))
+        return RankValues(self.num_ranks, b"".join(values), lengths=lengths, counts=counts)
 
     def __len__(self) -> int:
         return self.num_ranks

@@ -42,8 +42,8 @@ class RankTimes:
     waiting_s: float
     """In `engine.step`, until other ranks gave what this one needed."""
     waited_for: Mapping[int, float]
-    """Of it, by the rank that came last, the longest first and four at most. Waits of a device in a collective of three and more ranks
-    are for none of them."""
+    """Of it, by the rank that came last, the longest first and four at most. Waits of a device in a collective of three
+    and more ranks are for none of them."""
     outside_s: float
     """Between two steps: data, evaluations, saves, and what else the loop does."""
     sent_bytes: int
