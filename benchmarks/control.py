@@ -66,7 +66,7 @@ RESULTS = Path(__file__).parent / "results" / "control.md"
 PATIENCE_SECONDS = 120.0
 RANKS_OF_A_HOST = 8
 WARM_UPS = 3
-TURNS = 100
+TURNS = 60
 OPENING, CLOSING = "weights of a step", "losses and norms"
 MICROBATCHES = 4
 PARAMETERS = 288
@@ -149,7 +149,7 @@ class Stub:
     def play(self, peer: int, kernels: Sequence[int]) -> None:
         """Its side of all turns with the real rank `peer`."""
         link = PeerLink(self.connection, rank=peer, local=kernels[self.rank] == kernels[peer])
-        board = Switchboard(self.rank, {peer: link}, timeout_seconds=PATIENCE_SECONDS)
+        board = Switchboard(self.rank, {peer: link}, timeout_seconds=PATIENCE_SECONDS, kernels=kernels)
         exchange = ProcessChannel(board, tuple(range(len(kernels))))._values
         with board.lock:
             for _ in range(WARM_UPS + TURNS):
