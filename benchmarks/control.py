@@ -429,8 +429,8 @@ def main() -> None:
     if given.write:
         intro = (
             f"Made by `python -m benchmarks.control` on {date.today()}, torch {torch.__version__}, on two cores that\n"
-            f"other programs shared (load average {os.getloadavg()[1]:.0f}), which makes all times longer. Asked: 2 ms for\n"
-            "2 exchanges at 4,096 ranks, 10 s of store time at 1,024 ranks.\n\n"
+            f"other programs shared (load average {os.getloadavg()[1]:.0f}), which makes all times longer. Asked:\n"
+            "2 ms for 2 exchanges at 4,096 ranks, 10 s of store time at 1,024 ranks.\n\n"
             "An exchange is the processor time of one real rank, with stubs for its neighbours in the tree. Its\n"
             "sockets are those to these neighbours, and those to the neighbours of its relay, which a channel makes\n"
             "when it starts and which are silent while all is well.\n\n"
