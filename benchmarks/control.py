@@ -2,8 +2,8 @@
 
     python -m benchmarks.control [--ranks 4096] [--starts 1024] [--write]
 
-Exchanges: one rank of a large world is real, on hosts of 8. Its neighbours in the tree are stubs on threads, which give
-what is below them, or all values, over sockets. The time is the processor time of the thread of the real rank.
+Exchanges: one rank of a large world is real, on hosts of 8. Its neighbours in the tree are stubs in another process,
+which give what is below them, or all values, over sockets. The time is the processor time of the real rank.
 
 Steps: the same for what `Engine.step` does around its two exchanges. It packs what this rank says, reads what all ranks
 have said, and decides. Seconds and losses are drawn, and differ on all ranks.
@@ -15,7 +15,9 @@ does so on its own processor.
 """
 
 import argparse
+import gc
 import json
+import multiprocessing
 import os
 import random
 import socket
@@ -39,7 +41,7 @@ from benchmarks.markdown import Row, markdown
 from shardwise.comm.agreement import agreed
 from shardwise.comm.channel import Channel, Signature, alone
 from shardwise.comm.connections import HostRecord, compared_records, packed_record
-from shardwise.comm.joined_values import joined, one_value
+from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.links import PeerLink
 from shardwise.comm.messages import fits_in_frame
 from shardwise.comm.processes import ProcessChannel
@@ -65,7 +67,7 @@ RESULTS = Path(__file__).parent / "results" / "control.md"
 PATIENCE_SECONDS = 120.0
 RANKS_OF_A_HOST = 8
 WARM_UPS = 3
-TURNS = 40
+TURNS = 150
 OPENING, CLOSING = "weights of a step", "losses and norms"
 MICROBATCHES = 4
 PARAMETERS = 288
@@ -91,32 +93,35 @@ def milliseconds(
     kernels = [each // RANKS_OF_A_HOST for each in range(size)]
     members = tuple(range(size))
     place = place_in_tree(rank, members, kernels)
-    links: dict[int, PeerLink] = {}
-    stubs: list[threading.Thread] = []
+    stubs: list[Stub] = []
+    ours: dict[int, socket.socket] = {}
     for peer in place.neighbours:
-        ends = socket.socketpair()
-        is_local = kernels[peer] == kernels[rank]
-        links[peer] = PeerLink(ends[0], rank=peer, local=is_local)
+        ours[peer], theirs = socket.socketpair()
         # Ranks are in the order of the tree here.
         begin, count = (0, size) if peer == place.parent else (peer, num_below(peer, members, kernels))
+        below = range(begin, begin + count)
         runs = {
-            purpose: as_tree([one_value(parts(each), 0, each) for each in range(begin, begin + count)])
+            purpose: as_tree([JoinedValues.of_one(parts(each), 0, each) for each in below])
             for purpose, parts in exchanges.items()
         }
-        stub = Switchboard(peer, {rank: PeerLink(ends[1], rank=rank, local=is_local)}, timeout_seconds=PATIENCE_SECONDS)
-        arguments = (stub, members, runs, rank, peer == place.parent)
-        stubs.append(threading.Thread(target=play, args=arguments, daemon=True))
+        stubs.append(Stub(rank=peer, connection=theirs, runs=runs, is_parent=peer == place.parent))
+    # Another process, as in a world: on threads of this one, stubs would take turns with the rank that is measured.
+    playing = multiprocessing.get_context("fork").Process(target=play, args=(stubs, rank, kernels, [*ours.values()]))
+    playing.start()
+    for stub in stubs:
+        stub.connection.close()
+    links = {peer: PeerLink(end, rank=peer, local=kernels[peer] == kernels[rank]) for peer, end in ours.items()}
     board = Switchboard(rank, links, timeout_seconds=PATIENCE_SECONDS, kernels=kernels)
     channel = ProcessChannel(board, members, owns_board=True)
-    for thread in stubs:
-        thread.start()
+    gc.collect()
+    gc.freeze()  # what stubs give is in no rank, whose collector would not walk through it
     taken = []
     for _ in range(WARM_UPS + TURNS):
         began = time.thread_time()
         act(channel)
         taken.append(time.thread_time() - began)
-    for thread in stubs:
-        thread.join()
+    playing.join(PATIENCE_SECONDS)
+    assert playing.exitcode == 0, "a neighbour has failed"
     board.drop()
     return (
         min(taken[WARM_UPS:]) * 1e3,
@@ -125,26 +130,51 @@ def milliseconds(
     )
 
 
-def as_tree(runs: Sequence[bytearray]) -> bytearray:
+def as_tree(runs: Sequence[JoinedValues]) -> bytearray:
     """Joined as ranks join them: few at a time."""
-    return runs[0] if len(runs) == 1 else joined([as_tree(runs[: len(runs) // 2]), as_tree(runs[len(runs) // 2 :])])
+    half, last = len(runs) // 2, runs[-1].last
+    if half:
+        halves = (as_tree(runs[:half]), as_tree(runs[half:]))
+        runs = [JoinedValues.parsed(each, len(runs), len(runs[0].parts)) for each in halves]
+    return joined(runs, last)
 
 
-def play(
-    stub: Switchboard, members: tuple[int, ...], runs: Mapping[str, bytearray], peer: int, is_parent: bool
-) -> None:
-    """A neighbour of the real rank `peer`, for all turns."""
-    exchange = ProcessChannel(stub, members)._values
-    with stub.lock:
-        for _ in range(WARM_UPS + TURNS):
-            for purpose, run in runs.items():
-                signature = Signature(operation="exchange", purpose=purpose)
-                if is_parent:
-                    exchange.trade(signature, bytearray(), (), [peer])
-                    exchange.trade(signature, run, [peer], ())
-                else:
-                    exchange.trade(signature, run, [peer], [peer])
-    stub.drop()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stub:
+    """A neighbour of the real rank."""
+
+    rank: int
+    connection: socket.socket
+    runs: Mapping[str, bytearray]
+    """What it gives in each exchange, by its purpose."""
+    is_parent: bool
+
+    def play(self, peer: int, kernels: Sequence[int]) -> None:
+        """Its side of all turns with the real rank `peer`."""
+        link = PeerLink(self.connection, rank=peer, local=kernels[self.rank] == kernels[peer])
+        board = Switchboard(self.rank, {peer: link}, timeout_seconds=PATIENCE_SECONDS, kernels=kernels)
+        exchange = ProcessChannel(board, tuple(range(len(kernels))))._values
+        with board.lock:
+            for _ in range(WARM_UPS + TURNS):
+                for purpose, run in self.runs.items():
+                    signature = Signature(operation="exchange", purpose=purpose)
+                    if self.is_parent:
+                        exchange.trade(signature, bytearray(), (), [peer])
+                        exchange.trade(signature, run, [peer], ())
+                    else:
+                        exchange.trade(signature, run, [peer], [peer])
+        board.close()  # once all is written: the last values may still wait for room in the socket
+
+
+def play(stubs: Sequence[Stub], peer: int, kernels: Sequence[int], others: Sequence[socket.socket]) -> None:
+    """All neighbours of the real rank `peer`; others: its ends of their connections."""
+    for end in others:
+        end.close()
+    threads = [threading.Thread(target=stub.play, args=(peer, kernels)) for stub in stubs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def milliseconds_of_exchanges(size: int, rank: int, num_bytes: int) -> tuple[float, float, int]:
@@ -166,6 +196,7 @@ class StepKind:
 
     name: str
     pp: int = 1
+    tp: int = 1
     counts_tokens: bool = False
 
 
@@ -173,6 +204,7 @@ KINDS = [
     StepKind(name="data ranks, stages 0 to 3"),
     StepKind(name="weighted by tokens", counts_tokens=True),
     StepKind(name="pp = 4", pp=4),
+    StepKind(name="tp = 2, by tokens", tp=2, counts_tokens=True),
 ]
 
 
@@ -181,7 +213,10 @@ class StepSaid:
 
     def __init__(self, kind: StepKind, size: int) -> None:
         self._kind, self._size = kind, size
-        plan = Plan(mesh=Mesh(pp=kind.pp, dp_shard=size // kind.pp), merge=Merge(microbatches=MICROBATCHES))
+        plan = Plan(
+            mesh=Mesh(pp=kind.pp, dp_shard=size // kind.pp // kind.tp, tp=kind.tp),
+            merge=Merge(microbatches=MICROBATCHES),
+        )
         self.ranks = RankGroups.of(plan)
 
     def opening(self, rank: int) -> dict[str, Any]:
@@ -189,7 +224,7 @@ class StepSaid:
         chance = random.Random(self.ranks.data_ranks[rank])
         weights = [float(chance.randrange(1, 4096)) if self._kind.counts_tokens else 8.0 for _ in range(MICROBATCHES)]
         lines = [f"'input' [32, 2048] int64 with digest {chance.getrandbits(64):016x}"]
-        batch = batch_compared(lines, is_whole=True) if self._kind.pp > 1 else b""
+        batch = batch_compared(lines, is_whole=True) if self._kind.pp * self._kind.tp > 1 else b""
         return {"weights": weights, "batch": batch, "autocast": "no autocast"}
 
     def closing(self, rank: int) -> dict[str, Any]:
@@ -197,7 +232,8 @@ class StepSaid:
         chance = random.Random(rank)
         stage, per_stage = self.ranks.stages[rank], PARAMETERS // self._kind.pp
         return {
-            "figures": [struct.pack("<dd", chance.random(), chance.random()), b""],
+            # Ranks along tp have one loss.
+            "figures": [struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random())],
             "times": self._times(rank, chance),
             "touched": [at // per_stage == stage for at in range(PARAMETERS)],
             "changed_buffers": [],
@@ -396,7 +432,8 @@ def main() -> None:
     if given.write:
         intro = (
             f"Made by `python -m benchmarks.control` on {date.today()}, torch {torch.__version__}, on two cores that\n"
-            "other programs shared. Asked: 2 ms for 2 exchanges at 4,096 ranks, 10 s of store time at 1,024 ranks.\n\n"
+            f"other programs shared (load average {os.getloadavg()[1]:.0f}), which makes all times longer. Asked:\n"
+            "2 ms for 2 exchanges at 4,096 ranks, 10 s of store time at 1,024 ranks.\n\n"
             "An exchange is the processor time of one real rank, with stubs for its neighbours in the tree. Its\n"
             "sockets are those to these neighbours, and those to the neighbours of its relay, which a channel makes\n"
             "when it starts and which are silent while all is well.\n\n"

@@ -6,13 +6,14 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise import errors
 from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
-from shardwise.comm.joined_values import check_run, joined, one_value, split
+from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.channels import RankGroups
 from shardwise.engine.rank_times import RankTimes, rank_times
@@ -124,7 +125,7 @@ def of_times(answer: bytes) -> None:
 
 
 def of_a_loss(answer: bytes) -> None:
-    exchange_loss(Answering(answer), 1.0, [[0], [1]])  # type: ignore[arg-type]
+    exchange_loss(Answering(answer), 1.0, np.array([[0], [1]]))  # type: ignore[arg-type]
 
 
 def of_pieces(answer: bytes) -> None:
@@ -136,23 +137,26 @@ def of_texts(answer: bytes) -> None:
 
 
 def of_joined_values(answer: bytes) -> None:
-    def parse(run: bytes) -> list[bytes]:
-        check_run(bytearray(run), 2, 2)
-        parts, _ = split(joined([bytearray(run), of_two(b"mine")]), 2, 2)
-        return [b"".join(each) for each in zip(*parts, strict=True)]
+    def parse(content: bytes) -> list[bytes]:
+        both = joined([JoinedValues.parsed(bytearray(content), 1, 2), of_two(b"mine")], 0)
+        found = JoinedValues.parsed(both, 2, 2)
+        return [b"".join(each) for each in zip(*found.parts, strict=True)]
 
-    assert [len(each) for each in understood([bytes(of_two(b"own")), answer], parse, purpose="")] == [2, 2]
+    own = bytes(joined([of_two(b"own")], 0))
+    assert [len(each) for each in understood([own, answer], parse, purpose="")] == [2, 2]
 
 
-def of_two(value: bytes) -> bytearray:
+def of_two(value: bytes) -> JoinedValues:
     """A value of two parts."""
-    return one_value([value, bytes(8)], 1, 0)
+    return JoinedValues.of_one([value, bytes(8)], 1, 0)
 
 
 PARSERS = {
     of_agreement: [b"+", *(b"-" + json.dumps(each).encode() for each in REFUSALS)],
     of_comparison: [b'["a", "c"]'],
-    of_joined_values: [bytes(each) for each in (of_two(b"theirs"), of_two(b""), joined([of_two(b"a")] * 2))],
+    of_joined_values: [
+        bytes(joined(each, 0)) for each in ([of_two(b"theirs")], [of_two(b"")], [of_two(b"a"), of_two(b"a")])
+    ],
     of_weights: [packed_parts(OPENING)],
     of_a_step: [packed_parts([b"\1", bytes(16), b"", bytes(8), b""])],
     of_times: TIMES.packed(num_ranks=2),

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm.joined_values import check_run, joined, last_rank, one_value, split
+from shardwise.comm.joined_values import JoinedValues, joined
 from tests.properties import tried
 
 uneven = st.lists(st.binary(max_size=9), min_size=1, max_size=40)
@@ -27,67 +28,86 @@ def test_values_joined_in_any_way_are_the_values_part_by_part(
     parts = [*zip(*zip(one, other, strict=False), strict=True)]
     count = len(parts[0])
     runs = [
-        one_value(values, share, rank) for rank, (*values, share) in enumerate(zip(*parts, given_shares, strict=False))
+        JoinedValues.of_one(values, share, rank)
+        for rank, (*values, share) in enumerate(zip(*parts, given_shares, strict=False))
     ]
     last = 0
     while len(runs) > 1:
         start = data.draw(st.integers(0, len(runs) - 2))
         stop = data.draw(st.integers(start + 2, len(runs)))
-        last_of_them = data.draw(st.integers(start, stop - 1))
-        last = last_rank(runs[last_of_them])
-        runs[start:stop] = [joined(runs[start:stop], last_of_them - start)]
-        for run in runs:
-            check_run(run, count, 2)
-    found, total = split(runs[0], count, 2)
+        last = runs[data.draw(st.integers(start, stop - 1))].last
+        runs[start:stop] = [JoinedValues.parsed(joined(runs[start:stop], last), count, 2)]
+    found, total = runs[0].parts, runs[0].share
     order = data.draw(st.permutations(range(count)))
     for part, values in zip(found, parts, strict=True):
         assert tuple(part) == values
         assert (len(part), part.num_bytes) == (count, sum(map(len, values)))
         assert [value for value, repeats in part.runs for _ in range(repeats)] == [*values]
         assert [part[start] for start in part.starts] == [value for value, _ in part.runs]
-        assert [*part.in_order(order)] == [values[at] for at in order]
-        for length in range(4):
-            expected = b"".join(values) if {*map(len, values)} == {length} else None
-            assert part.in_one_piece(length) == expected
-    assert last_rank(runs[0]) == last
+        ordered, expected = part.in_order(np.array(order)), [values[at] for at in order]
+        assert [*ordered] == expected
+        assert [value for value, repeats in ordered.runs for _ in range(repeats)] == expected
+        assert bytes(part.whole) == b"".join(values)
+        lengths = {*map(len, values)}
+        if len(lengths) == 1:
+            assert part.rows is not None
+            assert part.table is not None
+            assert [*map(bytes, part.rows)] == [*values]
+            assert [*map(bytes, part.table)] == [value for value, _ in part.runs]
+        else:
+            assert part.rows is part.table is None
+    assert runs[0].last == last
     assert total == sum(given_shares[:count]) % (1 << 64)
 
 
-def as_tree(values: Sequence[bytes]) -> bytearray:
+def one_value(*parts: bytes) -> JoinedValues:
+    return JoinedValues.of_one(parts, 0, 0)
+
+
+def as_tree(values: Sequence[bytes]) -> JoinedValues:
     """Joined as ranks join them: halves first."""
     if len(values) == 1:
-        return one_value(values, 0, 0)
+        return one_value(values[0])
     middle = len(values) // 2
-    return joined([as_tree(values[:middle]), as_tree(values[middle:])])
+    halves = [as_tree(values[:middle]), as_tree(values[middle:])]
+    return JoinedValues.parsed(joined(halves, 0), len(values), 1)
+
+
+def num_bytes(values: JoinedValues) -> int:
+    return len(joined([values], 0))
 
 
 def test_what_ranks_have_alike_travels_once_and_numbers_without_lengths() -> None:
-    header = len(one_value([b""], 0, 0))
-    assert len(as_tree([b"common"] * 1000)) == header + 12 + 6
-    assert len(as_tree([b"first"] * 256 + [b"second"] * 256)) <= header + 2 * 12 + 5 + 6
-    assert len(as_tree([rank.to_bytes(8, "little") for rank in range(1000)])) == header + 8 * 1000
+    header = num_bytes(one_value(b"")) - 12
+    assert num_bytes(as_tree([b"common"] * 1000)) == header + 12 + 6
+    assert num_bytes(as_tree([b"first"] * 256 + [b"second"] * 256)) <= header + 2 * 12 + 5 + 6
+    numbers = as_tree([rank.to_bytes(8, "little") for rank in range(1000)])
+    assert num_bytes(numbers) == header + 8 * 1000
+    # Alike where ranks are in another order: runs stay runs, as long as they are few.
+    halves = as_tree([b"first"] * 500 + [b"other"] * 500).parts[0]
+    turned = halves.in_order(np.roll(np.arange(1000), 100))
+    assert turned.runs == [(b"other", 100), (b"first", 500), (b"other", 400)]
+    assert halves.in_order(np.arange(1000).reshape(2, 500).T.reshape(-1)).counts is None
 
 
 @tried(25)
 @given(columns, st.data())
 def test_bytes_that_are_no_values_are_refused_or_are_as_many(values: list[bytes], data: st.DataObject) -> None:
-    run = joined([one_value([value, b"x"], 0, 0) for value in values])
+    run = joined([one_value(value, b"x") for value in values], 0)
     for at in data.draw(st.lists(st.integers(0, len(run) - 1), min_size=1, max_size=3)):
         run[at] = data.draw(st.integers(0, 255))
     cut = run[: data.draw(st.integers(0, len(run)))]
     try:
-        check_run(cut, len(values), 2)
-        found, _ = split(cut, len(values), 2)
+        found = JoinedValues.parsed(cut, len(values), 2)
     except ValueError:
         return
-    assert [len([*part]) for part in found] == [len(values)] * 2
+    assert found.num_ranks <= len(values)
+    assert [len([*part]) for part in found.parts] == [found.num_ranks] * 2
 
 
 def test_a_run_of_too_many_values_or_parts_is_refused() -> None:
-    run = joined([one_value([b"ab"], 0, 0)] * 3)
+    run = joined([one_value(b"ab")] * 3, 0)
     with pytest.raises(ValueError, match="3 values of 2 ranks"):
-        check_run(run, 2, 1)
-    with pytest.raises(ValueError, match="3 values of 4 ranks"):
-        split(run, 4, 1)
+        JoinedValues.parsed(run, 2, 1)
     with pytest.raises(ValueError, match="values of 1 parts in the place of 2"):
-        check_run(run, 3, 2)
+        JoinedValues.parsed(run, 3, 2)

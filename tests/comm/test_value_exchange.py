@@ -41,10 +41,10 @@ def exchange_all(channel: ProcessChannel) -> Sent:
     return small
 
 
-def count(sent: Sent, ends: tuple[int, int], put: Callable[..., None], content: bytes, **how: object) -> None:
-    if how.get("whole", True) and FORMAT.unpack_from(content)[0] == FrameKind.CHUNK:
+def count(sent: Sent, ends: tuple[int, int], put: Callable[..., None], *content: bytes, **how: object) -> None:
+    if FORMAT.unpack_from(content[0])[0] == FrameKind.CHUNK:
         sent[ends] += 1
-    put(content, **how)
+    put(*content, **how)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 16])
@@ -139,9 +139,9 @@ def test_the_waits_of_all_ranks_count_for_the_one_that_came_last_and_not_for_nei
 def test_bytes_that_are_no_values_are_an_error_that_names_their_rank() -> None:
     def body(channel: ProcessChannel) -> str:
         if channel.rank == 5:
-            along_tree = channel._values._along_tree
-            broken = lambda signature, own, num_parts: along_tree(signature, bytearray(b"?"), num_parts)  # noqa: E731
-            channel._values._along_tree = broken  # type: ignore[method-assign]
+            trade = channel._values.trade
+            broken = lambda signature, content, to, sources: trade(signature, bytearray(b"?"), to, sources)  # noqa: E731
+            channel._values.trade = broken  # type: ignore[method-assign]
         with pytest.raises(PeerError) as caught:
             channel.exchange(b"", purpose="losses")
         return str(caught.value)
@@ -243,7 +243,8 @@ def test_parts_of_values_arrive_as_they_were_given_and_what_is_alike_once() -> N
             mine = [b"all say this", bytes([among.rank]) * 5, b"x" * among.rank]
             alike, own, uneven = exchange_parts(among, mine, purpose="parts")
             assert alike.runs == [(b"all say this", size)]
-            assert own.in_one_piece(5) == b"".join(bytes([rank]) * 5 for rank in range(size))
+            assert own.rows is not None
+            assert own.rows.tolist() == [[rank] * 5 for rank in range(size)]
             assert [*uneven] == [b"x" * rank for rank in range(size)]
 
     for size in (2, 3, 9):

@@ -174,7 +174,7 @@ def test_a_message_has_all_but_the_rank() -> None:
     assert through_a_message([times] * 4, late_steps=2)[1] == replace(times, late_steps=2)
     assert rank_times([RankValues.of([value, b""]) for value in times.packed(num_ranks=2)]) == ()
     many = replace(times, waited_for={rank: 0.5**rank for rank in range(20)})
-    assert through_a_message([many] * 21)[0].waited_for == {rank: 0.5**rank for rank in range(8)}
+    assert through_a_message([many] * 21)[0].waited_for == {rank: 0.5**rank for rank in range(4)}
     # Seconds as they travel have seven digits.
     fine = replace(times, compute_s=123.456789, waited_for={3: 1e-9 / 3})
     found = through_a_message([fine] * 2)[0]
@@ -245,5 +245,5 @@ def test_times_cost_no_exchange_and_few_bytes() -> None:
         assert [call.purpose for call in exchanges] == ["weights of a step", "losses and norms"]
         return [call.counts[channel.rank] for call in exchanges]
 
-    # Of the message that closes a step: five lengths, flags, a loss and a norm, and the times.
-    assert all(closing == 5 * 4 + 1 + 16 + 18 + 20 + 8 for _, closing in sw.simulate(2, run))
+    # Of the message that closes a step: four lengths, flags, a loss and a norm, and the times.
+    assert all(closing == 4 * 4 + 1 + 16 + 18 + 20 + 8 for _, closing in sw.simulate(2, run))

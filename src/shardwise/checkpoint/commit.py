@@ -94,12 +94,16 @@ class Written:
 
     @classmethod
     def unpack(cls, data: bytes, file: DataFile, block_bytes: int) -> "Written":
-        """From bytes of `pack`."""
+        """From bytes of `pack`. Raises CheckpointError where they are not those of this file."""
         # No lengths are sent: how many checksums each piece has follows from its size.
         ends = [0]
         for num_bytes in file.sizes:
             ends.append(ends[-1] + CHECKSUM_BYTES * -(-num_bytes // block_bytes))
-        assert ends[-1] == len(data), "a rank reports as many checksums as its file has blocks"
+        if ends[-1] != len(data):
+            raise CheckpointError(
+                f"a rank has reported {len(data)} bytes of checksums for a file whose blocks have {ends[-1]}; its "
+                "memory is broken, or it runs another version of shardwise"
+            )
         return cls([data[start:stop] for start, stop in pairwise(ends)])
 
 

@@ -36,7 +36,7 @@ from shardwise.checkpoint.states import (
 from shardwise.checkpoint.stores import Address, Store
 from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError, MismatchError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
@@ -342,8 +342,9 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
     thin = num_bytes < num_ranges * _STRIP_BYTES
     exact = plan.read_bytes <= _READ_LIMIT * num_bytes
     # All decide alike: otherwise some would wait for rounds that others do not make.
-    answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose="which ranks read thin strips")
-    thin_of, exact_of = zip(*map(json.loads, answers), strict=True)
+    purpose = "which ranks read thin strips"
+    answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose=purpose)
+    thin_of, exact_of = zip(*understood(answers, a_pair, purpose=purpose), strict=True)
     return any(thin_of) and all(exact_of)
 
 

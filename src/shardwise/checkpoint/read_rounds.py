@@ -256,7 +256,14 @@ def _agreed(
         # affair, and this tells it without a message more.
         spans = [(each.ordinal, each.first_block, each.last_block) for each in batch]
         agreement.value = json.dumps(spans, separators=(",", ":")).encode()
-    return read, [[BlockSpan(*each) for each in json.loads(answer)] for answer in agreement.values]
+    return read, understood(agreement.values, _spans_in, purpose="verdict on blocks that were read")
+
+
+def _spans_in(answer: bytes) -> list[BlockSpan]:
+    spans = [BlockSpan(*each) for each in a_list(answer)]
+    if not all(type(number) is int for each in spans for number in (each.ordinal, each.first_block, each.last_block)):
+        raise TypeError("no spans")
+    return spans
 
 
 @contextmanager

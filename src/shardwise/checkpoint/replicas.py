@@ -34,7 +34,7 @@ from shardwise.checkpoint.snapshots import SnapshotCounters
 from shardwise.checkpoint.states import Positioned, State
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import aborting, agreed
+from shardwise.comm.agreement import a_list, a_pair, aborting, agreed, understood
 from shardwise.comm.handshake import key_of, secret_of_the_run
 from shardwise.comm.own_host import OwnHost
 from shardwise.errors import CheckpointError
@@ -110,9 +110,9 @@ class Replicas:
             # Programs are in the order of their starts, as the clocks of hosts have it.
             started = f"{time.time_ns():020d} {secrets.token_hex(16)}"
             agreement.value = json.dumps([_host().pack(), place, started]).encode()
-        facts = [json.loads(each) for each in agreement.values]
+        facts = understood(agreement.values, _host_in, purpose="hosts of replicas")
         _, self._place, session = facts[0]
-        every_host = [OwnHost.unpack(host) for host, _, _ in facts]
+        every_host = [host for host, _, _ in facts]
         hosts = list(dict.fromkeys(each.kernel for each in every_host))
         kernel = every_host[channel.rank].kernel
         own, self._num_hosts = hosts.index(kernel), len(hosts)
@@ -128,7 +128,8 @@ class Replicas:
                 if self._num_hosts > 1:
                     there = self._keeper.listen(*every_host[channel.rank].listens_at(every_host, interface, ports))
                 agreement.value = json.dumps([there.addresses, there.port, self._keeper.before]).encode()
-        remote = [json.loads(each) for each in agreement.values if each]
+        said = understood(agreement.values, _keeper_in, purpose="keepers of replicas")
+        remote = [each for each in said if each is not None]
         newest = max(before for _, _, before in remote)
         with agreed(channel, purpose="owners of replicas"), _keeping():
             if leads:
@@ -137,13 +138,13 @@ class Replicas:
                     self._owned.clear()
             else:
                 self._keeper = OwnKeeper(name, session, key=key, starts=False, patience_seconds=keep_seconds)
-        keepers = [KeeperAddress(addresses=tuple(each), port=port, key=key) for each, port, _ in remote]
+        keepers = [KeeperAddress(addresses=each, port=port, key=key) for each, port, _ in remote]
         keepers[own] = self._owned.here  # on its own host a keeper needs no TCP
         self._opened = KeeperStore(f"the replicas of {self._place}", keepers, own, timeout_seconds=timeout_seconds)
         with agreed(channel, purpose="replicas that are there") as agreement:
             if channel.rank == 0:
                 agreement.value = str(self._tidy(keep_newest=True)).encode()
-        self._found = int(agreement.values[0])
+        (self._found,) = understood(agreement.values[:1], int, purpose="replicas that are there")
         self._saver = AsyncSaver(self._store, channel=channel, timeout_seconds=timeout_seconds)
 
     @property
@@ -216,7 +217,7 @@ class Replicas:
                 wins = not replica or (saved is not None and _is_newer(saved[1], replica))
                 number = saved[0] if wins and saved is not None else self._found
                 agreement.value = json.dumps([wins, number if saved is not None or not wins else 0]).encode()
-        is_saved, number = json.loads(agreement.values[0])
+        ((is_saved, number),) = understood(agreement.values[:1], a_pair, purpose="newest of replicas and saves")
         if not is_saved:
             return self._store.within(folder_of(number).rstrip("/"))
         if not number:
@@ -298,6 +299,22 @@ class Replicas:
             return list_saves(self._store).is_complete(number, read_head(self._store, number))
         except CheckpointError:
             return False
+
+
+def _host_in(answer: bytes) -> tuple[OwnHost, str, str]:
+    """The host of a rank, the place of its saves, and the start of its program."""
+    host, place, started = a_list(answer)
+    return OwnHost.unpack(host), str(place), str(started)
+
+
+def _keeper_in(answer: bytes) -> tuple[tuple[str, ...], int, str] | None:
+    """Where the keeper of a host is reached, and what it has; None from a rank that leads no host."""
+    if not answer:
+        return None
+    addresses, port, before = a_list(answer)
+    if type(port) is not int:
+        raise TypeError("no port")
+    return tuple(map(str, addresses)), port, str(before)
 
 
 def _host() -> OwnHost:

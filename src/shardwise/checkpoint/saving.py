@@ -26,7 +26,7 @@ from shardwise.checkpoint.state_pieces import Held, KnownDTensors, bytes_of, hol
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, free_bytes_of, store_of
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_list, agreed, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
@@ -296,6 +296,14 @@ class SaveMemory:
         return self._kept
 
 
+def _place_in(answer: bytes) -> tuple[int, str, str, int | None]:
+    """Number, id and location of an attempt, and the room there."""
+    number, name, location, free_bytes = a_list(answer)
+    if type(number) is not int or not (free_bytes is None or type(free_bytes) is int):
+        raise TypeError("no place of a save")
+    return number, str(name), str(location), free_bytes
+
+
 def prepare(
     channel: Channel, path: Address, state: State, arguments: Arguments, memory: SaveMemory | None = None
 ) -> Prepared:
@@ -319,7 +327,7 @@ def prepare(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step, layout and rewrite are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
-    number, name, location, free_bytes = json.loads(gathered.values[0])
+    ((number, name, location, free_bytes),) = understood(gathered.values[:1], _place_in, purpose="place of a save")
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
     # Ranks know different settings, such as the optimizers of their own stage.

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ import xxhash
 from shardwise import errors
 from shardwise.comm.channel import Channel
 from shardwise.comm.hosts import naming_hosts
-from shardwise.comm.rank_values import ExchangesParts, RankValues
+from shardwise.comm.rank_values import RankValues
 from shardwise.errors import (
     CheckpointError,
     MismatchError,
@@ -55,13 +55,19 @@ def understood(answers: Sequence[bytes], parse: Callable[[bytes], T], *, purpose
 
     Raises PeerError, the same on all ranks, that names the first rank whose bytes mean nothing.
     """
-    found: list[T] = []
-    # What ranks in a row have alike is read once: thousands of them agree on nearly everything.
+    runs = understood_runs(answers, parse, purpose=purpose)
+    return [*chain.from_iterable(repeat(found, count) for found, count in runs)]
+
+
+def understood_runs(answers: Sequence[bytes], parse: Callable[[bytes], T], *, purpose: str) -> list[tuple[T, int]]:
+    """As `understood`: what ranks in a row gave alike, and how many they are."""
+    found: list[tuple[T, int]] = []
+    # What ranks have alike is read once: thousands of them agree on nearly everything.
     for answer, count in answers.runs if isinstance(answers, RankValues) else zip(answers, repeat(1)):
-        rank = len(found)
         try:
-            found += [parse(answer)] * count
+            found.append((parse(answer), count))
         except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, struct.error) as error:
+            rank = sum(count for _, count in found)
             raise PeerError(
                 f"rank {rank} gave {len(answer)} bytes that cannot be read in exchange for {purpose!r} "
                 f"({in_words(error)}); its memory is broken, or it runs another version of shardwise",
@@ -73,12 +79,14 @@ def understood(answers: Sequence[bytes], parse: Callable[[bytes], T], *, purpose
 
 
 def exchange_parts(channel: Channel, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
-    """Give every rank some values, and get those of all, by parts. Each rank gives as many.
+    """Give every rank some values of any length, and get those of all, by parts. Each rank gives as many.
 
     Raises PeerError, the same on all ranks, for a rank that gave other bytes.
     """
-    if isinstance(channel, ExchangesParts):
-        return channel.exchange_parts(parts, purpose=purpose)
+    # Not asked of a protocol, which would look through all names of the channel in every step.
+    of_channel: Callable[..., list[RankValues]] | None = getattr(channel, "exchange_parts", None)
+    if of_channel is not None:
+        return of_channel(parts, purpose=purpose)
     lengths = struct.Struct(f"<{len(parts)}I")
 
     def taken_apart(answer: bytes) -> list[bytes]:
@@ -95,6 +103,12 @@ def exchange_parts(channel: Channel, parts: Sequence[bytes], *, purpose: str) ->
 def a_list(answer: bytes) -> list[Any]:
     """For `understood`: a list in JSON."""
     return list(_of_kind(json.loads(answer), list))
+
+
+def a_pair(answer: bytes) -> tuple[Any, Any]:
+    """For `understood`: two values in JSON."""
+    one, other = a_list(answer)
+    return one, other
 
 
 def a_table(answer: bytes) -> dict[str, Any]:
@@ -159,8 +173,8 @@ def agreed(
         answers, *agreement.of_parts = exchange_parts(channel, [mine, *parts], purpose=purpose)
     else:
         answers = channel.exchange(mine, purpose=purpose)
-    verdicts = understood(answers, _verdict, purpose=purpose)
-    if any(verdicts):
+    if any(verdict for verdict, _ in understood_runs(answers, _verdict, purpose=purpose)):
+        verdicts = understood(answers, _verdict, purpose=purpose)
         refusals = {rank: each for rank, each in enumerate(verdicts) if each is not None}
         # Each rank builds the error from the same answers: nothing of its own goes in, so the texts cannot differ.
         raise _joined(refusals, names_ranks=only is None and len(refusals) < channel.size) from refusal

@@ -209,7 +209,7 @@ class DeviceChannel:
             return self.control.exchange(value, purpose=purpose)
 
     def exchange_parts(self, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
-        """See `ExchangesParts`. Between the CPUs."""
+        """See `agreement.exchange_parts`. Between the CPUs."""
         with self._counting_wait():
             return exchange_parts(self.control, parts, purpose=purpose)
 

@@ -7,17 +7,18 @@ Three ranks whose shares of the digest of calls (`call_log`) sum up to 0, each w
     rank 2   ab  3         PART     3 values, 1 byte                                       1 2 3
 
 Values that ranks in a row have alike travel once. Where most differ, values of one length travel without lengths. So
-4,096 ranks give 4,096 numbers without a look at each, and what they agree on costs nothing.
-
-A piece is a `bytearray`: tensors are made of it, and so links send it, without a copy.
+4,096 ranks give 4,096 numbers without a look at each, and what they agree on costs nothing. A piece is taken apart
+once, when it comes.
 """
 
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from shardwise.comm.frames import JOINED, PART
-from shardwise.comm.rank_values import RankValues
+from shardwise.comm.rank_values import RankValues, most_runs
 
 _RUNS = (1 << 64) - 1
 """In the place of the length that all values have: counts and lengths follow."""
@@ -25,76 +26,65 @@ _RUNS = (1 << 64) - 1
 _SUMS = 1 << 64
 """Shares are summed modulo this."""
 
-_FEW = 8
-"""So many values are kept as runs, and more of one length where each is for `_RANKS_OF_A_RUN` ranks in the mean."""
-
-_RANKS_OF_A_RUN = 8
-
 _BYTES_OF_A_RUN = array("I").itemsize + array("Q").itemsize
 """What a count and a length take."""
 
-Parsed = tuple[int, int, list[RankValues]]
-"""The sum, the rank that came last, and the parts."""
+
+@dataclass(frozen=True, slots=True)
+class JoinedValues:
+    """The values of ranks in a row, by parts, and what is known of these ranks together."""
+
+    share: int
+    """The sum of their shares."""
+    last: int
+    """The world rank that came last."""
+    parts: Sequence[RankValues]
+
+    @classmethod
+    def of_one(cls, parts: Sequence[bytes], share: int, rank: int) -> Self:
+        """Those of one world rank."""
+        found = [RankValues(1, part, lengths=array("Q", [len(part)]), counts=None) for part in parts]
+        return cls(share % _SUMS, rank, found)
+
+    @classmethod
+    def parsed(cls, content: bytearray | memoryview, most: int, num_parts: int) -> Self:
+        """As `joined` gave them, of at most so many ranks, and so many parts. Raises ValueError for any other bytes."""
+        try:
+            share, num_ranks, last, found = JOINED.unpack_from(content)
+            if found != num_parts:
+                raise ValueError(f"values of {found} parts in the place of {num_parts}")
+            if num_ranks > most:  # before memory is taken for them
+                raise ValueError(f"{num_ranks} values of {most} ranks")
+            rest = memoryview(content)[JOINED.size :]
+            parts = []
+            for _ in range(found):
+                part, rest = _part_of(rest, num_ranks)
+                parts.append(part)
+        except struct.error as error:
+            raise ValueError(f"{len(content)} bytes in the place of values") from error
+        if len(rest):
+            raise ValueError(f"{len(rest)} bytes behind the values")
+        return cls(share, last, parts)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many have given values."""
+        return self.parts[0].num_ranks
 
 
-def one_value(parts: Sequence[bytes], share: int, rank: int) -> bytearray:
-    """The value of one world rank."""
-    heads = (PART.pack(1, len(part)) + part for part in parts)
-    return bytearray().join([JOINED.pack(share, 1, rank, len(parts)), *heads])
+def joined(runs: Sequence[JoinedValues], last: int) -> bytearray:
+    """Some of them, one behind the other, as they travel; `last` is the world rank that came last.
 
-
-def check_run(run: bytearray, most: int, num_parts: int) -> None:
-    """Raise ValueError unless these are at most so many values of so many parts, whole."""
-    _, _, parts = _parsed(run, num_parts)
-    if parts[0].num_ranks > most:
-        raise ValueError(f"{parts[0].num_ranks} values of {most} ranks")
-
-
-def joined(runs: Sequence[bytearray], last: int = 0) -> bytearray:
-    """Some runs, one behind the other, that have been checked; `last` is the position of the one that came last."""
-    if len(runs) == 1:
-        return runs[0]
-    parsed = [_parsed(run) for run in runs]
-    parts = [_one_behind_the_other(each) for each in zip(*(parts for _, _, parts in parsed), strict=True)]
-    total = sum(share for share, _, _ in parsed) % _SUMS
-    pieces: list[bytes | memoryview] = [JOINED.pack(total, parts[0].num_ranks, parsed[last][1], len(parts))]
-    for part in parts:
-        if part.counts is None:
-            pieces += (PART.pack(part.num_ranks, part.lengths[0]), part.body)
-        else:
-            tables = part.counts.tobytes(), part.lengths.tobytes()
-            pieces += (PART.pack(len(part.counts), _RUNS), *tables, part.body)
+    Tensors are made of a `bytearray`, and so links send it, without a copy.
+    """
+    parts = [*zip(*(run.parts for run in runs), strict=True)]
+    num_ranks = sum(run.num_ranks for run in runs)
+    pieces: list[bytes | memoryview] = [
+        JOINED.pack(sum(run.share for run in runs) % _SUMS, num_ranks, last, len(parts))
+    ]
+    for of_runs in parts:
+        pieces += _one_behind_the_other(of_runs, num_ranks)
     return bytearray().join(pieces)
-
-
-def last_rank(run: bytearray) -> int:
-    """The world rank that came last, of all that have joined their values."""
-    return _parsed(run)[1]
-
-
-def split(run: bytearray, count: int, num_parts: int) -> tuple[list[RankValues], int]:
-    """As many values as `count`, by parts, and the sum of the shares. Raises ValueError for any other bytes."""
-    total, _, parts = _parsed(run, num_parts)
-    if parts[0].num_ranks != count:
-        raise ValueError(f"{parts[0].num_ranks} values of {count} ranks")
-    return parts, total
-
-
-def _parsed(run: bytearray, num_parts: int | None = None) -> Parsed:
-    try:
-        total, num_ranks, last, found = JOINED.unpack_from(run)
-        if found != num_parts and num_parts is not None:
-            raise ValueError(f"values of {found} parts in the place of {num_parts}")
-        rest = memoryview(run)[JOINED.size :]
-        parts = []
-        for _ in range(found):
-            part, rest = _part_of(rest, num_ranks)
-            parts.append(part)
-    except struct.error as error:
-        raise ValueError(f"{len(run)} bytes in the place of values") from error
-    if len(rest):
-        raise ValueError(f"{len(rest)} bytes behind the values")
-    return total, last, parts
 
 
 def _part_of(content: memoryview, num_ranks: int) -> tuple[RankValues, memoryview]:
@@ -123,23 +113,19 @@ def _part_of(content: memoryview, num_ranks: int) -> tuple[RankValues, memoryvie
     return RankValues(num_ranks, rest[:num_bytes], lengths=lengths, counts=counts), rest[num_bytes:]
 
 
-def _one_behind_the_other(parts: Sequence[RankValues]) -> RankValues:
-    num_ranks = sum(part.num_ranks for part in parts)
-    most = max(_FEW, num_ranks // _RANKS_OF_A_RUN)
+def _one_behind_the_other(parts: Sequence[RankValues], num_ranks: int) -> Sequence[bytes | memoryview]:
+    most = most_runs(num_ranks)
     is_even = len({length for part in parts for length in set(part.lengths)}) == 1
     num_values = sum(part.num_ranks if part.counts is None else len(part.counts) for part in parts)
     # The last value of a part may be the first of the next.
     if not is_even or num_values - len(parts) < most:
-        found = _runs_of(parts, num_ranks)
-        if not is_even or len(found.lengths) <= most:
-            return found
-        parts = [found]
-    length = parts[0].lengths[0]
-    pieces = [part.in_one_piece(length) or b"" for part in parts]
-    return RankValues(num_ranks, b"".join(pieces), lengths=array("Q", [length]), counts=None)
+        counts, lengths, bodies = _runs_of(parts)
+        if not is_even or len(counts) <= most:
+            return [PART.pack(len(counts), _RUNS), counts.tobytes(), lengths.tobytes(), *bodies]
+    return [PART.pack(num_ranks, parts[0].lengths[0]), *(part.whole for part in parts)]
 
 
-def _runs_of(parts: Sequence[RankValues], num_ranks: int) -> RankValues:
+def _runs_of(parts: Sequence[RankValues]) -> "tuple[array[int], array[int], list[memoryview]]":
     counts, lengths = array("I"), array("Q")
     bodies: list[memoryview] = []
     for part in parts:
@@ -155,4 +141,4 @@ def _runs_of(parts: Sequence[RankValues], num_ranks: int) -> RankValues:
         lengths += lengths_here
         if counts_here:
             bodies.append(body)
-    return RankValues(num_ranks, b"".join(bodies), lengths=lengths, counts=counts)
+    return counts, lengths, bodies

@@ -19,7 +19,7 @@ import socket
 import termios
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -52,10 +52,10 @@ Taker = Callable[["PeerLink", Header, Payload], None]
 class _Outgoing:
     """A frame that waits for room in the socket, perhaps with a descriptor."""
 
-    __slots__ = ("begun", "content", "descriptor")
+    __slots__ = ("begun", "buffers", "descriptor")
 
-    def __init__(self, content: Payload, *, descriptor: int | None) -> None:
-        self.content = memoryview(content)
+    def __init__(self, buffers: Sequence[Payload], *, descriptor: int | None) -> None:
+        self.buffers = [memoryview(each) for each in buffers]
         self.descriptor = descriptor
         self.begun = False
 
@@ -135,13 +135,13 @@ class PeerLink:
     def put(
         self,
         content: Payload,
-        *,
+        *more: Payload,
         descriptor: int | None = None,
     ) -> None:
-        """Queue a frame; its memory is the queue's until sent."""
+        """Queue a frame, in one buffer or in several; their memory is the queue's until sent."""
         # No error: that the other side has gone shows when this rank waits for it, where it can be said why.
         if not (self.ended or self._said_last):
-            self._outgoing.append(_Outgoing(content, descriptor=descriptor))
+            self._outgoing.append(_Outgoing((content, *more), descriptor=descriptor))
             self.queued.add(self)
 
     def put_last(self, content: Payload) -> None:
@@ -185,11 +185,11 @@ class PeerLink:
                     # On its own: the descriptor goes with the first byte of the call, which has to be that of its
                     # frame.
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [first.descriptor]))]
-                    num_sent = self._connection.sendmsg([first.content], rights)
+                    num_sent = self._connection.sendmsg(first.buffers, rights)
                     os.close(first.descriptor)
                     first.descriptor = None
-                elif len(self._outgoing) == 1:
-                    num_sent = self._connection.send(first.content)
+                elif len(self._outgoing) == len(first.buffers) == 1:
+                    num_sent = self._connection.send(first.buffers[0])
                 else:
                     num_sent = self._connection.sendmsg(self._plain_buffers())
             except BlockingIOError:
@@ -205,19 +205,20 @@ class PeerLink:
     def _plain_buffers(self) -> list[memoryview]:
         buffers: list[memoryview] = []
         for outgoing in self._outgoing:
-            if outgoing.descriptor is not None or len(buffers) == _MAX_BUFFERS:
+            if outgoing.descriptor is not None or len(buffers) >= _MAX_BUFFERS:
                 break
-            buffers.append(outgoing.content)
+            buffers += outgoing.buffers
         return buffers
 
     def _advance_queue(self, num_sent: int) -> None:
         while self._outgoing:
             first = self._outgoing[0]
             first.begun = True
-            if num_sent < len(first.content):
-                first.content = first.content[num_sent:]
+            while first.buffers and num_sent >= len(first.buffers[0]):
+                num_sent -= len(first.buffers.pop(0))
+            if first.buffers:
+                first.buffers[0] = first.buffers[0][num_sent:]
                 return
-            num_sent -= len(first.content)
             self._outgoing.popleft()
             if not num_sent:
                 return

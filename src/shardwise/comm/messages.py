@@ -260,9 +260,11 @@ class Outbound:
         pool: SlotPool,
         window: int,
         buffered: bool,
+        constant: bool = False,
         pairs: GlooPairs | None = None,
     ) -> None:
-        """pairs: for a message to one rank of another host that does not fit into a frame."""
+        """constant: nobody writes to the source again. pairs: for a message to one rank of another host that does not
+        fit into a frame."""
         self.targets = targets
         self.lane = lane
         self.num_on_the_way = 0
@@ -275,6 +277,7 @@ class Outbound:
         self._pool = pool
         self._window = window
         self._buffered = buffered
+        self._constant = constant
         self._num_published = 0
         self._pair = None if pairs is None else _pair_of(targets[0][0], pairs)
         self._tags: collections.deque[int] = collections.deque()
@@ -353,9 +356,13 @@ class Outbound:
         )
 
     def _put_inline(self) -> None:
-        content = self._source.numpy().tobytes()  # a copy, so that the tensor is the caller's again at once
+        content = self._source.numpy().data
         for link, number in self.targets:
-            link.put(self._header(number, length=self.total) + content)
+            header = self._header(number, length=self.total)
+            if self._constant:
+                link.put(header, content)
+            else:
+                link.put(b"".join((header, content)))  # a copy, so that the tensor is the caller's again at once
             link.flush()
         self._begun = True
         self._num_published = self.total
@@ -515,7 +522,7 @@ class Collecting:
 
     def __init__(self, inbounds: Sequence[Inbound]) -> None:
         self._open = list(inbounds)
-        self.values: dict[int, bytearray] = {inbound.source: bytearray() for inbound in inbounds}
+        self.values: dict[int, bytearray | memoryview] = {inbound.source: bytearray() for inbound in inbounds}
         """World rank to what it sent; whole once nothing is awaited."""
         self.last: int | None = None
         """The one whose message was whole last."""
@@ -526,8 +533,12 @@ class Collecting:
         for inbound in tuple(self._open):
             while inbound.is_next_here():
                 chunk = inbound.take()
-                content = chunk.content
-                self.values[inbound.source] += content.numpy().data if isinstance(content, torch.Tensor) else content
+                content, value = chunk.content, self.values[inbound.source]
+                if isinstance(content, memoryview) and len(content) == inbound.total:
+                    self.values[inbound.source] = content  # memory of its own, which came whole
+                else:
+                    assert isinstance(value, bytearray)
+                    value += content.numpy().data if isinstance(content, torch.Tensor) else content
                 chunk.consumed()
                 moved = True
             if inbound.is_complete:

@@ -35,8 +35,10 @@ class OwnHost:
 
     @classmethod
     def unpack(cls, text: str) -> "OwnHost":
-        """From the text of `pack`."""
+        """From the text of `pack`. Raises ValueError or TypeError for any other text."""
         kernel, name, store = json.loads(text)
+        if not all(isinstance(each, str) for each in (kernel, name, *store)):
+            raise TypeError("no host")
         return cls(kernel, name, tuple(store))
 
     def listens_at(

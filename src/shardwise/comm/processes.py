@@ -302,7 +302,7 @@ class ProcessChannel:
         return list(self.exchange_parts([value], purpose=purpose)[0])
 
     def exchange_parts(self, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
-        """See `ExchangesParts`."""
+        """See `agreement.exchange_parts`."""
         signature = Signature(operation="exchange", purpose=purpose)
         with self._board.lock:
             self._board.check(signature)

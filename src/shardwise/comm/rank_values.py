@@ -15,7 +15,24 @@ from functools import lru_cache
 from itertools import accumulate, chain, groupby, repeat
 from operator import mul
 from struct import Struct
-from typing import Protocol, overload, runtime_checkable
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Table: TypeAlias = npt.NDArray[np.uint8]
+"""Bytes of values: one row for each."""
+
+Index: TypeAlias = npt.NDArray[np.intp]
+"""Numbers of rows."""
+
+_FEW = 8
+_RANKS_OF_A_RUN = 8
+
+
+def most_runs(num_ranks: int) -> int:
+    """So many are kept as runs, where all values are of one length; more are kept apart, without lengths."""
+    return max(_FEW, num_ranks // _RANKS_OF_A_RUN)
 
 
 class RankValues(Sequence[bytes]):
@@ -70,17 +87,45 @@ class RankValues(Sequence[bytes]):
             return self.num_ranks * self.lengths[0]
         return sum(map(mul, self.counts, self.lengths))
 
-    def in_one_piece(self, length: int) -> bytes | memoryview | None:
-        """All values, one behind the other; None where one has another length than this."""
-        if set(self.lengths) != {length}:
-            return None
+    @property
+    def whole(self) -> bytes | memoryview:
+        """All values, one behind the other, each as often as it was given."""
         return self.body if self.counts is None else b"".join([value * count for value, count in self.runs])
 
-    def in_order(self, positions: Sequence[int]) -> "RankValues":
+    @property
+    def table(self) -> Table | None:
+        """One row for each of the runs; None where values differ in length."""
+        return self._as_table(self.body, self.num_ranks if self.counts is None else len(self.counts))
+
+    @property
+    def rows(self) -> Table | None:
+        """One row for each rank; None where values differ in length."""
+        return self._as_table(self.whole, self.num_ranks)
+
+    def _as_table(self, content: bytes | memoryview, num_rows: int) -> Table | None:
+        if len(set(self.lengths)) > 1:
+            return None
+        return np.frombuffer(content, dtype=np.uint8).reshape(num_rows, self.lengths[0])
+
+    def in_order(self, positions: Index) -> "RankValues":
         """These values in another order: at `positions[rank]` is that of `rank`."""
         if self.is_one:
             return self
-        return RankValues.of([self[position] for position in positions])
+        rows = self.table
+        if self.counts is None:
+            assert rows is not None, "values that are kept apart have one length"
+            return RankValues(self.num_ranks, rows.take(positions, axis=0).tobytes(), lengths=self.lengths, counts=None)
+        # By the number of the run that each rank has: values are not compared again.
+        runs = self.runs
+        numbers = np.arange(len(runs)).repeat(self.counts).take(positions)
+        ends = np.append(np.flatnonzero(np.diff(numbers)), self.num_ranks - 1)
+        if rows is not None and len(ends) > most_runs(self.num_ranks):
+            return RankValues(
+                self.num_ranks, rows.take(numbers, axis=0).tobytes(), lengths=self.lengths[:1], counts=None
+            )
+        values = [runs[number][0] for number in numbers[ends].tolist()]
+        counts, lengths = array("I", np.diff(ends, prepend=-1).tolist()), array("Q", map(len, values))
+        return RankValues(self.num_ranks, b"".join(values), lengths=lengths, counts=counts)
 
     def __len__(self) -> int:
         return self.num_ranks
@@ -102,14 +147,6 @@ class RankValues(Sequence[bytes]):
             else:
                 self._all = [*chain.from_iterable(repeat(value, count) for value, count in self.runs)]
         return self._all
-
-
-@runtime_checkable
-class ExchangesParts(Protocol):
-    """What a channel can besides: exchange values of several parts, each for itself (`agreement.exchange_parts`)."""
-
-    def exchange_parts(self, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
-        """Give every rank's parts, of any length, to every rank; each rank gives as many."""
 
 
 @lru_cache(maxsize=8)

@@ -260,7 +260,7 @@ class Relay:
             if origin == self._rank or number <= self._num_heard[origin]:
                 return
             news = News(kind, origin, parsed_news(kind, payload, self._size))
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             link.refuse(f"a frame of kind {kind} that means nothing here ({in_words(error)})")
             return
         self._num_heard[origin] = number

@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 from shardwise.comm.devices import group_device, own_device
 from shardwise.comm.handshake import secret_of_the_run
 from shardwise.comm.interfaces import listener_of_the_store
-from shardwise.errors import PeerError, PlanError
+from shardwise.errors import PeerError, PlanError, in_words
 from shardwise.launchers import Announced, announced, listening_ports
 
 _LIFE_SECONDS = 1.0
@@ -113,7 +113,7 @@ class Rendezvous:
         try:
             rank, text = json.loads(self.store.get(_FAILED)) if self.store.check([_FAILED]) else (self.rank, "")
             rank, text = int(rank), str(text)
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError, ArithmeticError):  # a RecursionError is a RuntimeError
             return
         if rank != self.rank:
             raise PeerError(text, rank=rank, operation="start", purpose=key)
@@ -161,11 +161,7 @@ class Rendezvous:
         """
         self.publish(key, value)
         if self.rank:
-            table = json.loads(self._read(f"{key}/all", key, 0))
-            if isinstance(table, dict):
-                raise PeerError(table["text"], rank=table["rank"], operation="start", purpose=key)
-            texts, numbers = table
-            return [texts[number] for number in numbers]
+            return _values_in(self._read(f"{key}/all", key, 0), self.size, key)
         try:
             values = self.read_all(key)
         except PeerError as error:
@@ -189,6 +185,25 @@ class Rendezvous:
         except (RuntimeError, ValueError):  # the store is gone: nothing more is known
             return otherwise
         return low if low < self.size else otherwise
+
+
+def _values_in(table: str, size: int, key: str) -> list[str]:
+    """What rank 0 has published for `gather`. Raises PeerError where it says that a rank is missing, or nothing."""
+    try:
+        found = json.loads(table)
+        if isinstance(found, dict):
+            rank, text = found["rank"], str(found["text"])
+            missing = PeerError(text, rank=None if rank is None else int(rank), operation="start", purpose=key)
+        else:
+            texts, numbers = found
+            values = [texts[number] for number in numbers]
+            if len(values) != size or not all(isinstance(each, str) for each in values):
+                raise ValueError(f"{len(values)} values of {size} ranks")
+            return values
+    except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        text = f"what rank 0 says of all ranks in the store cannot be read ({key}: {in_words(error)})"
+        raise PeerError(text, rank=0, operation="start", purpose=key) from error
+    raise missing
 
 
 def meet(
@@ -320,14 +335,12 @@ def is_gone(record: str) -> bool:
     own = own_record()
     if not record or not own:
         return False
-    *place, process, start = json.loads(record)
-    if place != json.loads(own)[:2]:
-        return False
     try:
-        return _start_of(int(process)) != str(start)
+        *place, process, start = json.loads(record)
+        return place == json.loads(own)[:2] and _start_of(int(process)) != str(start)
     except FileNotFoundError:
         return True
-    except (OSError, ValueError, IndexError):
+    except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
         return False
 
 

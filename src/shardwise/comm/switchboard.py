@@ -149,8 +149,12 @@ class Switchboard:
         *,
         window_share: int = 1,
         buffered: bool = False,
+        constant: bool = False,
     ) -> list[Outbound]:
-        """Messages with the same bytes to some world ranks; `window_share` such messages share the slots."""
+        """Messages with the same bytes to some world ranks; `window_share` such messages share the slots.
+
+        constant: nobody writes to the source again, so that nothing has to be copied.
+        """
         stamp = self._stamp(signature)
         targets = [(self._links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
         near, far = ([target for target in targets if target[0].local == local] for local in (True, False))
@@ -169,6 +173,7 @@ class Switchboard:
                 pool=self._pool,
                 window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
                 buffered=buffered,
+                constant=constant,
                 pairs=self._pairs if by_gloo else None,
             )
             key = (group[0][0].rank, lane, group[0][1])

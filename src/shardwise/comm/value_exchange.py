@@ -12,19 +12,23 @@ In a tree two ranks find that their calls differ where it has an edge between th
 a path of edges: somewhere on it two neighbours differ. All others hear of it from those.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
+import numpy as np
 import torch
 
 from shardwise.comm.channel import Signature
 from shardwise.comm.frames import garbled
-from shardwise.comm.joined_values import check_run, joined, last_rank, one_value, split
+from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.messages import Collecting
-from shardwise.comm.rank_values import RankValues
+from shardwise.comm.rank_values import Index, RankValues
 from shardwise.comm.switchboard import Switchboard
 from shardwise.comm.tree import Place, place_in_tree
+
+Content: TypeAlias = bytearray | memoryview
+"""Joined values, as they travel."""
 
 _MOST_DIRECT = 4
 """Up to so many ranks give each value directly: no rank sends more messages than in a tree, and all in one step."""
@@ -43,6 +47,11 @@ class ValueExchange:
     def _place(self) -> Place:
         return place_in_tree(self._board.rank, self._members, self._board.kernels)
 
+    @cached_property
+    def _positions(self) -> Index | None:
+        positions = self._place.positions
+        return None if positions is None else np.array(positions)
+
     @property
     def neighbours(self) -> Sequence[int]:
         """The world ranks with which this one exchanges messages."""
@@ -50,21 +59,23 @@ class ValueExchange:
 
     def values(self, signature: Signature, parts: Sequence[bytes], share: int = 0) -> tuple[list[RankValues], int]:
         """All values in the order of the ranks, by parts, and the sum of the shares modulo 2**64."""
-        own, num_parts = one_value(parts, share, self._board.rank), len(parts)
+        own = JoinedValues.of_one(parts, share, self._board.rank)
         if self._is_direct:
-            runs = self.trade(signature, own, self._peers, self._peers)[0] | {self._board.rank: own}
-            of_members = {member: runs[member] for member in self._members}
-            run = self._joined(of_members, signature, num_parts, self._board.rank)
+            rank = self._board.rank
+            (taken, _) = self.trade(signature, joined([own], rank), self._peers, self._peers)
+            of_members = {peer: self._parsed(peer, taken[peer], signature, len(parts)) for peer in self._peers}
+            of_members[rank] = own
+            content = joined([of_members[member] for member in self._members], rank)
+            found = self._parsed(rank, content, signature, len(parts))
         else:
-            run = self._along_tree(signature, own, num_parts)
-        try:
-            found, total = split(run, len(self._members), num_parts)
-        except ValueError as error:
-            self._refuse(self.neighbours[0], error, signature)
-        if not self._is_direct and self._place.positions is not None:
-            found = [part.in_order(self._place.positions) for part in found]
+            found = self._along_tree(signature, own)
+        if found.num_ranks != (count := len(self._members)):
+            self._refuse(self.neighbours[0], ValueError(f"{found.num_ranks} values of {count} ranks"), signature)
+        of_parts = list(found.parts)
+        if not self._is_direct and self._positions is not None:
+            of_parts = [part.in_order(self._positions) for part in of_parts]
         self._board.has_met(self._lane, self._members, signature)
-        return found, total
+        return of_parts, found.share
 
     def from_each(self, signature: Signature, value: bytes) -> list[bytes]:
         """All values, each straight from its rank: behind what it has sent there before."""
@@ -77,52 +88,48 @@ class ValueExchange:
     def _is_direct(self) -> bool:
         return len(self._members) <= _MOST_DIRECT
 
-    def _along_tree(self, signature: Signature, own: bytearray, num_parts: int) -> bytearray:
-        board, place = self._board, self._place
+    def _along_tree(self, signature: Signature, own: JoinedValues) -> JoinedValues:
+        board, place, num_parts = self._board, self._place, len(own.parts)
         # A neighbour in the tree may wait as well. So what is slept counts for the rank that came last of all.
         polled_s, board.counts_waits = board.polled_s, False
         try:
-            run = own
+            # In the order of the tree: this rank, then what is below each child.
+            runs, last = {board.rank: own}, None
             if place.children:
                 (below, last) = self.trade(signature, bytearray(), (), place.children)
-                # In the order of the tree: this rank, then what is below each child.
-                runs = {board.rank: own} | {child: below[child] for child in place.children}
-                run = self._joined(runs, signature, num_parts, board.rank if last is None else last)
+                runs |= {child: self._parsed(child, below[child], signature, num_parts) for child in place.children}
+            content: Content = joined([*runs.values()], runs[board.rank if last is None else last].last)
             if place.parent is not None:
-                run = self.trade(signature, run, [place.parent], [place.parent])[0][place.parent]
+                content = self.trade(signature, content, [place.parent], [place.parent])[0][place.parent]
+            giver = board.rank if place.parent is None else place.parent
+            found = self._parsed(giver, content, signature, num_parts)
             if place.children:
-                self.trade(signature, run, place.children, ())
+                self.trade(signature, content, place.children, ())
         finally:
             board.counts_waits = True
-        try:
-            last = last_rank(run)
-        except ValueError as error:
-            self._refuse(self.neighbours[0], error, signature)
-        board.tally.waited(self.neighbours[0] if last == board.rank else last, board.polled_s - polled_s)
-        return run
+        board.tally.waited(self.neighbours[0] if found.last == board.rank else found.last, board.polled_s - polled_s)
+        return found
 
     def trade(
-        self, signature: Signature, content: bytearray, destinations: Sequence[int], sources: Sequence[int]
-    ) -> tuple[dict[int, bytearray], int | None]:
-        """Send these bytes to some ranks, and take what others send, by world rank.
+        self, signature: Signature, content: Content, destinations: Sequence[int], sources: Sequence[int]
+    ) -> tuple[dict[int, Content], int | None]:
+        """Send these bytes, which nobody changes, to some ranks, and take what others send, by world rank.
 
         Also the rank that came last; None where all had come before this one.
         """
         intake = Collecting([self._board.expect(source, self._lane, signature) for source in sources])
         given = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
-        outbounds = self._board.send(given, destinations, self._lane, signature) if destinations else []
+        outbounds = self._board.send(given, destinations, self._lane, signature, constant=True) if destinations else []
         work = self._board.start(signature, outbounds, intake)
         last_is_here = work.is_done
         work.wait()
         return intake.values, None if last_is_here else intake.last
 
-    def _joined(self, runs: Mapping[int, bytearray], signature: Signature, num_parts: int, last: int) -> bytearray:
-        for rank, run in runs.items():
-            try:
-                check_run(run, len(self._members), num_parts)
-            except ValueError as error:
-                self._refuse(rank, error, signature)
-        return joined(list(runs.values()), list(runs).index(last))
+    def _parsed(self, rank: int, content: Content, signature: Signature, num_parts: int) -> JoinedValues:
+        try:
+            return JoinedValues.parsed(content, len(self._members), num_parts)
+        except ValueError as error:
+            self._refuse(rank, error, signature)
 
     def _refuse(self, rank: int, error: ValueError, signature: Signature) -> NoReturn:
         self._board.fail(garbled(rank, f"values that are none ({error})"))

@@ -12,11 +12,15 @@ under stage 1 each of the two owns a half
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
+
+import numpy as np
 
 from shardwise.comm import Channel
 from shardwise.comm.device_sums import summing
 from shardwise.comm.hosts import naming_hosts
+from shardwise.comm.rank_values import Index
 from shardwise.errors import CallMismatchError, PeerError
 from shardwise.plan import Plan
 
@@ -59,7 +63,7 @@ class EngineChannels:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankGroups:
     """What all ranks of a mesh are to each other."""
 
@@ -91,6 +95,23 @@ class RankGroups:
             alike=_groups(plan, ("tp",)),
             replicas=_groups(plan, DATA_AXES),
         )
+
+    # As arrays, which take what all ranks say apart without a loop.
+
+    @cached_property
+    def first_index(self) -> Index:
+        """`first_of`."""
+        return np.array(self.first_of)
+
+    @cached_property
+    def speaker_index(self) -> Index:
+        """`speakers`."""
+        return np.array(self.speakers)
+
+    @cached_property
+    def alike_index(self) -> Index:
+        """`alike`: a row for each group."""
+        return np.array(self.alike)
 
 
 def _groups(plan: Plan, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -87,9 +87,9 @@ class Computation:
         if self.runner.stages.num_chunks > 1 or self._passes.gathers:
             raise BatchError(
                 "data ranks compute different microbatches, because some have weight 0 on some ranks only (the "
-                f"weights are {[list(each) for each in weighting.by_rank]}). Under pp with stage 3, or with several "
-                "stages per rank, they gather and reduce in step with the schedule. Give every rank the same number "
-                "of microbatches with weight, or use sharding stage 1"
+                f"weights are {[*map(weighting.of_rank, range(len(weighting.counts)))]}). Under pp with stage 3, or "
+                "with several stages per rank, they gather and reduce in step with the schedule. Give every rank the "
+                "same number of microbatches with weight, or use sharding stage 1"
             )
 
     def train(

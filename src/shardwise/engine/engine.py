@@ -278,10 +278,10 @@ class Engine(Generic[Model_co]):
             if scaling is not None:
                 scaling.learn(figures)
             changed = {
-                # A module that two stages use (a tied block) may have changed on both. The first stage decides, so
-                # that all ranks choose alike.
-                at: min(self._ranks.stages[rank] for rank in ranks)
-                for at, ranks in closing.changed_buffers.items()
+                # A module that two stages use (a tied block) may have changed on both. The first rank, and so the
+                # first stage, decides: all ranks choose alike.
+                at: self._ranks.stages[rank]
+                for at, rank in closing.changed_buffers.items()
             }
             self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
         self.trained_batches.tell(batch)
@@ -315,14 +315,14 @@ class Engine(Generic[Model_co]):
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
         parts, _, weighting = self._open(batch, None, purpose="weights of an evaluation")
-        own = weighting.by_rank[self._channels.everyone.rank]
+        own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
             self.counters.exchanges += 1
             # One copy to the host for all losses.
             values = torch.stack([each.double() for each in losses]).tolist() if losses else []
             share = weighting.share_of_mean(values, self._channels.everyone.rank)
-            loss = exchange_loss(self._channels.world, share, self._ranks.alike)
+            loss = exchange_loss(self._channels.world, share, self._ranks.alike_index)
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def predict(

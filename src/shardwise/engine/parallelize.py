@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import aborting, agreed, compare, digest_of_values
+from shardwise.comm.agreement import a_list, aborting, agreed, compare, digest_of_values, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels
@@ -152,7 +152,7 @@ def parallelize_with(
         # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
         # differently, and rank 0's holds then.
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
-    seed = _seed_of_all([json.loads(each) for each in agreement.values])
+    seed = _seed_of_all(understood(agreement.values, _seeds_in, purpose="verdict on the model and the optimizer"))
     terms = _agree(model, plan, inspected, loss, channel, seed, sample, values)
     return _build(model, plan, inspected, terms, loss, loss_weight, channel)
 
@@ -251,6 +251,13 @@ def _agree(
         with agreed(channel, purpose="verdict on the initialisation"):
             values = Initialisation(model, seed)
     return _AgreedTerms(seed=seed, placement=placement, units=units, decision=decision, values=values)
+
+
+def _seeds_in(answer: bytes) -> tuple[int | None, int]:
+    own, of_torch = a_list(answer)
+    if not (own is None or type(own) is int) or type(of_torch) is not int:
+        raise TypeError("no seeds")
+    return own, of_torch
 
 
 def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:

@@ -8,7 +8,7 @@
 One message has it, which the ranks exchange anyway. So the update of a step counts in the next one. Two parts:
 
     amounts    sent, received, late                                          18 bytes, which many ranks have alike
-    seconds    compute, waiting, outside, peak, (rank, seconds for it) ..    20 bytes, and 8 for each of up to 8 ranks
+    seconds    compute, waiting, outside, peak, (rank, seconds for it) ..    20 bytes, and 8 for each of up to 4 ranks
 
 Seconds travel in float32, because each rank has its own, and 4,096 ranks take all of them in every step.
 """
@@ -25,7 +25,7 @@ _AMOUNTS = struct.Struct("<QQH")
 _SECONDS = struct.Struct("<fffQ")
 _PAIR = struct.Struct("<if")
 _NOBODY = -1
-_MOST_NAMED = 8
+_MOST_NAMED = 4
 """Ranks that a message names as waited for: those for which it was longest."""
 
 
@@ -42,8 +42,8 @@ class RankTimes:
     waiting_s: float
     """In `engine.step`, until other ranks gave what this one needed."""
     waited_for: Mapping[int, float]
-    """Of it, by the rank that came last, the longest first. Waits of a device in a collective of three and more ranks
-    are for none of them."""
+    """Of it, by the rank that came last, the longest first and four at most. Waits of a device in a collective of three
+    and more ranks are for none of them."""
     outside_s: float
     """Between two steps: data, evaluations, saves, and what else the loop does."""
     sent_bytes: int

@@ -17,109 +17,127 @@ ranks no loop over them.
 import json
 import math
 import struct
-from array import array
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, compress, zip_longest
-from typing import TypeAlias
+from itertools import compress, zip_longest
+from typing import Self, TypeAlias
 
+import numpy as np
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood
-from shardwise.comm.rank_values import RankValues
+from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood, understood_runs
+from shardwise.comm.rank_values import Index, RankValues, Table
 from shardwise.engine.batch_digests import digest_of_lines
 from shardwise.engine.batches import LossWeight, Microbatch, count_rows
 from shardwise.engine.channels import RankGroups
-from shardwise.engine.exact_sums import exact_sum
+from shardwise.engine.exact_sums import Numbers, exact_sum
 from shardwise.engine.zero.uneven_microbatches import Joint
 from shardwise.errors import BatchError, MismatchError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Weighting:
     """The weights of all microbatches of all data ranks."""
 
-    by_rank: tuple[tuple[float, ...], ...]
+    table: Numbers
+    """A row for each data rank; 0 behind the last microbatch of one that has fewer than another."""
+    counts: Index
+    """How many microbatches each data rank has."""
     is_known: bool = True
     """False: the weights are on the devices. Each counts as 1 here, so that all microbatches are computed."""
 
+    @classmethod
+    def of(cls, by_rank: Sequence[Sequence[float]]) -> Self:
+        """Those of each data rank."""
+        counts = np.array([*map(len, by_rank)])
+        table = np.zeros((len(by_rank), counts.max()))
+        for row, weights in zip(table, by_rank, strict=True):
+            row[: len(weights)] = weights
+        return cls(table=table, counts=counts)
+
+    def of_rank(self, rank: int) -> list[float]:
+        """Those of one data rank."""
+        weights: list[float] = self.table[rank, : self.counts[rank]].tolist()
+        return weights
+
+    @property
+    def is_same_count(self) -> bool:
+        """Whether all data ranks have as many microbatches."""
+        return bool((self.counts == self.table.shape[1]).all())
+
     @cached_property
-    def unlike(self) -> Mapping[tuple[float, ...], int]:
-        """The weights that data ranks have, and how many have them: mostly all have the same."""
-        first, count = self.by_rank[0], len(self.by_rank)
-        # Nearly all are one object, which is found without a look into it.
-        return {first: count} if self.by_rank.count(first) == count else Counter(self.by_rank)
+    def _values(self) -> Numbers:
+        """All of them, in the order of the ranks."""
+        if self.is_same_count:
+            return self.table.reshape(-1)
+        return self.table[np.arange(self.table.shape[1]) < self.counts[:, np.newaxis]]
 
     @cached_property
     def total(self) -> float:
         """Sum over all microbatches of all ranks, correctly rounded."""
-        if len(self.unlike) == 1:
-            # The same as below without an addition for each: a fraction is exact, and rounded once.
-            return float(len(self.by_rank) * sum(map(Fraction, self.by_rank[0])))
-        return exact_sum(array("d", chain.from_iterable(self.by_rank)))
-
-    @cached_property
-    def _values(self) -> list[float]:
-        """Each at least as often as there are unlike ranks that have it."""
-        return [*chain.from_iterable(self.unlike)]
+        return exact_sum(self._values)
 
     @property
     def num_microbatches(self) -> int:
         """Microbatches of all ranks together."""
-        return sum(map(len, self.by_rank)) if len(self.unlike) > 1 else len(self.by_rank) * len(self.by_rank[0])
+        return len(self._values)
 
     @cached_property
+    def _extremes(self) -> tuple[float, float]:
+        """The least and the largest; nan where one is no number."""
+        values = self._values
+        return (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+
+    @property
     def uniform(self) -> bool:
         """Whether all microbatches count the same: then losses need no factor, and the mean is a plain one."""
-        return bool(self._values) and min(self._values) == max(self._values)
+        least, most = self._extremes
+        return least == most
 
     @property
     def joint(self) -> list[Joint]:
         """For each number of a microbatch which data ranks compute it: one with weight 0 is not computed."""
-        lengths = {*map(len, self.unlike)}
-        counts = [0] * max(lengths)
-        if len(lengths) == 1 and min(self._values, default=0.0) > 0:
-            return [Joint.ALL] * len(counts)
-        for weights, count in self.unlike.items():
-            for at, weight in enumerate(weights):
-                counts[at] += count * (weight > 0)
-        return [Joint.ALL if count == len(self.by_rank) else Joint.SOME if count else Joint.NONE for count in counts]
+        num_ranks, num_numbers = self.table.shape
+        if self._extremes[0] > 0 and self.is_same_count:
+            return [Joint.ALL] * num_numbers
+        counts = np.count_nonzero(self.table > 0, axis=0).tolist()
+        return [Joint.ALL if count == num_ranks else Joint.SOME if count else Joint.NONE for count in counts]
 
-    @cached_property
+    @property
     def has_unknown(self) -> bool:
         """Whether one of them is no number."""
-        return any(map(math.isnan, self._values))
+        return math.isnan(self._extremes[0])
 
     def check(self) -> None:
         """Raise BatchError for what is no weight."""
-        # All at once: ranks may have thousands of unlike ones.
-        if self.has_unknown or min(self._values, default=0.0) < 0 or math.inf in self._values:
-            for weight in self._values:
+        least, most = self._extremes
+        if not (least >= 0 and most < math.inf):
+            for weight in self._values.tolist():
                 check_weight(weight)
 
     @property
     def is_even(self) -> bool:
         """Whether all data ranks compute microbatches of the same numbers."""
-        return len({tuple(at for at, weight in enumerate(weights) if weight) for weights in self.unlike}) == 1
+        are_computed = self.table != 0
+        return bool((are_computed == are_computed[0]).all())
 
     def factors(self, rank: int) -> list[float]:
         """What each loss of `rank` is multiplied by, so that the plain mean over all is the weighted mean."""
+        weights = self.of_rank(rank)
         if self.uniform:
             # No factor instead of a factor of 1.0 made by a division: one process multiplies nothing, and w / mean of
             # equal weights may be rounded off 1.
-            return [1.0] * len(self.by_rank[rank])
+            return [1.0] * len(weights)
         mean = self.total / self.num_microbatches
-        return [weight / mean for weight in self.by_rank[rank]]
+        return [weight / mean for weight in weights]
 
     def share_of_mean(self, losses: Sequence[float], rank: int) -> float:
         """The part of the weighted mean over all microbatches that the losses of `rank` make."""
-        weights = self.by_rank[rank]
         # What has no weight was not computed, and its stand-in is no value.
-        return math.fsum(w * loss for w, loss in zip(weights, losses, strict=True) if w) / self.total
+        pairs = zip(self.of_rank(rank), losses, strict=True)
+        return math.fsum(weight * loss for weight, loss in pairs if weight) / self.total
 
 
 Weight: TypeAlias = float | torch.Tensor
@@ -206,6 +224,7 @@ NUM_PARTS_OF_OPENING = 3
 
 
 _OPENING = "weights of microbatches"
+_CLOSING = "losses and norms"
 _WHOLE = b"+"
 
 
@@ -239,27 +258,43 @@ def merge_weights(
     Raises the same error on all ranks when the weights cannot be used.
     """
     packed, names, batches = parts
-    given = understood(names, _names_in, purpose=_OPENING)
-    told = understood(packed, _weights_in, purpose=_OPENING)
-    unlike = [(rank, *given[rank]) for rank in names.starts]
+    given = understood_runs(names, _names_in, purpose=_OPENING)
+    weighting = _weighting_in(packed, ranks)
+    unlike = [(rank, *said) for rank, (said, _) in zip(names.starts, given, strict=True)]
     _refuse_different_regions([(rank, autocast) for rank, _, autocast in unlike])
     # The lines themselves travel only where they have to be shown.
-    if not batches.is_one and [batches[rank] for rank in ranks.first_of] != [*batches]:
+    if not _are_those_of(batches, ranks):
         answers = channel.exchange(json.dumps(lines).encode(), purpose="lines of a batch")
         refuse_different_batches(understood(answers, texts_in, purpose="lines of a batch"), ranks.first_of)
-    by_rank = told[:1] * len(ranks.speakers) if packed.is_one else [told[rank] for rank in ranks.speakers]
-    weighting = Weighting(by_rank=tuple(by_rank))
     if weighting.has_unknown:
         # One is unknown: then all ranks give theirs on the device.
-        ones = tuple([(1.0,) * len(weights) for weights in weighting.by_rank])
-        weighting = Weighting(by_rank=ones, is_known=False)
-    if same_count and len({len(weights) for weights in weighting.unlike}) > 1:
+        weighting = replace(weighting, table=np.ones_like(weighting.table), is_known=False)
+    if same_count and not weighting.is_same_count:
         raise MismatchError(
-            f"every rank merges the same number of microbatches, but the ranks have {[*map(len, weighting.by_rank)]}; "
+            f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}; "
             "give step() the same microbatches on all"
         )
     check_weighting(weighting)
     return weighting, sorted({name for _, written, _ in unlike for name in written})
+
+
+def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
+    rows = packed.rows
+    if rows is None or not rows.size or rows.shape[1] % 8:
+        told = understood(packed, _weights_in, purpose=_OPENING)
+        return Weighting.of([told[rank] for rank in ranks.speakers])
+    # In the order of bytes of this machine, as tensors travel.
+    table = rows.view(np.float64).take(ranks.speaker_index, axis=0)
+    return Weighting(table=table, counts=np.full(len(table), table.shape[1]))
+
+
+def _are_those_of(batches: RankValues, ranks: RankGroups) -> bool:
+    """Whether each rank has the batch of the first one that has to have the same."""
+    if batches.is_one or len(ranks.speakers) == len(batches):
+        return True
+    if (rows := batches.rows) is None:
+        return [batches[rank] for rank in ranks.first_of] == [*batches]
+    return np.array_equal(rows.take(ranks.first_index, axis=0), rows)
 
 
 def ranks_with_same_rows(batches: Sequence[bytes], speakers: Sequence[int]) -> list[int]:
@@ -330,8 +365,8 @@ class StepExchange:
     """What every rank did with its time, by parts."""
     touched: list[bool]
     """For each trainable parameter: whether any rank has a gradient for it."""
-    changed_buffers: dict[int, list[int]]
-    """Buffers of the model, by number, that a forward wrote to, and the ranks where one did."""
+    changed_buffers: dict[int, int]
+    """Buffers of the model, by number, that a forward wrote to, and the first rank where one did."""
     written: list[int]
     """Parameters of the model, by number, that a forward wrote to on some rank."""
     stop: bool
@@ -350,49 +385,50 @@ def exchange_step(
 ) -> StepExchange:
     """Exchange what this rank touched, and what it gives to the figures of the step."""
     # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
-    flags = [*touched, *changed_buffers, *written, stop]
-    packed = _bits(flags).to_bytes(-(-len(flags) // 8), "little")
-    bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose="losses and norms")
+    flags = np.array([*touched, *changed_buffers, *written, stop], dtype=np.bool_)
+    packed = np.packbits(flags, bitorder="little").tobytes()
+    bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose=_CLOSING)
     # Of ranks in a row: what they have touched is mostly the same.
-    bits_of = [(int.from_bytes(value, "little"), count) for value, count in bits.runs]
-    union = 0
-    for each, _ in bits_of:
-        union |= each
-    anywhere = _flags(union, len(flags))
+    table = _table_of(bits, len(packed), purpose=_CLOSING)
+    anywhere: list[bool] = _flags(np.bitwise_or.reduce(table, axis=0), len(flags)).tolist()
     # Parameters and buffers have the same numbers on all ranks: those of the whole model, whatever part is here.
-    changed = [at for at in range(len(changed_buffers)) if anywhere[len(touched) + at]]
-    by_rank = [each for each, count in bits_of for _ in range(count)] if changed else []
+    first_buffer, first_written = len(touched), len(touched) + len(changed_buffers)
+    changed = [at for at in range(len(changed_buffers)) if anywhere[first_buffer + at]]
+    # With the rank, not as a flag: the values of one that changed it will hold for all.
+    first_runs = _flags(table, first_written)[:, first_buffer:].argmax(axis=0).tolist() if changed else []
     return StepExchange(
         figures=others[: len(figures)],
         times=others[len(figures) :],
-        touched=anywhere[: len(touched)],
-        # With the ranks, not as a flag: the values of one that changed it will hold for all.
-        changed_buffers={
-            at: [rank for rank, each in enumerate(by_rank) if each >> len(touched) + at & 1] for at in changed
-        },
-        written=list(compress(range(len(written)), anywhere[len(touched) + len(changed_buffers) :])),
+        touched=anywhere[:first_buffer],
+        changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
+        written=list(compress(range(len(written)), anywhere[first_written:])),
         stop=anywhere[-1],
     )
 
 
-def exchange_loss(channel: Channel, loss: float, alike: Sequence[Sequence[int]]) -> float:
+def exchange_loss(channel: Channel, loss: float, alike: Index) -> float:
     """The sum of every rank's share of a loss, correctly rounded: the same float on every rank."""
     answers = channel.exchange(struct.pack("<d", loss), purpose="loss")
     (shares,) = numbers_in(RankValues.of(answers), 1, purpose="loss")
     return sum_of_losses(shares, alike, is_exact=channel.device.type == "cpu")
 
 
-def numbers_in(values: RankValues, count: int, *, purpose: str) -> "list[array[float]]":
+def numbers_in(values: RankValues, count: int, *, purpose: str) -> Numbers:
     """So many float64 of each rank: the first of all ranks, then the second, and so on."""
-    if (piece := values.in_one_piece(8 * count)) is None:
-        understood(values, struct.Struct(f"<{count}d").unpack, purpose=purpose)
+    _table_of(values, 8 * count, purpose=purpose)
+    assert values.rows is not None
+    return np.ascontiguousarray(values.rows.view(np.float64).T)  # in the order of bytes of this machine
+
+
+def _table_of(values: RankValues, length: int, *, purpose: str) -> Table:
+    """A row of so many bytes for each of the runs. Raises PeerError for a rank that gave more or less."""
+    if (table := values.table) is None or table.shape[1] != length:
+        understood(values, struct.Struct(f"{length}s").unpack, purpose=purpose)
         raise AssertionError("a value of another length is refused")
-    numbers = array("d")
-    numbers.frombytes(piece)  # in the order of bytes of this machine, as tensors travel
-    return [numbers[at::count] for at in range(count)]
+    return table
 
 
-def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is_exact: bool) -> float:
+def sum_of_losses(shares: Sequence[float] | Numbers, alike: Index, *, is_exact: bool) -> float:
     """The sum of the ranks' shares. `alike`: ranks along tp, which all have the same share; it counts once.
 
     Raises MismatchError where they have not: some value that each of them has in part was taken for a whole one.
@@ -402,30 +438,24 @@ def sum_of_losses(shares: Sequence[float], alike: Sequence[Sequence[int]], *, is
     # was read as a whole one somewhere; training would go on with wrong gradients otherwise.
     if len(alike) == len(shares):
         return exact_sum(shares)
-    for ranks in alike:
-        first = shares[ranks[0]]
-        for rank in ranks[1:]:
-            if not _is_same(shares[rank], first, tolerance=0.0 if is_exact else 1e-3):
-                raise MismatchError(
-                    f"rank {ranks[0]} and rank {rank} are peers along tp and have the same samples, but their losses "
-                    f"are {first!r} and {shares[rank]!r}. Some module reads this rank's part of a value as if it were "
-                    "whole. Look at tensor.rules: a 'column' needs a 'row' or 'colwise_gather_output' behind it, "
-                    "bare parameters a 'sum' around them. sw.verify (shardwise verify) names the first tensor that "
-                    "differs"
-                )
-    return exact_sum([shares[ranks[0]] for ranks in alike])
+    of_groups = np.asarray(shares, np.float64)[alike]
+    firsts = of_groups[:, :1]
+    are_same = (of_groups == firsts) | (np.isnan(of_groups) & np.isnan(firsts))
+    if not is_exact:
+        largest = np.maximum(abs(of_groups), abs(firsts))
+        with np.errstate(invalid="ignore"):  # of infinities and nans
+            are_same |= (abs(of_groups - firsts) <= 1e-3 * largest) & np.isfinite(largest)
+    if not are_same.all():
+        group, at = np.argwhere(~are_same)[0]
+        raise MismatchError(
+            f"rank {alike[group, 0]} and rank {alike[group, at]} are peers along tp and have the same samples, but "
+            f"their losses are {float(firsts[group, 0])!r} and {float(of_groups[group, at])!r}. Some module reads this "
+            "rank's part of a value as if it were whole. Look at tensor.rules: a 'column' needs a 'row' or "
+            "'colwise_gather_output' behind it, bare parameters a 'sum' around them. sw.verify (shardwise verify) "
+            "names the first tensor that differs"
+        )
+    return exact_sum(firsts[:, 0])
 
 
-def _is_same(one: float, other: float, *, tolerance: float) -> bool:
-    if math.isnan(one) or math.isnan(other):
-        return math.isnan(one) and math.isnan(other)
-    return one == other or abs(one - other) <= tolerance * max(abs(one), abs(other))
-
-
-def _bits(flags: Sequence[bool]) -> int:
-    return int("".join(map("01".__getitem__, reversed(flags))) or "0", 2)
-
-
-def _flags(bits: int, count: int) -> list[bool]:
-    # By its text: to shift a number of thousands of bits takes a pass over it for each of them.
-    return list(map("1".__eq__, f"{bits:0{count}b}"[: -count - 1 : -1]))
+def _flags(packed: Table, count: int) -> Table:
+    return np.unpackbits(packed, axis=-1, count=count, bitorder="little").astype(np.bool_)

@@ -1,6 +1,7 @@
 """The figures of a step, its loss and its norm: made of what every rank gives, before any of them updates.
 
-    CPU       given   | loss 8 | squares 8 |   (number 8, norm 8) ..     in the message that closes the step
+    CPU       given   | loss 8 | squares 8 |                             in the message that closes the step
+                      | (number 8, norm 8) ..                            also, where gradients are whole
 
     device    given   | losses | weights | norm | digests |              one all-gather behind the kernels of backward
               table   | rank 0's | rank 1's | .. | norm of all |
@@ -187,20 +188,19 @@ class MadeOnHost:
         values = torch.stack([loss.double() for loss in own.losses]).tolist() if own.losses else []
         loss = own.weighting.share_of_mean(values, around.data_rank)
         pairs = (struct.pack("<qd", *each) for each in zip(own.used, norms, strict=False))
-        return [struct.pack("<dd", loss, squares), b"".join(pairs)]
+        return [struct.pack("<dd", loss, squares), *([b"".join(pairs)] if around.are_whole else [])]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> KnownFigures:
         """See `FiguresMaking`."""
         around = self._around
-        sums, of_parameters = answers
-        shares, squares = numbers_in(sums, 2, purpose=_PURPOSE)
-        loss = sum_of_losses(shares, around.ranks.alike, is_exact=True)
+        shares, squares = numbers_in(answers[0], 2, purpose=_PURPOSE)
+        loss = sum_of_losses(shares, around.ranks.alike_index, is_exact=True)
         if not around.are_whole:
             norm = norm_of(squares, around.norm_dtype)
         elif around.world.size == 1:
             norm = norm_in_one_process(list(own.used.values()))
         else:
-            pairs = understood(of_parameters, self._norms_in, purpose=_PURPOSE)
+            pairs = understood(answers[1], self._norms_in, purpose=_PURPOSE)
             norms = {number: norm for each in pairs for number, norm in each}
             norm = norm_of_norms(norms, around.dtypes, around.world.device)
         return KnownFigures(loss=loss, weight=own.weighting.total, grad_norm=norm, dtype=around.norm_dtype)
@@ -411,9 +411,7 @@ class DeviceFigures:
     @property
     def may_be_refused(self) -> bool:
         """See `Figures`."""
-        return (
-            self._places.has_weights or bool(self._entries) or any(len(ranks) > 1 for ranks in self._around.ranks.alike)
-        )
+        return self._places.has_weights or bool(self._entries) or self._around.ranks.alike_index.shape[1] > 1
 
     @property
     def loss(self) -> float:
@@ -424,7 +422,7 @@ class DeviceFigures:
             self._weighting.share_of_mean(self._values[self._places.losses(rank)], data_rank)
             for rank, data_rank in ranks
         ]
-        return sum_of_losses(shares, self._around.ranks.alike, is_exact=False)
+        return sum_of_losses(shares, self._around.ranks.alike_index, is_exact=False)
 
     @property
     def weight(self) -> float:
@@ -459,7 +457,7 @@ class DeviceFigures:
         if not self._places.has_weights:
             return self._given_weighting
         ranks = self._around.ranks.speakers
-        weighting = Weighting(by_rank=tuple([tuple(self._values[self._places.weights(rank)]) for rank in ranks]))
+        weighting = Weighting.of([self._values[self._places.weights(rank)] for rank in ranks])
         check_weighting(weighting)
         return weighting
 

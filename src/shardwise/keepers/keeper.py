@@ -212,7 +212,7 @@ class KeeperProcess:
         """Answer one caller until it goes. A caller that says anything else is left."""
         caller = _Conversation(self, connection)
         # What a caller may do wrong has one answer: its connection is closed.
-        with connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+        with connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError, OverflowError):
             try:
                 if proves:
                     self._prove(connection)

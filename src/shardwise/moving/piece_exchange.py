@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, compare, texts_in, understood
+from shardwise.comm.agreement import a_pair, agreed, compare, texts_in, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
 from shardwise.plan.reshard import plan_reshard
@@ -172,7 +172,7 @@ def consent(
         if refusal is not None:
             raise refusal
         gathered.own, gathered.value = texts, json.dumps([options, word]).encode()
-    asked = [json.loads(answer) for answer in gathered.values]
+    asked = understood(gathered.values, a_pair, purpose="pieces to reshard")
     for rank, (theirs, _) in enumerate(asked):
         if theirs != asked[0][0]:
             raise MismatchError(

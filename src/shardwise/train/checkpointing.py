@@ -23,7 +23,7 @@ from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.saves import Listing, list_saves, read_head
 from shardwise.checkpoint.states import CURSOR_KEY
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_table, agreed, understood
 from shardwise.engine import Engine
 from shardwise.engine.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
@@ -147,9 +147,12 @@ class RunKeeper:
 
     def _extra(self, position: Position) -> dict[str, Any]:
         """The `extra` of a save, the same on all ranks."""
-        elapsed_s = self._channel.exchange(repr(position.elapsed_s).encode(), purpose="time of a save")[0]
+        purpose = "time of a save"
+        elapsed_s = understood(
+            self._channel.exchange(repr(position.elapsed_s).encode(), purpose=purpose), float, purpose=purpose
+        )[0]
         random = RandomStates.gathered(self._channel, self._mesh)
-        at = replace(position, elapsed_s=float(elapsed_s))  # of all that is saved, clocks alone differ between ranks
+        at = replace(position, elapsed_s=elapsed_s)  # of all that is saved, clocks alone differ between ranks
         return RunState.of(at, self._data.samples, self._settings, random).to_extra()
 
     def _lay_tokenizer_beside(self) -> None:
@@ -214,13 +217,15 @@ def find_start(config: RunConfig, resume: str | None, channel: Channel, *, repli
     newest = replicas.newest() if replicas is not None and resume == AUTO else None
     replica = newest if isinstance(newest, KeeperStore) else None
     # Rank 0 alone looks: a folder that changes meanwhile would show different saves to different ranks.
-    with agreed(channel, purpose="first step of the run", only=0) as agreement:
+    purpose = "first step of the run"
+    with agreed(channel, purpose=purpose, only=0) as agreement:
         if channel.rank == 0:
             found = _looked_up(config, resume) if replica is None else _in_memory(replica)
             agreement.value = json.dumps(asdict(found)).encode()
     if replicas is not None and resume != AUTO:
         replicas.forget()
-    return replace(Start(**json.loads(agreement.values[0])), replica=replica)
+    (start,) = understood(agreement.values[:1], lambda answer: Start(**a_table(answer)), purpose=purpose)
+    return replace(start, replica=replica)
 
 
 def settings_of(engine: Engine) -> Settings:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_states, set_random_states
+from shardwise.comm.agreement import a_table, understood
 from shardwise.errors import ConfigError
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus
@@ -105,8 +106,9 @@ class RandomStates(BaseModel):
     def gathered(cls, channel: Channel, mesh: str) -> "RandomStates":
         """Those of all ranks, which call this together."""
         # All states in one JSON: a save has one `extra`, which rank 0 writes.
-        texts = channel.exchange(json.dumps(_states_here(channel)).encode(), purpose="random states of a save")
-        return cls(mesh=mesh, device=channel.device.type, ranks=[json.loads(text) for text in texts])
+        purpose = "random states of a save"
+        texts = channel.exchange(json.dumps(_states_here(channel)).encode(), purpose=purpose)
+        return cls(mesh=mesh, device=channel.device.type, ranks=understood(texts, a_table, purpose=purpose))
 
     def restore(self, channel: Channel, mesh: str, *, seed: int, step: int) -> str | None:
         """Go on from these states. Under another mesh or device seed anew, and return words that say so.

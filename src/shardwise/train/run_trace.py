@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import a_table, understood
 from shardwise.comm.timed import CallSpan, Timed
 from shardwise.engine import Engine
 from shardwise.engine.batches import Batch
@@ -131,7 +132,8 @@ class Tracer:
             ],
             "bars": [bar for each in self._updates for bar in each.bars],
         }
-        ranks = [json.loads(each) for each in channel.exchange(json.dumps(mine).encode(), purpose="spans of a trace")]
+        purpose = "spans of a trace"
+        ranks = understood(channel.exchange(json.dumps(mine).encode(), purpose=purpose), a_table, purpose=purpose)
         # No update was made. All ranks know that, and leave together, after the exchange.
         if not self._updates:
             return None

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_numbers_kept, synchronize
-from shardwise.comm.agreement import agreed
+from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan import Outline, Placement, Plan
@@ -231,7 +231,8 @@ def agree_on_placement(
     """
     if plan.mesh.pp * plan.pipeline.num_chunks == 1:
         return WHOLE
-    with agreed(channel, purpose="work of modules") as counted:
+    purpose = "work of modules"
+    with agreed(channel, purpose=purpose) as counted:
         measured: Any = [None, None]
         if plan.pipeline.stages is None:
             if sample is None and plan.pipeline.balance != "parameters":
@@ -242,7 +243,8 @@ def agree_on_placement(
             if sample is not None and channel.rank == 0:
                 measured = _measure(model, plan, loss, sample)
         counted.value = json.dumps(measured).encode()
-    work, order = json.loads(counted.values[0])  # times differ from rank to rank
+    # Times differ from rank to rank: those of rank 0 hold.
+    ((work, order),) = understood(counted.values[:1], a_pair, purpose=purpose)
     with agreed(channel, purpose="verdict on the placement"):
         return place(outline_of(model), plan.pipeline, num_ranks=plan.mesh.pp, work=work, order=order)
 

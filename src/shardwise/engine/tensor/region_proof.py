@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.agreement import digest_of_values, understood
 from shardwise.engine.pipeline.nested import tensors_in
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
@@ -308,7 +308,7 @@ class Comparison:
     def _exchanged(self, value: Any) -> list[Any]:
         """Every rank's value."""
         answers = self._channel.exchange(json.dumps(value).encode(), purpose=_PURPOSE)
-        return [json.loads(each) for each in answers]
+        return understood(answers, json.loads, purpose=_PURPOSE)
 
     # Words ----------------------------------------------------------------------------------------------------------
 

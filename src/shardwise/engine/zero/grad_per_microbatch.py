@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.agreement import a_list, texts_in, understood
 from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, take_gradients, values_of
@@ -356,8 +357,8 @@ class GradPerMicrobatch(Passes):
             # update, gives all ranks the order of rank 0: with orders of their own, they would sum unlike buckets.
             self._is_ordered = True
             self._counters.exchanges += 1
-            mine = json.dumps(self._completed).encode()
-            order: list[int] = json.loads(self._owners.exchange(mine, purpose="order of gradients")[0])
+            mine, purpose = json.dumps(self._completed).encode(), "order of gradients"
+            order = understood(self._owners.exchange(mine, purpose=purpose), a_list, purpose=purpose)[0]
             place = {index: at for at, index in enumerate(order)}
             for pending in self._by_stage.values():
                 pending.sort(key=lambda each: place.get(each.index, len(place)))
@@ -593,9 +594,9 @@ class GradPerMicrobatch(Passes):
         if not self._unused:
             return
         self._counters.exchanges += 1
-        mine = json.dumps(sorted(self._strays)).encode()
-        answers = self._owners.exchange(mine, purpose="gradients of parameters that were not used before")
-        names = {name for answer in answers for name in json.loads(answer)}
+        mine, purpose = json.dumps(sorted(self._strays)).encode(), "gradients of parameters that were not used before"
+        answers = self._owners.exchange(mine, purpose=purpose)
+        names = {name for given in understood(answers, texts_in, purpose=purpose) for name in given}
         for pending in self._pending:
             if names.isdisjoint(pending.names):
                 continue
