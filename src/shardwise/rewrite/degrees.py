@@ -1,8 +1,9 @@
 """Degrees: for how many ranks along `tp` fused tensors are laid out, where their statements do not say it.
 
-The degree follows the data. It goes forward from the layouts of the sources to an operation's inputs, and back from the
-layouts of the target to its outputs, through all names and sections between. So all statements are carried out twice,
-first with a new tensor instead of each fused one, which shows its way.
+The degree follows the data, through all names and sections. It goes forward to an operation's inputs, from the layouts
+of the sources and from what other operations make. It goes back to an operation's outputs, from the layouts of the
+target and from what other operations take for a degree that they say. So all statements are carried out twice, first
+with a new tensor instead of each fused one, which shows its way.
 """
 
 from collections import Counter
@@ -45,17 +46,15 @@ def said(operations: Apart) -> Degrees:
     return (fused.source_degree, fused.target_degree) if isinstance(fused, Ffn | QkvPerRank) else OPEN
 
 
-def leaves_open(operations: tuple[StatementOperation, ...]) -> bool:
-    """Whether a fused tensor is among those of a statement for which it says no degree."""
-    return any(
-        isinstance(each, Ffn | QkvPerRank)
-        and ((each.sources == 1 and each.source_degree is None) or (each.targets == 1 and each.target_degree is None))
-        for each in operations
-    )
+def degrees_in(operations: tuple[StatementOperation, ...]) -> Iterator[int | None]:
+    """The degrees of the fused tensors among those of a statement; None where it says none."""
+    for each in operations:
+        if isinstance(each, Ffn | QkvPerRank):
+            yield from [each.source_degree] * (each.sources == 1) + [each.target_degree] * (each.targets == 1)
 
 
-class _UseInTarget(NamedTuple):
-    """A tensor of the target that has elements of a fused one."""
+class _Use(NamedTuple):
+    """A tensor of the target, or one that an operation takes, that has elements of a fused one."""
 
     form: Form
     number: int
@@ -80,12 +79,20 @@ class _Fusing:
     degrees: Degrees
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """Of what it makes."""
-        degree = self.degrees[1]
-        if degree is None or self.operation.targets > 1:
+    def layout_taken(self) -> tuple[int, ...]:
+        """Of what it takes, as far as it is known."""
+        return self._layout(self.degrees[0], self.operation.sources, self.taken.meta)
+
+    @property
+    def layout_made(self) -> tuple[int, ...]:
+        """Of what it makes, as far as it is known."""
+        return self._layout(self.degrees[1], self.operation.targets, self.made)
+
+    def _layout(self, degree: int | None, count: int, meta: TensorMeta) -> tuple[int, ...]:
+        # Several tensors are not fused, and are laid out for nobody.
+        if degree is None or count > 1:
             return ()
-        return tuple([degree if dim == self.axis else 1 for dim in range(len(self.made.shape))])
+        return tuple([degree if dim == self.axis else 1 for dim in range(len(meta.shape))])
 
 
 class Fusings:
@@ -98,7 +105,7 @@ class Fusings:
         self._of: dict[str, _Fusing] = {}
         """By the names of the sources that stand for what they make."""
         self._sources: dict[TensorMeta, Form] = {}
-        self._uses: dict[str, list[_UseInTarget]] = {}
+        self._uses: dict[str, list[_Use]] = {}
         self._degrees: dict[object, int] = {}
         self._parts: dict[Form, dict[str, ViewedTensor]] = {}
 
@@ -130,11 +137,12 @@ class Fusings:
         """For each section the degrees of its instances, as the layouts of sources and target tell them."""
         # Back from the target: in which outputs do elements of each stand-in come out?
         for name, node in outputs.items():
-            for number, leaf in enumerate(node.leaves):
-                if leaf in self._of:
-                    meta = wanted.get(name)
-                    use = _UseInTarget(node.form, number, None if meta is None else _layout(meta))
-                    self._uses.setdefault(leaf, []).append(use)
+            meta = wanted.get(name)
+            self._note_use(node, None if meta is None else _layout(meta))
+        # And from what other statements take for a degree that they say: it leaves no other trace in the outputs.
+        for each in self._found:
+            if layout := each.layout_taken:
+                self._note_use(each.taken, layout)
         # What was made first, for it may be taken by another statement, which then knows its layout.
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
@@ -148,8 +156,13 @@ class Fusings:
                 found[each.section][each.where] = each.degrees
         return found
 
-    def _made_for(self, fusing: _Fusing, uses: Sequence[_UseInTarget]) -> int | None:
-        """For how many ranks the outputs are laid out in the target."""
+    def _note_use(self, node: Node, degrees: tuple[int, ...] | None) -> None:
+        for number, leaf in enumerate(node.leaves):
+            if leaf in self._of:
+                self._uses.setdefault(leaf, []).append(_Use(node.form, number, degrees))
+
+    def _made_for(self, fusing: _Fusing, uses: Sequence[_Use]) -> int | None:
+        """For how many ranks the tensors are laid out that have what an operation makes."""
         # No layout, no degree. The statement then means 1, but stays open for the way back.
         if not any(use.degrees for use in uses):
             return None
@@ -196,7 +209,7 @@ class Fusings:
 
     def _meta_of(self, leaf: str, sources: Mapping[str, TensorMeta]) -> TensorMeta:
         fusing = self._of.get(leaf)
-        return sources[leaf] if fusing is None else fusing.made._replace(degrees=fusing.layout)
+        return sources[leaf] if fusing is None else fusing.made._replace(degrees=fusing.layout_made)
 
 
 def _layout(meta: TensorMeta) -> tuple[int, ...]:

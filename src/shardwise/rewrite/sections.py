@@ -19,7 +19,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.degrees import Fusings, Laid, leaves_open
+from shardwise.rewrite.degrees import Fusings, Laid, degrees_in
 from shardwise.rewrite.evaluation import Evaluation, evaluate
 from shardwise.rewrite.expansion import AppliedInstance, StatementTask
 from shardwise.rewrite.inversion import Claim, Undoing, prove, undo
@@ -263,9 +263,10 @@ def carry_out(
 
 
 def _asks_layouts(sections: Sequence[Section], sources: Metas, wanted: Metas | None) -> bool:
-    """Whether there are statements that leave open for how many ranks tensors are laid out, and layouts that tell."""
-    asking = any(leaves_open(each.operations) for section in sections for each in section.statements)
-    return asking and any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+    """Whether statements leave open for how many ranks tensors are laid out, and layouts or other statements tell."""
+    said = {each for section in sections for one in section.statements for each in degrees_in(one.operations)}
+    tells = len(said) > 1 or any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+    return None in said and tells
 
 
 def _carried_out(
