@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement
+from shardwise.checkpoint.renamed_settings import layout_of
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
 from shardwise.checkpoint.state_pieces import Held, bytes_of, hold, merge_ties
@@ -38,6 +39,7 @@ from shardwise.moving.queued_copies import QueuedCopies
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.plan.names import is_state_name, plain_names
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece, check_cover, moves
 
@@ -279,7 +281,8 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
         request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
         # A mapping has the names that its maker gave it.
         is_of_model = rewrite is None and isinstance(state, Ordered)
-        facts_here = json.dumps([held.aliases, _order(state), is_of_model]).encode()
+        layout = {} if rewrite is None else layout_of(held.settings)
+        facts_here = json.dumps([held.aliases, _order(state), layout, is_of_model]).encode()
         gathered.own = [request.encode(), pack_pieces(list(held.tensors)), facts_here]
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, each in enumerate(requests) if each != requests[0]]:
@@ -289,10 +292,11 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
         )
     known = understood(facts, a_list, purpose=_PURPOSE)
     # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
-    order = list(dict.fromkeys(name for _, names, _ in known for name in names))
+    order = list(dict.fromkeys(name for _, names, *_ in known for name in names))
     ties = [aliases for aliases, *_ in known]
     if rewrite is not None:
-        became = StateRewriting(rewrite).apply(channel, held, pieces, ties, order)
+        layout = merge_settings([each for *_, each, _ in known])
+        became = StateRewriting(rewrite).apply(channel, held, pieces, ties, layout, order)
         held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
         order = list(became.checked.outputs)
     pieces_of = unpack_alike(pieces, pack_pieces(list(held.tensors)), list(held.tensors))

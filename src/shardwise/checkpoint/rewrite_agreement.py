@@ -13,12 +13,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
-from shardwise.checkpoint.renamed_settings import names_state
+from shardwise.checkpoint.renamed_settings import names_state, with_degrees
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
     RewriteView,
@@ -83,16 +84,18 @@ class StateRewriting:
         held: Held,
         texts: Sequence[bytes],
         ties: Sequence[Mapping[str, str]],
+        layout: Mapping[str, Any],
         order: Iterable[str] = (),
     ) -> RewrittenState:
         """What the state becomes. All ranks call it together; nothing moves, and nothing is copied.
 
         held: what this rank holds. texts: what each rank holds, as `pack_pieces` packs it. ties: other names of
-        tensors that each rank knows. order: names of tensors that come first.
+        tensors that each rank knows. layout: `layout_of` the settings of all ranks. order: names of tensors that come
+        first.
         Raises RewriteError, with every finding and the same on all ranks, if the rewrite does not fit. Raises
         CheckpointError if numbers differ that it joins into one.
         """
-        checked, counterparts = self._find(channel, texts, ties, order, ranks_along_tp(held.settings))
+        checked, counterparts = self._find(channel, texts, ties, layout, order)
         tensors: dict[Piece, torch.Tensor] = {}
         casts: dict[Piece, tuple[str, ...]] = {}
         for piece, found in counterparts:
@@ -121,11 +124,11 @@ class StateRewriting:
         channel: Channel,
         texts: Sequence[bytes],
         ties: Sequence[Mapping[str, str]],
+        layout: Mapping[str, Any],
         order: Iterable[str],
-        num_ranks: int | None,
     ) -> tuple[Checked, list[tuple[Piece, list[Counterpart]]]]:
         """What is known of a state before its numbers are: where the elements of each piece of this rank go."""
-        key = (list(texts), list(map(dict, ties)), list(order), num_ranks)
+        key = (list(texts), list(map(dict, ties)), layout, list(order))
         # A trainer saves the same state again and again: only numbers, such as the step, are looked at anew.
         if self._found is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
@@ -133,7 +136,8 @@ class StateRewriting:
             pieces_of = {
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
             }
-            metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
+            every = chain.from_iterable(pieces_of.values())
+            metas = with_degrees(metas_of_pieces(every, num_ranks=ranks_along_tp(layout)), layout)
             # In the model's order where that is known: outputs come in the order of their sources.
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
             with agreed(channel, purpose="verdict on a rewrite"):

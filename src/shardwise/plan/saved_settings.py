@@ -37,6 +37,9 @@ REWRITE = "rewrite"
 LOADED_BY = "loaded_by"
 """Under this key they have the record of the rewrite by which the values were made that training went on from."""
 
+DEGREES = "degrees"
+"""Under this key such a record says for how many ranks dims of fused tensors are laid out: name -> degrees."""
+
 _GENERATION = "generation_config.json"
 
 _MOST_BYTES = 1 << 20

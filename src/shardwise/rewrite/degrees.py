@@ -88,6 +88,11 @@ class _Fusing:
         """Of what it makes, as far as it is known."""
         return self._layout(self.degrees[1], self.operation.targets, self.made)
 
+    @property
+    def layout_lasting(self) -> tuple[int, ...]:
+        """Of what it makes, which is now made: what nothing tells is 1."""
+        return self._layout(self.degrees[1] or 1, self.operation.targets, self.made)
+
     def _layout(self, degree: int | None, count: int, meta: TensorMeta) -> tuple[int, ...]:
         # Several tensors are not fused, and are laid out for nobody.
         if degree is None or count > 1:
@@ -108,6 +113,7 @@ class Fusings:
         self._uses: dict[str, list[_Use]] = {}
         self._degrees: dict[object, int] = {}
         self._parts: dict[Form, dict[str, ViewedTensor]] = {}
+        self._layouts: dict[object, list[tuple[int, ...]]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -155,6 +161,53 @@ class Fusings:
             if each.where is not None:
                 found[each.section][each.where] = each.degrees
         return found
+
+    def lasting(
+        self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
+    ) -> dict[str, tuple[int, ...]]:
+        """For how many ranks the dims of outputs with elements of fused tensors are laid out, whatever cuts them later.
+
+        To be asked after `laid`. 0: this cannot be said of the whole dim.
+        """
+        found = {}
+        for name, node in outputs.items():
+            # Optimizer state that goes along is laid out like its parameter, of which it is said.
+            fused = {leaf: self._of[leaf] for leaf in node.leaves if leaf in self._of}
+            fused = {leaf: each for leaf, each in fused.items() if each.where is not None and each.layout_lasting}
+            kept = {leaf for leaf in node.leaves if leaf not in self._of and sources[leaf].recorded}
+            if not node.meta.shape or not (fused or kept):
+                continue
+            # Laid out for the target: the way back asks the same layout, and so finds the same degrees.
+            told = [
+                _layout(wanted[name]) if name in wanted else ()
+                for each in fused.values()
+                if each.operation.target_degree is None
+            ]
+            layouts = [each or (1,) * len(node.meta.shape) for each in told[:1]]
+            # Others came with their degrees: those are seen in each dim of the output.
+            metas = [
+                fused[leaf].made._replace(degrees=fused[leaf].layout_lasting)
+                if leaf in fused and fused[leaf].operation.target_degree is not None
+                else sources[leaf] if leaf in kept else None
+                for leaf in node.leaves
+            ]
+            layouts += self._layouts_of_sources(node, metas)
+            found[name] = tuple([each.pop() if len(each := set(dim)) == 1 else 0 for dim in zip(*layouts, strict=True)])
+        return found
+
+    def _layouts_of_sources(self, node: Node, metas: Sequence[TensorMeta | None]) -> list[tuple[int, ...]]:
+        """The degrees of each dim of a tensor, as each of the sources with a meta shows them alone."""
+        key = (node.form, tuple(metas))
+        if key not in self._layouts:
+            shape, dims = node.meta.shape, range(len(node.meta.shape))
+            known = {str(number): meta for number, meta in enumerate(metas) if meta is not None}
+            cuts = [dict(_cuts_of_sources(node, known, axis)) for axis in dims]
+            self._layouts[key] = [
+                tuple([_degree_along(shape[axis], [cuts[axis][number]]) for axis in dims])
+                for number in known
+                if number in cuts[0]
+            ]
+        return self._layouts[key]
 
     def _note_use(self, node: Node, degrees: tuple[int, ...] | None) -> None:
         for number, leaf in enumerate(node.leaves):
@@ -204,7 +257,8 @@ class Fusings:
             if node.form.is_source:
                 self._degrees[key] = layouts[0][axis]
             else:
-                self._degrees[key] = _degree_along(node.meta.shape[axis], _cuts_of_sources(node, metas, axis))
+                cuts = _cuts_of_sources(node, {str(number): meta for number, meta in enumerate(metas)}, axis)
+                self._degrees[key] = _degree_along(node.meta.shape[axis], [each for _, each in cuts])
         return self._degrees[key]
 
     def _meta_of(self, leaf: str, sources: Mapping[str, TensorMeta]) -> TensorMeta:
@@ -339,10 +393,13 @@ def _runs(cuts: Sequence[_OwnedIndices], size: int) -> Iterator[tuple[int, _BoxO
         yield length, owners
 
 
-def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iterator[list[_OwnedIndices]]:
-    """Of each source of a tensor who has which indices of it along a dim."""
-    shapes = Shapes({str(number): meta for number, meta in enumerate(metas)})
+def _cuts_of_sources(
+    node: Node, metas: Mapping[str, TensorMeta], axis: int
+) -> Iterator[tuple[str, list[_OwnedIndices]]]:
+    """Of each source of a tensor who has which indices of it along a dim. `metas`: of sources, by their numbers."""
+    shapes = Shapes(metas)
     here = Shapes({"": node.meta})
-    for number, views in turned(fragments_of(node.form.value.views, shapes), node.meta.shape, "").items():
-        meta = metas[int(number)]
-        yield _cuts_along(axis, ViewedTensor(meta.shape, meta.dtype, tuple(views)), _layout(meta), here)
+    views = [each for each in node.form.value.views if each.source in metas]
+    for number, there in turned(fragments_of(views, shapes), node.meta.shape, "").items():
+        meta = metas[number]
+        yield number, _cuts_along(axis, ViewedTensor(meta.shape, meta.dtype, tuple(there)), _layout(meta), here)

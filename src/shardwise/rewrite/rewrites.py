@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike
@@ -24,6 +25,7 @@ from shardwise.rewrite.sections import (
     agreeing,
     dropped_sources,
     fit,
+    lasting_degrees,
     mismatches,
     parsed,
     refuse_losses,
@@ -311,6 +313,14 @@ class Checked(Correspondence):
         """What may be wrong though all fits: how many names a star stands for, what matched nothing, in words."""
         sources = {name: meta for name, meta in proved[0].done.metas.items() if name not in aliases}
         super().__init__(sources=sources, nodes=nodes, aliases=aliases)
+
+    @cached_property
+    def lasting_degrees(self) -> Mapping[str, tuple[int, ...]]:
+        """For how many ranks the dims of outputs are laid out that have elements of fused tensors, whatever cuts them
+        later. 0 where that cannot be said of a whole dim.
+        """
+        with uncollected():
+            return lasting_degrees([each.done for each in self._proved], self.rewrite.stages)
 
     @property
     def invertible(self) -> bool:
