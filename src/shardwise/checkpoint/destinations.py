@@ -98,20 +98,24 @@ def make_folder(
     destination: Address,
     *,
     max_shard_bytes: int,
+    places: Mapping[str, tuple[str, int]],
     finish: Callable[[Store, str], None],
     progress: Progress,
 ) -> WrittenCopy:
     """Make a folder of Hugging Face files; `finish` adds others, given the folder as it is made and its path to be.
 
+    places: see `shards_of`.
     Raises CheckpointError; then nothing was made.
     """
-    path, shards = planned_shards(outputs, destination, max_shard_bytes=max_shard_bytes)
+    path, shards = planned_shards(outputs, destination, max_shard_bytes=max_shard_bytes, places=places)
     copying = Copying(source, outputs, progress)
     write_folder(path, shards, copying.fill, lambda store: finish(store, path))
     return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
 
 
-def planned_shards(outputs: Outputs, destination: Address, *, max_shard_bytes: int) -> tuple[str, list[ShardFile]]:
+def planned_shards(
+    outputs: Outputs, destination: Address, *, max_shard_bytes: int, places: Mapping[str, tuple[str, int]]
+) -> tuple[str, list[ShardFile]]:
     """The path of a folder of Hugging Face files, and the files. Raises CheckpointError where they cannot be made."""
     path = check_folder(destination)
     tensors = list(outputs.tensors.values())
@@ -120,7 +124,9 @@ def planned_shards(outputs: Outputs, destination: Address, *, max_shard_bytes: i
             f"{outputs.contents.location} has no tensor of a model, so that there is nothing to write"
         )
     metadata = _metadata(outputs.contents)
-    return path, shards_of(tensors, max_bytes=max_shard_bytes, aliases=outputs.aliases, metadata=metadata)
+    return path, shards_of(
+        tensors, max_bytes=max_shard_bytes, places=places, aliases=outputs.aliases, metadata=metadata
+    )
 
 
 def check_save(destination: Address) -> None:

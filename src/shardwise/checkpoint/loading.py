@@ -40,6 +40,7 @@ from shardwise.comm.agreement import agreed
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError, MismatchError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
@@ -381,6 +382,10 @@ def _settle(
         raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend(unfit)
+    if kept := sorted({kind.name for kind in kinds if kind not in found.source}):
+        # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
+        # come from; to prepare it once more changes nothing.
+        target = _target(state, replace(contents, settings={**contents.settings, KEPT: kept}))
     present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
 

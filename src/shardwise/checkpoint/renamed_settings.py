@@ -16,7 +16,16 @@ from typing import Any
 
 from shardwise.errors import CheckpointError, in_words
 from shardwise.plan.names import STATE_PREFIX, is_state_name, split_state_name
-from shardwise.plan.saved_settings import ADDED, DEGREES, LOADED_BY, REWRITE, origin_of, stored_optimizers
+from shardwise.plan.saved_settings import (
+    ADDED,
+    BEFORE,
+    DEGREES,
+    LOADED_BY,
+    REWRITE,
+    origin_of,
+    stored_optimizers,
+    text_of_record,
+)
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
 __all__ = ["layout_of", "names_state", "recorded_metas", "renamed_settings", "rewrite_of_record", "with_degrees"]
@@ -38,7 +47,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
         renamed["ties"] = dict(checked.ties)
     if checked.added:
         renamed[ADDED] = sorted(checked.added)
-    renamed |= _record_of(checked)
+    renamed |= _record_of(checked, origin_of(settings).get(LOADED_BY))
     if not stored_optimizers(settings):
         return renamed, []
     groups = _OptimizerGroups(settings["optimizers"], checked.aliases)
@@ -116,11 +125,12 @@ class _OptimizerGroups:
         return "" if key is None else f" ({key} is {mine.get(key)!r} and {yours.get(key)!r})"
 
 
-def _record_of(checked: Checked) -> dict[str, Any]:
+def _record_of(checked: Checked, before: Any) -> dict[str, Any]:
     """What the settings of a save say of the rewrite that made it: its text, and what a text cannot say of its sources.
 
     Of an inverse the record has the text of what was undone: that says all, and the inverse is not without a record.
-    State of optimizers follows its parameters, and is left out unless the rewrite names it.
+    State of optimizers follows its parameters, and is left out unless the rewrite names it. `before`: the record of
+    what is rewritten, where that has one.
     """
     every = names_state(checked.rewrite)
     metas = {
@@ -130,7 +140,9 @@ def _record_of(checked: Checked) -> dict[str, Any]:
     }
     # Later saves may be cut in other ways, or not at all: then nothing else would tell.
     degrees = {name: list(each) for name, each in checked.lasting_degrees.items()}
-    return {REWRITE: {**checked.rewrite.to_record(), "sources": metas, **({DEGREES: degrees} if degrees else {})}}
+    facts = {DEGREES: degrees, BEFORE: text_of_record(before) if isinstance(before, Mapping) else {}}
+    known = {key: each for key, each in facts.items() if each}
+    return {REWRITE: {**checked.rewrite.to_record(), "sources": metas, **known}}
 
 
 def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:

@@ -188,7 +188,9 @@ class Fusings:
             metas = [
                 fused[leaf].made._replace(degrees=fused[leaf].layout_lasting)
                 if leaf in fused and fused[leaf].operation.target_degree is not None
-                else sources[leaf] if leaf in kept else None
+                else sources[leaf]
+                if leaf in kept
+                else None
                 for leaf in node.leaves
             ]
             layouts += self._layouts_of_sources(node, metas)
