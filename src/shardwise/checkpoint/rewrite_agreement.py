@@ -19,7 +19,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
-from shardwise.checkpoint.renamed_settings import names_state, with_degrees
+from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, with_degrees
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
     RewriteView,
@@ -137,17 +137,21 @@ class StateRewriting:
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
             }
             every = chain.from_iterable(pieces_of.values())
-            metas = with_degrees(metas_of_pieces(every, num_ranks=ranks_along_tp(layout)), layout)
+            metas = metas_of_pieces(every, num_ranks=ranks_along_tp(layout))
             # In the model's order where that is known: outputs come in the order of their sources.
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
             with agreed(channel, purpose="verdict on a rewrite"):
-                checked = self._checked(sources, aliases)
+                checked = self._checked(with_degrees(sources, layout), layout, aliases)
             mine = pieces_of[texts[channel.rank]]
             self._key, self._found = key, (checked, outputs_with(checked, mine))
         return self._found
 
-    def _checked(self, sources: Mapping[str, TensorMeta], aliases: Mapping[str, str]) -> Checked:
-        checked = self._rewrite.apply(sources, aliases=aliases)
+    def _checked(
+        self, sources: Mapping[str, TensorMeta], layout: Mapping[str, Any], aliases: Mapping[str, str]
+    ) -> Checked:
+        # A live state that was loaded through a rewrite knows what that was applied to, as its save will.
+        recorded = recorded_metas(layout, self._rewrite)
+        checked = self._rewrite.apply(sources, recorded=recorded, aliases=aliases)
         if checked.added:
             raise RewriteError(
                 f"{', '.join(sorted(checked.added))}: the rewrite adds a tensor that keeps its current value (`_ -> "
