@@ -7,7 +7,7 @@
 Nothing of it knows of views, strides or boxes. What it refuses, the library must refuse as well.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -58,13 +58,10 @@ class _Run(Interpreter):
         for name, tensor in sources.items():
             self.add_source(name, tensor)
         for line in text.split("\n"):
-            if line.strip() != BOUNDARY:
+            if line.strip() == BOUNDARY:
+                self.next_section()
+            else:
                 self.run(split_line(line))
-                continue
-            outputs = self.outputs()
-            self.planes, self.unread, self.kept = {"": {}}, set(), set()
-            for name, tensor in outputs.items():
-                self.add_source(name, tensor)
         return self.outputs()
 
     def _results(self, instance: Instance, key: str) -> list[tuple[str, Tensor]]:

@@ -333,6 +333,13 @@ class Interpreter:
             self.planes[key][name] = tensor
             self.unread.add(name)
 
+    def next_section(self) -> None:
+        """From here on there is only what has come out."""
+        outputs = self.outputs()
+        self.planes, self.unread, self.kept = {"": {}}, set(), set()
+        for name, tensor in outputs.items():
+            self.add_source(name, tensor)
+
     def _results(self, instance: Instance, key: str) -> list[tuple[str, Tensor]]:
         plane, right = self.planes[key], instance.right
         if not instance.left or not right or instance.left[0] not in plane:

@@ -93,6 +93,8 @@ class ConvertReport:
     """How many of `left_out` are masters of parameters that were written in their own, lower precision."""
     dropped: tuple[str, ...] = ()
     """Tensors of the source that the rewrite drops (`a -> _`)."""
+    notes: tuple[str, ...] = ()
+    """What may be wrong with the rewrite though all fits, such as how many experts a star stands for; see `Checked`."""
     from_masters: tuple[str, ...] = ()
     """Masters that were written, in the place of working copies of lower precision (`dtype`)."""
     cast: tuple[str, ...] = ()
@@ -439,6 +441,7 @@ class Conversion:
             left_out=left_out,
             num_masters=sum(model_name_of_master(name) in used for name in left_out),
             dropped=() if outputs.view is None else tuple(sorted(outputs.view.checked.dropped)),
+            notes=() if outputs.view is None else outputs.view.checked.notes,
             from_masters=self.masters,
             cast=self.cast,
             files=files,

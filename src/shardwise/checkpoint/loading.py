@@ -379,7 +379,8 @@ def _settle(
     else:
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
-        raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
+        notes = [] if view is None else [f"note: {each}" for each in view.checked.notes]
+        raise CheckpointError(*findings, *notes, about=f"{contents.location} does not fit the target")
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend(unfit)
     if kept := sorted({kind.name for kind in kinds if kind not in found.source}):

@@ -250,7 +250,9 @@ class Rewrite:
         if wanted is not None:
             problems = list(mismatches(checked.outputs, checked.added, checked.ties, wanted))
             if problems:
-                raise RewriteError(*problems, about="the rewrite does not make the target's tensors")
+                # How many names stars stand for may be why a shape differs.
+                notes = [f"note: {each}" for each in checked.notes]
+                raise RewriteError(*problems, *notes, about="the rewrite does not make the target's tensors")
         return checked
 
     def apply(
