@@ -60,11 +60,15 @@ def told(way: Callable[[], Checked], sources: Mapping[str, Tensor]) -> dict[str,
 
 @tried(150)
 @given(st.integers(0, 2**32))
-@example(43)
-@example(1564)
-@example(2300)
+@example(235)
+@example(138)
+@example(1547)
+@example(2335)
+@example(21)
 def test_what_no_rank_could_do_alone_is_laid_out_as_found_by_brute_force_or_refused(seed: int) -> None:
-    """Of 3,000 such chains 14 were laid out for other numbers of ranks, and 28 came back with other values."""
+    """Of 3,000 such chains 18 were laid out for other numbers of ranks, and of the 1,309 that can be undone 12 came
+    back with other values; 155 did where their outputs had been cut in other ways meanwhile.
+    """
     case = open_chain(seed)
     rewrite, sources = Rewrite(case.text), laid_out(case.sources)
     layouts = {name: each.degrees for name, each in case.target.items()}

@@ -35,6 +35,7 @@ from shardwise.checkpoint.huggingface_files import (
 )
 from shardwise.checkpoint.likeness import Likeness
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
@@ -341,8 +342,10 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            made = make_save(self.store, self.outputs, store, to, {} if has_them else as_extra(kept), progress)
-            certificate = self._certified_save(store, made) if certify else None
+            digests = self._digests(certify=certify)
+            added = {} if has_them else as_extra(kept)
+            made = make_save(self.store, self.outputs, store, to, added, progress, digests)
+            certificate = None if digests is None else self._certified_save(store, made, digests)
         # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
         beside = {name: data for name, data in self.given.items() if name not in kept}
         for name, data in beside.items():
@@ -350,14 +353,18 @@ class Conversion:
                 store.create(name, data)
         return self._report(made, files=(*kept, *beside), certificate=certificate)
 
-    def _certified_save(self, store: Store, made: WrittenCopy) -> Certificate:
+    def _digests(self, *, certify: bool) -> PassingDigests | None:
+        """What takes the digests of the source as it is read; None where nobody asks for them."""
+        return PassingDigests(self.outputs.contents) if certify else None
+
+    def _certified_save(self, store: Store, made: WrittenCopy, digests: PassingDigests) -> Certificate:
         """Certify a save, or remove it."""
         # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
         try:
             # Read anew, not kept from the writing: what is certified is what a later reader finds.
             written = read_save(store, made.number)
-            certificate = self._certify(store, written, made.location)
+            certificate = self._certify(store, written, made.location, digests)
             store.create(name, certificate.pack())
         except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
             with contextlib.suppress(CheckpointError, OSError, EOFError):
@@ -383,13 +390,14 @@ class Conversion:
         # these.
         certificates: list[Certificate] = []
         added: list[str] = []
+        digests = self._digests(certify=certify)
 
         def finish(store: Store, path: str) -> None:
             for name, data in files_of(self.given, self.files, main_dtype(self.outputs.tensors.values())):
                 store.create(name, data)
                 added.append(name)
-            if certify:
-                certificates.append(self._certify(store, read_foreign(store), path))
+            if digests is not None:
+                certificates.append(self._certify(store, read_foreign(store), path, digests))
                 store.create(CERTIFICATE, certificates[0].pack())
 
         self.outputs.check_agreement(self.store)
@@ -401,12 +409,13 @@ class Conversion:
             places=self.places,
             finish=finish,
             progress=progress,
+            digests=digests,
         )
         missing = () if CONFIG in added else (CONFIG,)
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
 
-    def _certify(self, store: Store, written: Contents, location: str) -> Certificate:
+    def _certify(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
         return certify_return(
             self.store,
             self.outputs.contents,
@@ -414,6 +423,7 @@ class Conversion:
             store,
             written,
             location=location,
+            known=digests.found,
             original=self.original,
         )
 
@@ -465,7 +475,7 @@ def _wanted_dtypes(outputs: Contents, dtype: str | None, like: Likeness | None) 
     """
     if like is not None:
         like.check(outputs)
-    asked = {name: dtype for name in outputs.tensors} if like is None else like.dtypes
+    asked = dict.fromkeys(outputs.tensors, dtype) if like is None else like.dtypes
     return {
         name: wanted
         for name, each in outputs.tensors.items()

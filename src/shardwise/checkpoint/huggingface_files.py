@@ -243,8 +243,9 @@ def shards_of(
 ) -> list[ShardFile]:
     """The files of these tensors, in order: each is full when the next tensor would bring it over `max_bytes`.
 
-    A larger tensor has its own file. places: the file of each tensor, and its place there; {}: by size. Ties stand in the metadata of the file as safetensors.torch.save_model has them:
-    alias -> name. Raises CheckpointError for names and dtypes that such files cannot hold.
+    A larger tensor has its own file. places: the file of each tensor, and its place there; {}: files go by size. Ties
+    stand in the metadata of the file as safetensors.torch.save_model has them: alias -> name. Raises CheckpointError
+    for names and dtypes that such files cannot hold.
     """
     _check_tensors(tensors)
     groups = _groups_at(tensors, places) if places else _groups_of_size(tensors, max_bytes)

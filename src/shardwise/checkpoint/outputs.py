@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
 from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
@@ -71,12 +72,21 @@ class Outputs:
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
-    def reader(self, store: Store, batch: GrowingBuffer | None = None) -> PieceReader:
+    def unchanged(self, name: str) -> str | None:
+        """The tensor of the checkpoint that an output is, in the same order and dtype; None where it is made."""
+        source = name if self.view is None else _unchanged_source(self.view.checked, name)
+        is_same = source is not None and self.contents.tensors[source].dtype == self.tensors[name].dtype
+        return source if is_same else None
+
+    def reader(
+        self, store: Store, batch: GrowingBuffer | None = None, digests: PassingDigests | None = None
+    ) -> PieceReader:
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
-        batch: memory that it shares with readers which read when it does not.
+        batch: memory that it shares with readers which read when it does not. digests: sees all that is read.
         """
-        return PieceReader(store, self.contents, None if self.view is None else self.view.read_targets, batch=batch)
+        targets_of = None if self.view is None else self.view.read_targets
+        return PieceReader(store, self.contents, targets_of, batch=batch, digests=digests)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain
@@ -231,10 +232,11 @@ class PieceReader:
         targets_of: TargetsOf | None = None,
         *,
         batch: GrowingBuffer | None = None,
+        digests: PassingDigests | None = None,
     ) -> None:
         """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
-        batch: memory that it shares with readers which read when it does not.
+        batch: memory that it shares with readers which read when it does not. digests: sees all that is read.
         """
         self.contents = contents
         """What the checkpoint holds."""
@@ -244,6 +246,7 @@ class PieceReader:
         self._targets_of = targets_of
         self._buffer = GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
         self._batch = batch or GrowingBuffer(BATCH_BYTES)
+        self._digests = digests
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call.
@@ -265,6 +268,8 @@ class PieceReader:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
                     # Right after it was verified, so that the copy finds it in the cache.
+                    if self._digests is not None:
+                        self._digests.see_blocks(stored[span.ordinal], span.first_block, elements)
                     for index, moves in plan.transfers(span, 0):
                         targets[index].fill(moves, parts_of(elements, moves))
         finally:
