@@ -53,7 +53,7 @@ def degrees_in(operations: tuple[StatementOperation, ...]) -> Iterator[int | Non
             yield from [each.source_degree] * (each.sources == 1) + [each.target_degree] * (each.targets == 1)
 
 
-class _Use(NamedTuple):
+class _UseOfFused(NamedTuple):
     """A tensor of the target, or one that an operation takes, that has elements of a fused one."""
 
     form: Form
@@ -110,7 +110,7 @@ class Fusings:
         self._of: dict[str, _Fusing] = {}
         """By the names of the sources that stand for what they make."""
         self._sources: dict[TensorMeta, Form] = {}
-        self._uses: dict[str, list[_Use]] = {}
+        self._uses: dict[str, list[_UseOfFused]] = {}
         self._degrees: dict[object, int] = {}
         self._parts: dict[Form, dict[str, ViewedTensor]] = {}
         self._layouts: dict[object, list[tuple[int, ...]]] = {}
@@ -214,9 +214,9 @@ class Fusings:
     def _note_use(self, node: Node, degrees: tuple[int, ...] | None) -> None:
         for number, leaf in enumerate(node.leaves):
             if leaf in self._of:
-                self._uses.setdefault(leaf, []).append(_Use(node.form, number, degrees))
+                self._uses.setdefault(leaf, []).append(_UseOfFused(node.form, number, degrees))
 
-    def _made_for(self, fusing: _Fusing, uses: Sequence[_Use]) -> int | None:
+    def _made_for(self, fusing: _Fusing, uses: Sequence[_UseOfFused]) -> int | None:
         """For how many ranks the tensors are laid out that have what an operation makes."""
         # No layout, no degree. The statement then means 1, but stays open for the way back.
         if not any(use.degrees for use in uses):
