@@ -106,7 +106,7 @@ def test_what_no_rank_could_do_alone_is_laid_out_as_found_by_brute_force_or_refu
 
 def test_few_of_these_chains_are_refused() -> None:
     outcomes = [_outcome(open_chain(seed)) for seed in range(60)]
-    assert outcomes.count("made") > 35
+    assert outcomes.count("made") > 30
     assert {"made", "refused"} <= {*outcomes}
 
 

@@ -295,7 +295,9 @@ class Conversion:
             rewrite = without_wrappers(model_of(contents))
 
         def viewed(source: Contents, rewrite: Rewrite | None) -> RewriteView | None:
-            return rewrite and view_for_conversion(source, rewrite, parameters, model_only=model_only)
+            if rewrite is None:
+                return None
+            return view_for_conversion(source, rewrite, parameters, model_only=model_only)
 
         if dtype is not None:
             check_dtype(dtype)

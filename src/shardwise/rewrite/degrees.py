@@ -194,7 +194,9 @@ class Fusings:
                 for leaf in node.leaves
             ]
             layouts += self._layouts_of_sources(node, metas)
-            found[name] = tuple([each.pop() if len(each := set(dim)) == 1 else 0 for dim in zip(*layouts, strict=True)])
+            # A dim of which they say different things, as of parts that lie beside each other, is none of them.
+            if layouts:
+                found[name] = tuple([dim[0] if len(set(dim)) == 1 else 0 for dim in zip(*layouts, strict=True)])
         return found
 
     def _layouts_of_sources(self, node: Node, metas: Sequence[TensorMeta | None]) -> list[tuple[int, ...]]:
