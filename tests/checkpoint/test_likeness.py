@@ -168,7 +168,7 @@ def test_a_fused_model_goes_back_to_the_form_of_its_hub(tmp_path: Path, mesh: st
     assert_like(tmp_path / "out", source, by_hand(whole, tp))
     # The same by the inverse: of the record, and of the rewrite by name.
     (tmp_path / "r.rewrite").write_text(str(REWRITE))
-    words = ["--to", "hf", "--rewrite", tmp_path / "r.rewrite", "--inverse", "--like", source]
+    words = ("--to", "hf", "--rewrite", tmp_path / "r.rewrite", "--inverse", "--like", source)
     assert convert(tmp_path / "save", tmp_path / "named", *words).exit_code == 0
     assert_like(tmp_path / "named", source, by_hand(whole, tp))
 

@@ -385,7 +385,7 @@ def _settle(
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend(unfit)
     lacking = {kind.name for kind in kinds if kind not in found.source}
-    kept = sorted({model_name_of_master(name) or name for name in lacking} - set(filter(is_state_name, lacking)))
+    kept = sorted({model_name_of_master(name) or name for name in lacking} - {n for n in lacking if is_state_name(n)})
     if kept and isinstance(state, Restorable):
         # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
         # come from; to prepare it once more changes nothing.

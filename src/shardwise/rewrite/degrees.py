@@ -114,6 +114,8 @@ class Fusings:
         self._degrees: dict[object, int] = {}
         self._parts: dict[Form, dict[str, ViewedTensor]] = {}
         self._layouts: dict[object, list[tuple[int, ...]]] = {}
+        self._tells = False, False
+        """Whether layouts of sources, and of the target, are known."""
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -141,6 +143,7 @@ class Fusings:
         self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
     ) -> list[dict[Where, Degrees]]:
         """For each section the degrees of its instances, as the layouts of sources and target tell them."""
+        self._tells = any(meta.degrees for meta in sources.values()), any(meta.degrees for meta in wanted.values())
         # Back from the target: in which outputs do elements of each stand-in come out?
         for name, node in outputs.items():
             meta = wanted.get(name)
@@ -233,7 +236,8 @@ class Fusings:
                 if use.degrees is not None and (laid := self._part(use.form, str(use.number))) is not None
             ]
             self._degrees[key] = _degree_along(shape[fusing.axis], cuts)
-        return self._degrees[key]
+        untold = not self._tells[1] and not all(use.degrees for use in uses)
+        return _unless_untold(self._degrees[key], untold=untold)
 
     def _part(self, form: Form, number: str) -> ViewedTensor | None:
         """What of a form comes of one of its sources."""
@@ -263,11 +267,17 @@ class Fusings:
             else:
                 cuts = _cuts_of_sources(node, {str(number): meta for number, meta in enumerate(metas)}, axis)
                 self._degrees[key] = _degree_along(node.meta.shape[axis], [each for _, each in cuts])
-        return self._degrees[key]
+        untold = not self._tells[0] and not all(leaf in self._of for leaf in node.leaves)
+        return _unless_untold(self._degrees[key], untold=untold)
 
     def _meta_of(self, leaf: str, sources: Mapping[str, TensorMeta]) -> TensorMeta:
         fusing = self._of.get(leaf)
         return sources[leaf] if fusing is None else fusing.made._replace(degrees=fusing.layout_made)
+
+
+def _unless_untold(degree: int, *, untold: bool) -> int | None:
+    """A degree; None for the 1 of tensors of whose layouts nothing is known: with them it may be another."""
+    return None if untold and degree == 1 else degree
 
 
 def _layout(meta: TensorMeta) -> tuple[int, ...]:
