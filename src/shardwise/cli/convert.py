@@ -202,7 +202,6 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
         lines.append(f"{plural(len(report.left_out), 'tensor')} of optimizers left out{masters}")
     if report.from_masters:
         lines.append(f"{plural(len(report.from_masters), 'tensor')} out of masters, in the place of working copies")
-    lines += [f"note: {each}" for each in report.notes]
     if report.cast:
         lines.append(f"{plural(len(report.cast), 'tensor')} cast to the wanted dtype: {_some(report.cast)}")
     if report.dropped:
@@ -225,6 +224,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
     )
     if report.certificate is not None:
         lines.append(str(report.certificate))
+    lines += [f"note: {each}" for each in report.notes]
     return "\n".join(lines)
 
 
