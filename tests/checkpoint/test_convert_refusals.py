@@ -100,7 +100,7 @@ def test_the_certificate_says_that_a_part_was_dropped(tmp_path: Path, text: str,
 def test_a_save_whose_certifying_is_stopped_is_removed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: type[BaseException]
 ) -> None:
-    def stopped(*_: object) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise stops
 
     monkeypatch.setattr(certificates, "_digests", stopped)

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import safetensors
 import torch
 
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore, export_hf, import_hf
+from shardwise.checkpoint import Contents, LocalStore, conversion, export_hf, import_hf
+from shardwise.checkpoint.foreign import read_foreign
+from shardwise.checkpoint.saves import read_save
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.rewrites import shipped
@@ -173,21 +176,31 @@ def test_the_certificate_says_what_was_lost(tmp_path: Path) -> None:
     assert (row["name"], row["returned_sha256"], row["verdict"], row["why"]) == ("y", None, "lossy", "dropped")
 
 
-def test_what_does_not_come_back_is_an_error_and_leaves_neither_folder_nor_save(tmp_path: Path) -> None:
+def test_what_does_not_come_back_is_an_error_and_leaves_neither_folder_nor_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint.save(tmp_path / "a", {"x": torch.arange(6.0), "y": torch.zeros(3)})
     checkpoint.convert(tmp_path / "a", tmp_path / "hf", to="hf")
-    source = tmp_path / "hf/model.safetensors"
 
-    def changed_meanwhile(done: int, total: int) -> None:
-        data = bytearray(source.read_bytes())
-        data[-1] ^= 1
-        source.write_bytes(data)
+    def damaged(read: Callable[..., Contents]) -> Callable[..., Contents]:
+        """Reads what was written, the last byte of which is another by then."""
 
+        def reading(store: LocalStore, *others: Any) -> Contents:
+            file = max(Path(store.location).rglob("*.safetensors"), key=lambda each: each.stat().st_mtime_ns)
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+            return read(store, *others)
+
+        return reading
+
+    monkeypatch.setattr(conversion, "read_foreign", damaged(read_foreign))
     with pytest.raises(CheckpointError, match=r"not to be trusted.*: y \(float32 \[3\]\) does not come back out of"):
-        export_hf(tmp_path / "hf", tmp_path / "out", progress=changed_meanwhile)
+        export_hf(tmp_path / "hf", tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "hf"]
-    with pytest.raises(CheckpointError, match="not to be trusted"):
-        import_hf(tmp_path / "hf", tmp_path / "a", progress=changed_meanwhile)
+    monkeypatch.setattr(conversion, "read_save", damaged(read_save))
+    with pytest.raises(CheckpointError, match="damaged"):
+        import_hf(tmp_path / "hf", tmp_path / "a")
     assert [each.name for each in (tmp_path / "a").iterdir()] == ["save-00000001"]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -109,8 +110,8 @@ def test_another_difference_beside_nans_is_still_an_error(
     at, value = {"a number": (2, 5.0), "a NaN for a number": (3, float("nan")), "a number for a NaN": (1, 1.0)}[fault]
     read = certificates._elements
 
-    def changed(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, some in read(store, outputs):
+    def changed(store: Store, outputs: Outputs, *others: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, some in read(store, outputs, *others):
             if outputs.view is not None:  # what came back
                 some[at] = value
             yield name, some

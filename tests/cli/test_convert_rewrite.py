@@ -96,7 +96,7 @@ def test_errors_are_one_paragraph(saved: Path, tmp_path: Path) -> None:
             "there is no file lama-qkv, and no rewrite named 'lama-qkv' comes with shardwise",
         ),
         (1, ["--rewrite", "llama-qkv"], "num_attention_heads"),
-        (1, ["--inverse"], "does not say which rewrite made it; name that rewrite (--rewrite"),
+        (1, ["--inverse"], "does not say which rewrite made it; name the rewrite to undo (--rewrite"),
         (2, ["--set", "a=1"], "name one with --rewrite"),
         (2, ["--rewrite", "llama-qkv", "--set", "a"], "'a' is not of the form name=value"),
         (2, ["--dry-run"], "name one with --rewrite"),

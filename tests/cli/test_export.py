@@ -99,7 +99,7 @@ def test_a_save_without_a_configuration_says_so_and_takes_one(run: Path, tmp_pat
 
 
 def test_options_that_do_not_go_together_are_wrong_usage(tmp_path: Path) -> None:
-    for words in (["--dtype", "float32"], ["--like", "x"], ["--lossy"], ["--to", "hf", "--dtype", "int8"]):
+    for words in (["--dtype", "float32"], ["--lossy"], ["--to", "hf", "--dtype", "int8"]):
         result = in_this_process("ckpt", "convert", str(tmp_path), str(tmp_path / "out"), *words)
         assert result.exit_code == 2, words
     result = in_this_process("ckpt", "convert", str(tmp_path), str(tmp_path / "out"), "--config", str(tmp_path / "x"))

@@ -215,7 +215,7 @@ def _degree(attributes: Mapping[str, str], key: str, degrees: tuple[int, ...], a
     return int(attributes.get(key, degrees[axis] if degrees else 1))
 
 
-def _fused(flag: str, tensors: list[Tensor], line: Line, num_right: int, right: tuple[int, ...]) -> list[Values]:
+def laid(flag: str, tensors: list[Tensor], line: Line, num_right: int, right: tuple[int, ...]) -> list[Values]:
     """A `fused_` operation. `right`: the degrees of the one tensor on the right, where they are known."""
     attributes = dict(line.attributes)
     values = [tensor.values for tensor in tensors]
@@ -280,7 +280,13 @@ def _more(shape: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
     return [(0, 0 if new == -1 else new - old) for old, new in zip(shape, sizes, strict=True)]
 
 
-def perform(instance: Instance, tensors: list[Tensor], right: tuple[int, ...], *, model: bool) -> list[Tensor]:
+Lay: TypeAlias = Callable[[str, list[Tensor], Line, int, tuple[int, ...]], list[Values]]
+"""What carries out a `fused_` operation, such as `laid`."""
+
+
+def perform(
+    instance: Instance, tensors: list[Tensor], right: tuple[int, ...], *, model: bool, lay: Lay
+) -> list[Tensor]:
     """The operations of a statement, from left to right. `model`: else it is state, whose dtype stays."""
     line, num_right = instance.line, len(instance.right)
     tensors = [
@@ -291,7 +297,7 @@ def perform(instance: Instance, tensors: list[Tensor], right: tuple[int, ...], *
     for key, text in line.attributes:
         if key in FUSED:
             dtype = tensors[0].dtype
-            tensors = [Tensor(values, dtype) for values in _fused(key, tensors, line, num_right, right)]
+            tensors = [Tensor(values, dtype) for values in lay(key, tensors, line, num_right, right)]
         elif not (fused and key == "axis"):
             tensors = _carried_out(key, text, tensors, line, num_right, model)
     assert len(tensors) == num_right, (line, len(tensors))
@@ -340,6 +346,13 @@ class Interpreter:
             self.planes[key][name] = tensor
             self.unread.add(name)
 
+    def next_section(self) -> None:
+        """From here on there is only what has come out."""
+        outputs = self.outputs()
+        self.planes, self.unread, self.kept = {"": {}}, set(), set()
+        for name, tensor in outputs.items():
+            self.add_source(name, tensor)
+
     def _results(self, instance: Instance, key: str) -> list[tuple[str, Tensor]]:
         plane, right = self.planes[key], instance.right
         if not instance.left or not right or instance.left[0] not in plane:
@@ -348,7 +361,7 @@ class Interpreter:
         if key and tensors[0].shape == () != self.planes[""][instance.left[0]].shape:
             return [(name, tensors[0]) for name in right]
         degrees = (self.wanted or {}).get(right[0], ())
-        return list(zip(right, perform(instance, tensors, degrees, model=not key), strict=True))
+        return list(zip(right, perform(instance, tensors, degrees, model=not key, lay=laid), strict=True))
 
     def outputs(self) -> dict[str, Tensor]:
         names = self.unread | self.kept if self.wanted is None else {split_state(name)[0] for name in self.wanted}

@@ -26,11 +26,16 @@ def problem(text: str, sources: dict[str, tuple[int, ...]], target: dict[str, tu
 
 @pytest.mark.parametrize(
     ("numbers", "lacking"),
-    [((0, 1, 3), "l.0.e.2.w"), ((1, 2), "l.0.e.0.w"), ((0, 1, 2, 10), "l.0.e.3.w"), ((7,), "l.0.e.0.w")],
+    [
+        ((0, 1, 3), "l.0.e.2.w is"),
+        ((1, 2), "l.0.e.0.w is"),
+        ((0, 1, 2, 10), "l.0.e.3.w and those with 4, 5, 6, 7, 8, 9 in its place are"),
+        ((2,), "l.0.e.0.w and those with 1 in its place are"),
+    ],
 )
 def test_a_number_that_is_lacking_is_named_unless_gaps_are_allowed(numbers: tuple[int, ...], lacking: str) -> None:
     found = problem(STACK, experts(*numbers, layers=1))
-    assert found == f"{lacking} is not there, and l.0.e.{numbers[-1]}.w is; write gaps=1 if numbers may be missing"
+    assert found == f"{lacking} not there, and l.0.e.{numbers[-1]}.w is; write gaps=1 if numbers may be missing"
     allowed = f"{STACK}, gaps=1"
     made = proved(allowed, {name: Tensor(numbered(0, shape)) for name, shape in experts(*numbers).items()})
     assert made["l.1.e"].shape == (len(numbers), *A)
@@ -103,3 +108,48 @@ def test_names_that_are_near_are_told_of_the_target_and_where_a_statement_may_ma
         "line 1: m.$L.self_atn.q stands for nothing, which optional=1 allows; there is m.0.self_attn.q",
     )
     assert Rewrite("bias.$L -> b.$L, optional=1").check({"m.0.self_attn.q": A}).notes == ()
+
+
+def test_every_number_that_is_lacking_is_named_with_its_layer() -> None:
+    sources = {**experts(0, 1, 2), **{f"l.1.e.{number}.w": A for number in (4, 6, 9)}}
+    found = problem(STACK, sources)
+    assert found == (
+        "l.1.e.3.w and those with 5, 7, 8 in its place are not there, and l.1.e.9.w is; write gaps=1 if numbers may be "
+        "missing"
+    )
+    far = problem(STACK, experts(0, 10**30, layers=1))
+    assert far.startswith("l.0.e.1.w and those with 2, 3, 4, 5, 6, 7, 8 ... in its place are not there, and l.0.e.1000")
+
+
+def test_a_number_behind_the_last_is_lacking_where_something_else_has_it() -> None:
+    """The stack was made without it, one expert short, and no shape of the source shows it."""
+    sources = experts(0, 1, 2) | {f"l.{layer}.e.{number}.b": A for layer in range(2) for number in range(3)}
+    stacks = f"{STACK}; l.$L.e.*.b -> l.$L.b, stack=0"
+    assert Rewrite(stacks).check(sources).outputs["l.1.b"].shape == (3, *A)
+    del sources["l.1.e.2.b"]
+    assert (
+        problem(stacks, sources) == "l.1.e.2.b is not there, and l.1.e.2.w is; write gaps=1 if numbers may be missing"
+    )
+    assert Rewrite(f"{STACK}; l.$L.e.*.b -> l.$L.b, stack=0, gaps=1").check(sources).outputs["l.1.b"].shape == (2, *A)
+
+
+def test_of_a_range_every_name_that_is_lacking_is_named() -> None:
+    sources = {f"l.{layer}.e_{number}": A for layer in range(2) for number in range(5) if layer == 0 or number % 3 < 2}
+    del sources["l.1.e_4"]
+    with pytest.raises(RewriteError) as refused:
+        Rewrite("l.$L.e[0:5] -> l.$L.w, stack=0").check(sources)
+    said = [each.splitlines()[0].partition(": ")[2] for each in refused.value.problems]
+    assert said == [f"l.1.e_{number} is not there, and l.1.e_0 needs it" for number in (2, 4)]
+
+
+def test_a_target_with_more_or_fewer_experts_shows_which_stand_where() -> None:
+    with pytest.raises(RewriteError) as refused:
+        Rewrite(STACK).check({**experts(0, 1, 2), "l.1.e.3.w": A}, {"l.0.e": (4, *A), "l.1.e": (4, *A)})
+    assert refused.value.problems == (
+        "l.0.e: shape [4, 2, 3] in the target, [3, 2, 3] by the rewrite",
+        "note: line 1: l.$L.e.*.w stands for 3 names in 1 place, for 4 where l.1.e.0.w is",
+    )
+    message = problem("all -> e.*.w, stack=0", {"all": (4, *A)}, {f"e.{number}.w": A for number in (0, 1, 3)})
+    assert message == "all is parted into 4, and the target has 3 names like e.*.w: e.2.w is not there, and e.3.w is"
+    message = problem("all -> e.*.w, stack=0", {"all": (4, *A)}, {f"e.{number}.w": A for number in range(3)})
+    assert message == "all is parted into 4, and the target has 3 names like e.*.w, the last of which is e.2.w"

@@ -21,7 +21,7 @@ from shardwise.checkpoint.background import AsyncSaver
 from shardwise.checkpoint.certificates import Certificate, CertifiedTensor
 from shardwise.checkpoint.commit import SaveReport
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
-from shardwise.checkpoint.conversion import ConvertReport, convert, inverse_like, preview, recorded_rewrite
+from shardwise.checkpoint.conversion import ConvertReport, convert, preview
 from shardwise.checkpoint.difference import Difference, diff
 from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.import_export import export_hf, import_hf
@@ -36,6 +36,7 @@ from shardwise.checkpoint.scaled_weights import dequantising
 from shardwise.checkpoint.states import Ordered, Positioned, Restorable, Restoration, State, Stateful
 from shardwise.checkpoint.stores import Address, Reader, Store, Writer, store_of
 from shardwise.checkpoint.torch_state import TorchState
+from shardwise.checkpoint.ways_back import inverse_like, recorded_rewrite, way_back
 from shardwise.checkpoint.weight_streams import StreamReport, stream
 
 __all__ = [
@@ -86,4 +87,5 @@ __all__ = [
     "stream",
     "verify",
     "verify_all",
+    "way_back",
 ]

@@ -19,6 +19,7 @@ from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, Progress
 from shardwise.checkpoint.huggingface_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import OutputReader, Outputs
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
@@ -261,9 +262,13 @@ class _AveragedOutputs(Outputs):
         return self.sides[0].windows(pieces)
 
     def reader(
-        self, store: Store, batch: GrowingBuffer | None = None, window: GrowingBuffer | None = None
+        self,
+        store: Store,
+        batch: GrowingBuffer | None = None,
+        window: GrowingBuffer | None = None,
+        digests: PassingDigests | None = None,
     ) -> OutputReader:
-        """A reader of means; it reads all checkpoints one after the other."""
+        """A reader of means; it reads all checkpoints one after the other, and nobody certifies them."""
         return _MeanReader(self, batch or GrowingBuffer(), window or GrowingBuffer(WINDOW_BYTES))
 
     def compare(self, from_first: Collection[str]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ import torch
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.elements import with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
@@ -34,6 +35,9 @@ from shardwise.rewrite.op_steps import Quantises
 from shardwise.rewrite.strided_views import scales_of
 
 __all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
+
+_COMPARED_AT_ONCE = 1 << 20
+"""Elements that are compared in float64 at a time."""
 
 _FORMAT = "shardwise round trip 1"
 
@@ -187,13 +191,15 @@ def certify_return(
     written: Contents,
     *,
     location: str,
+    known: Mapping[str, str],
     original: tuple[Store, Contents] | None = None,
 ) -> Certificate:
     """Read both sides, and compare the digests of their tensors.
 
     contents: what was converted, of `source`. view: by which rewrite; None: without one. written: what `store` holds of
         it now, and `location` what to call that.
-    original: what the source was once made of, which is compared with what was written.
+    known: digests of the source that were taken when it was read to be converted. original: what the source was once
+    made of, which is compared with what was written.
     Raises CheckpointError, naming them, for tensors that do not come back though the rewrite loses nothing of them.
     """
     trip = _RoundTrip(
@@ -204,7 +210,8 @@ def certify_return(
         back=as_they_are(written) if view is None else rewritten(view_back(contents, view, written)),
     )
     # Out of the store, and not from memory: what was written is what a certificate is about.
-    digests, returned = trip.digests()
+    passing = PassingDigests(written)
+    digests, returned = trip.digests(known, passing)
     # Bytes may be equal where the kind is not: [2, 3] and [3, 2], or int32 and float32.
     differing = [name for name, digest in digests.items() if returned.get(name) != digest or trip.changes_kind(name)]
     whys = trip.losses(differing)
@@ -226,13 +233,16 @@ def certify_return(
         tensors=tuple(trip.rows(digests, returned, whys, trip.errors(whys))),
         is_of_save=contents.format == "shardwise",
         original="" if original is None else original[1].location,
-        compared=() if original is None else _compared(store, written, *original),
+        compared=() if original is None else _compared(store, written, *original, passing.found),
     )
 
 
-def _compared(store: Store, written: Contents, source: Store, original: Contents) -> tuple[ComparedTensor, ...]:
-    """Each tensor that was written, compared with the tensor of its name in the original."""
-    made, there = _digests(store, as_they_are(written)), _digests(source, as_they_are(original))
+def _compared(
+    store: Store, written: Contents, source: Store, original: Contents, known: Mapping[str, str]
+) -> tuple[ComparedTensor, ...]:
+    """Each tensor that was written, compared with the tensor of its name in the original; `known`: see `_completed`."""
+    made = _completed(known, lambda outputs: _digests(store, outputs), as_they_are(written))
+    there = _digests(source, as_they_are(original))
 
     def verdict(name: str) -> Literal["equal", "differs", "not written", "not in the original"]:
         if name not in made:
@@ -259,9 +269,18 @@ class _RoundTrip:
     store: Store
     back: Outputs
 
-    def digests(self) -> tuple[dict[str, str], dict[str, str]]:
-        """sha256 of the elements of every tensor, and of what came back of it where something did."""
-        return self._both(_digests, self.sent, self.back)
+    def digests(self, known: Mapping[str, str], passing: PassingDigests) -> tuple[dict[str, str], dict[str, str]]:
+        """sha256 of the elements of every tensor, and of what came back of it where something did.
+
+        known: those that need not be read. passing: sees what is read of the destination.
+        """
+
+        def digests(store: Store, outputs: Outputs) -> dict[str, str]:
+            if outputs is self.back:
+                return _digests(store, outputs, passing=passing)
+            return _completed(known, lambda rest: _digests(store, rest), outputs)
+
+        return self._both(digests, self.sent, self.back)
 
     def rows(
         self,
@@ -298,7 +317,7 @@ class _RoundTrip:
         for window in sent.windows([each.whole for each in sent.tensors.values()]):
             back = [replace(piece, name=self._found(piece.name)) for piece in window]
             for piece, mine, other in zip(window, readers[0].read(window), readers[1].read(back), strict=True):
-                for part, returned in zip(mine.split(_NANS_AT_ONCE), other.split(_NANS_AT_ONCE), strict=True):
+                for part, returned in zip(mine.split(_COMPARED_AT_ONCE), other.split(_COMPARED_AT_ONCE), strict=True):
                     here = _errors(part.to(torch.float64), returned.to(torch.float64))
                     first, second = errors[piece.name], here
                     errors[piece.name] = max(first[0], second[0]), max(first[1], second[1])
@@ -406,13 +425,25 @@ def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | N
     return next((pair for dtypes in plain for pair in pairwise(dtypes) if pair[0] != pair[1]), None)
 
 
+def _completed(
+    known: Mapping[str, str], digests: Callable[[Outputs], dict[str, str]], outputs: Outputs
+) -> dict[str, str]:
+    """The digests of all outputs, some of which are known; only the others are read."""
+    rest = {name: each for name, each in outputs.tensors.items() if name not in known}
+    found = {**known, **digests(replace(outputs, tensors=rest))}
+    return {name: found[name] for name in outputs.tensors}
+
+
 def _digests(
-    store: Store, outputs: Outputs, changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda each: (each,)
+    store: Store,
+    outputs: Outputs,
+    changed: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda each: (each,),
+    passing: PassingDigests | None = None,
 ) -> dict[str, str]:
     """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
     # One for each tensor: large ones come in several windows, between which others may come.
     sums = {name: hashlib.sha256() for name in outputs.tensors}
-    for name, elements in _elements(store, outputs):
+    for name, elements in _elements(store, outputs, passing):
         for part in changed(elements):
             sums[name].update(bytes_of(part.view(torch.uint8)))
     return {name: each.hexdigest() for name, each in sums.items()}
@@ -423,9 +454,9 @@ def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
     return _digests(store, outputs, with_one_nan)
 
 
-def _elements(store: Store, outputs: Outputs) -> Iterator[tuple[str, torch.Tensor]]:
+def _elements(store: Store, outputs: Outputs, passing: PassingDigests | None) -> Iterator[tuple[str, torch.Tensor]]:
     """The elements of every output, some at a time and flat: they hold until the next."""
-    reader = outputs.reader(store)
+    reader = outputs.reader(store, digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
             yield piece.name, elements

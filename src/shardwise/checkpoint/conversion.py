@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
 from shardwise.checkpoint.certificates import Certificate, certify_return
@@ -33,8 +33,10 @@ from shardwise.checkpoint.huggingface_files import (
     model_files,
     parsed_config,
 )
+from shardwise.checkpoint.likeness import Likeness
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
-from shardwise.checkpoint.renamed_settings import rewrite_of_record
+from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
@@ -53,14 +55,10 @@ __all__ = [
     "ConvertReport",
     "ConvertTarget",
     "Progress",
-    "casting",
     "check_dtype",
     "convert",
-    "inverse_like",
     "main_dtype",
     "preview",
-    "recorded_rewrite",
-    "with_masters",
     "without_wrappers",
 ]
 
@@ -97,8 +95,12 @@ class ConvertReport:
     """How many of `left_out` are masters of parameters that were written in their own, lower precision."""
     dropped: tuple[str, ...] = ()
     """Tensors of the source that the rewrite drops (`a -> _`)."""
+    notes: tuple[str, ...] = ()
+    """What may be wrong with the rewrite though all fits, such as how many experts a star stands for; see `Checked`."""
     from_masters: tuple[str, ...] = ()
     """Masters that were written, in the place of working copies of lower precision (`dtype`)."""
+    cast: tuple[str, ...] = ()
+    """Tensors that were cast, since `dtype` or `like` wanted it."""
     files: tuple[str, ...] = ()
     """Other files of the destination, or files that the save keeps."""
     missing: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ def convert(
     rewrite: Rewrite | None = None,
     config: ConfigPath = None,
     dtype: str | None = None,
+    like: Address | None = None,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = False,
@@ -133,6 +136,9 @@ def convert(
     config: a folder with `config.json` and the files of a tokenizer, or a configuration file. They go before what the
         source has. A save keeps the configuration.
     dtype: of the floats in "hf"; see `export_hf`.
+    like: a checkpoint whose form "hf" takes, such as the folder from which a training began: its names and shapes,
+        which the outputs must have, its dtypes of floats, the files in which its tensors are, and its configuration and
+        tokenizer. `way_back` finds the rewrite that leads there.
     step: the newest save of this step; the default is the newest of all.
     max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has its own file.
     certify: read everything again afterwards, back through the inverse, and write `round-trip.json` next to the
@@ -154,11 +160,7 @@ def convert(
     check_arguments(
         rewrite=rewrite, config=config, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify}
     )
-    if dtype is not None and to != "hf":
-        raise CheckpointError(
-            f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
-            "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
-        )
+    _check_form(to, dtype=dtype, like=like)
     store = store_of(source)
     conversion = Conversion.of(
         store,
@@ -167,6 +169,7 @@ def convert(
         model_only=to == "hf",
         config=config,
         dtype=dtype,
+        like=None if like is None else Likeness.of(like),
         original=_original_at(original, certify=certify),
     )
     if to == "hf":
@@ -182,6 +185,7 @@ def preview(
     rewrite: Rewrite,
     config: ConfigPath = None,
     dtype: str | None = None,
+    like: Address | None = None,
     step: int | None = None,
 ) -> str:
     """Say what `convert` would make of what with these arguments, as a table. Only metadata is read.
@@ -193,43 +197,24 @@ def preview(
     check_arguments(rewrite=rewrite, config=config, step=step, flags={})
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
+    _check_form(to, dtype=dtype, like=like)
     store = store_of(source)
     conversion = Conversion.of(
-        store, read_contents(store, step=step), rewrite, model_only=to == "hf", config=config, dtype=dtype
+        store,
+        read_contents(store, step=step),
+        rewrite,
+        model_only=to == "hf",
+        config=config,
+        dtype=dtype,
+        like=None if like is None else Likeness.of(like),
     )
     assert conversion.outputs.view is not None, "a rewrite was given"
     if destination is not None and to == "hf":
-        planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES)
+        places = conversion.places
+        planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES, places=places)
     elif destination is not None:
         check_save(destination)
     return conversion.outputs.view.checked.explain()
-
-
-def recorded_rewrite(source: Address, *, step: int | None = None) -> Rewrite:
-    """The rewrite by which the save at `source` was made; its `inverse()` leads back.
-
-    Raises CheckpointError for a checkpoint that was made without one.
-    """
-    contents = read_contents(store_of(source), step=step)
-    found = rewrite_of_record(contents.settings)
-    if found is None:
-        raise CheckpointError(
-            f"{contents.location} does not say which rewrite made it; name that rewrite (--rewrite NAME --inverse). "
-            "If the inverse needs the tensors of before, add --like ORIGINAL"
-        )
-    return found
-
-
-def inverse_like(rewrite: Rewrite, original: Address, *, lossy: Literal["refuse", "allow"] = "refuse") -> Rewrite:
-    """The way back of a rewrite to the names, shapes and dtypes of the checkpoint at `original`; see `Checked.inverse`.
-
-    Only metadata is read. Parameters that the rewrite lacks come from its `config.json`. lossy: as for that.
-    Raises CheckpointError, and RewriteError for a rewrite that does not fit it or loses something of it.
-    """
-    store = store_of(original)
-    contents = read_contents(store)
-    config = model_files(store, contents).get(CONFIG)
-    return view_for_conversion(contents, rewrite, config, model_only=True).checked.inverse(lossy=lossy)
 
 
 def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:
@@ -246,6 +231,21 @@ def _check_target(to: object) -> None:
     """Raise CheckpointError for what nothing can be converted to."""
     if to not in get_args(ConvertTarget):
         raise CheckpointError(f"a conversion to {to!r} was asked for; it goes to {', '.join(get_args(ConvertTarget))}")
+
+
+def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -> None:
+    """Raise CheckpointError for a dtype, or a form, that cannot be asked for."""
+    if dtype is not None and to != "hf":
+        raise CheckpointError(
+            f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
+            "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
+        )
+    if like is not None and to != "hf":
+        raise CheckpointError(f"like={like} was asked for a save ({to}); only files of Hugging Face (hf) take a form")
+    if like is not None and dtype is not None:
+        raise CheckpointError(
+            f"dtype={dtype!r} (--dtype) and like={like} (--like) were asked for, and both say dtypes; leave one out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +266,10 @@ class Conversion:
     """What the source was once made of, where that was given."""
     masters: tuple[str, ...] = ()
     """Masters that are written in the place of working copies."""
+    cast: tuple[str, ...] = ()
+    """Outputs that are cast to what `dtype` or `like` ask for."""
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """In which files of Hugging Face tensors are, see `shards_of`."""
 
     @classmethod
     def of(
@@ -277,28 +281,38 @@ class Conversion:
         model_only: bool,
         config: ConfigPath = None,
         dtype: str | None = None,
+        like: Likeness | None = None,
         original: tuple[Store, Contents] | None = None,
     ) -> Self:
-        """Prepare it; `config` and `dtype`: see `convert`.
+        """Prepare it; `config`, `dtype` and `like`: see `convert`.
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
-        files, given = model_files(store, contents), {**files_beside(store), **given_files(config)}
+        files = model_files(store, contents)
+        beside = files_beside(store) if like is None else {**files_beside(store), **like.files}
+        given = {**beside, **given_files(config)}
         parameters = parsed_config(given) or files.get(CONFIG)
-        source = contents
-        masters: tuple[str, ...] = ()
+        if rewrite is None and model_only:
+            rewrite = without_wrappers(model_of(contents))
+
+        def viewed(source: Contents, rewrite: Rewrite | None) -> RewriteView | None:
+            if rewrite is None:
+                return None
+            return view_for_conversion(source, rewrite, parameters, model_only=model_only)
+
         if dtype is not None:
             check_dtype(dtype)
-            source, masters = with_masters(contents, dtype)
-        if rewrite is None and model_only:
-            rewrite = without_wrappers(model_of(source))
-        view = None
-        if rewrite is not None:
-            view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
-        # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
-        if dtype is not None and (casts := casting(source if view is None else view.contents, dtype)):
-            rewrite = casts if view is None else view.checked.rewrite >> casts
-            view = view_for_conversion(source, rewrite, parameters, model_only=model_only)
+        view = viewed(contents, rewrite)
+        wanted = _wanted_dtypes(model_of(contents) if view is None else view.contents, dtype, like)
+        # Values come out of masters, which hold more than the working copies.
+        source, masters = _with_masters(contents, wanted, view)
+        view = viewed(source, rewrite) if masters else view
+        found = (model_of(source) if view is None else view.contents).tensors
+        casts = {name: each for name, each in wanted.items() if each != found[name].dtype}
+        if casts:
+            # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
+            statements = _casting(casts, contents.aliases if view is None else view.contents.aliases)
+            view = viewed(source, statements if view is None else view.checked.rewrite >> statements)
         if view is None:
             outputs = as_they_are(model_of(source) if model_only else source)
         else:
@@ -311,6 +325,8 @@ class Conversion:
             outputs=outputs,
             original=original,
             masters=masters,
+            cast=tuple(casts),
+            places={} if like is None else like.file_of,
         )
 
     def to_save(
@@ -329,8 +345,10 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            made = make_save(self.store, self.outputs, store, to, {} if has_them else as_extra(kept), progress)
-            certificate = self._certified_save(store, made) if certify else None
+            digests = self._digests(certify=certify)
+            added = {} if has_them else as_extra(kept)
+            made = make_save(self.store, self.outputs, store, to, added, progress, digests)
+            certificate = None if digests is None else self._certified_save(store, made, digests)
         # Beside the saves, not in one: the tokenizer belongs to the model, and each save of the folder can use it.
         beside = {name: data for name, data in self.given.items() if name not in kept}
         for name, data in beside.items():
@@ -338,14 +356,18 @@ class Conversion:
                 store.create(name, data)
         return self._report(made, files=(*kept, *beside), certificate=certificate)
 
-    def _certified_save(self, store: Store, made: WrittenCopy) -> Certificate:
+    def _digests(self, *, certify: bool) -> PassingDigests | None:
+        """What takes the digests of the source as it is read; None where nobody asks for them."""
+        return PassingDigests(self.outputs.contents) if certify else None
+
+    def _certified_save(self, store: Store, made: WrittenCopy, digests: PassingDigests) -> Certificate:
         """Certify a save, or remove it."""
         # In the folder of the save, so that pruning the save takes its certificate along.
         name = folder_of(made.number) + CERTIFICATE
         try:
             # Read anew, not kept from the writing: what is certified is what a later reader finds.
             written = read_save(store, made.number)
-            certificate = self._certify(store, written, made.location)
+            certificate = self._certify(store, written, made.location, digests)
             store.create(name, certificate.pack())
         except BaseException as error:  # Ctrl-C too: what was to be certified and is not must not stay
             with contextlib.suppress(CheckpointError, OSError, EOFError):
@@ -371,14 +393,15 @@ class Conversion:
         # these.
         certificates: list[Certificate] = []
         added: list[str] = []
+        digests = self._digests(certify=certify)
 
         def finish(store: Store, path: str) -> None:
             dtype = main_dtype(self.outputs.tensors.values())
             for name, data in files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised):
                 store.create(name, data)
                 added.append(name)
-            if certify:
-                certificates.append(self._certify(store, read_foreign(store), path))
+            if digests is not None:
+                certificates.append(self._certify(store, read_foreign(store), path, digests))
                 store.create(CERTIFICATE, certificates[0].pack())
 
         self.outputs.check_agreement(self.store)
@@ -387,8 +410,10 @@ class Conversion:
             self.outputs,
             destination,
             max_shard_bytes=max_shard_bytes,
+            places=self.places,
             finish=finish,
             progress=progress,
+            digests=digests,
         )
         missing = () if CONFIG in added else (CONFIG,)
         certificate = certificates[0] if certificates else None
@@ -405,7 +430,7 @@ class Conversion:
         is_of_narrow_floats = isinstance(said, dict) and said.get("quant_method") == "fp8"
         return is_of_narrow_floats or (self.outputs.view is not None and bool(self.outputs.view.checked.scales))
 
-    def _certify(self, store: Store, written: Contents, location: str) -> Certificate:
+    def _certify(self, store: Store, written: Contents, location: str, digests: PassingDigests) -> Certificate:
         return certify_return(
             self.store,
             self.outputs.contents,
@@ -413,6 +438,7 @@ class Conversion:
             store,
             written,
             location=location,
+            known=digests.found,
             original=self.original,
         )
 
@@ -440,7 +466,9 @@ class Conversion:
             left_out=left_out,
             num_masters=sum(model_name_of_master(name) in used for name in left_out),
             dropped=() if outputs.view is None else tuple(sorted(outputs.view.checked.dropped)),
+            notes=() if outputs.view is None else outputs.view.checked.notes,
             from_masters=self.masters,
+            cast=self.cast,
             files=files,
             missing=missing,
             certificate=certificate,
@@ -455,37 +483,48 @@ def check_dtype(dtype: str) -> None:
         )
 
 
-def with_masters(contents: Contents, dtype: str) -> tuple[Contents, tuple[str, ...]]:
-    """A checkpoint whose model has the values of its masters, and their names.
+def _wanted_dtypes(outputs: Contents, dtype: str | None, like: Likeness | None) -> dict[str, str]:
+    """The dtypes that are wanted of floats among the outputs: name -> dtype.
 
-    A tensor that is stored in `dtype` keeps its own: a working copy is its master, rounded once.
+    Raises CheckpointError for outputs that cannot take the form.
+    """
+    if like is not None:
+        like.check(outputs)
+    asked = dict.fromkeys(outputs.tensors, dtype) if like is None else like.dtypes
+    return {
+        name: wanted
+        for name, each in outputs.tensors.items()
+        if each.dtype in COMPUTE_DTYPES
+        and is_model_name(name, outputs.format)
+        and (wanted := asked.get(name)) is not None
+    }
+
+
+def _with_masters(
+    contents: Contents, wanted: Mapping[str, str], view: RewriteView | None
+) -> tuple[Contents, tuple[str, ...]]:
+    """A checkpoint whose model has the values of masters where outputs are wanted in other dtypes; and these masters.
+
+    A tensor that is stored in its dtype keeps its own: a working copy is its master, rounded once.
     """
     tensors = dict(contents.tensors)
     used = []
-    for name, tensor in contents.tensors.items():
-        master = contents.tensors.get(state_name(name, MASTER))
-        # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
-        # bytes to read.
-        if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype != dtype:
-            pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in master.pieces)
-            tensors[name] = StoredTensor(name=name, dtype=master.dtype, shape=master.shape, pieces=pieces)
-            used.append(master.name)
+    for output, dtype in wanted.items():
+        for name in [output] if view is None else sorted(view.checked.sources_of(output)):
+            tensor, master = tensors[name], contents.tensors.get(state_name(name, MASTER))
+            # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
+            # bytes to read.
+            if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype not in (dtype, master.dtype):
+                pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in master.pieces)
+                tensors[name] = StoredTensor(name=name, dtype=master.dtype, shape=master.shape, pieces=pieces)
+                used.append(master.name)
     return replace(contents, tensors=tensors), tuple(used)
 
 
-def casting(outputs: Contents, dtype: str) -> Rewrite | None:
-    """A rewrite that casts the model's floats which are in another dtype; None where there are none.
-
-    A tie is cast under each of its names, and stays one.
-    """
-    dtypes = {name: tensor.dtype for name, tensor in outputs.tensors.items()}
-    dtypes |= {alias: dtypes[name] for alias, name in outputs.aliases.items() if name in dtypes}
-    names = [
-        name
-        for name, found in dtypes.items()
-        if found in COMPUTE_DTYPES and found != dtype and is_model_name(name, outputs.format)
-    ]
-    return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name in names]) if names else None
+def _casting(casts: Mapping[str, str], aliases: Mapping[str, str]) -> Rewrite:
+    """A rewrite that casts outputs. A tie is cast under each of its names, and stays one."""
+    every = {**casts, **{alias: casts[name] for alias, name in aliases.items() if name in casts}}
+    return Rewrite([f"{quoted(name)} -> {quoted(name)}, dtype='{dtype}'" for name, dtype in every.items()])
 
 
 def without_wrappers(model: Contents) -> Rewrite | None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.outputs import Outputs
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.safetensors_files import DataFile, FileFilling
 from shardwise.checkpoint.saves import storing
@@ -66,11 +67,12 @@ def make_save(
     to: Literal["pieces", "whole"],
     extra: Mapping[str, Any],
     progress: Progress,
+    digests: PassingDigests | None,
 ) -> WrittenCopy:
-    """Make a save. Raises CheckpointError; then none was made."""
+    """Make a save. `digests` sees all that is read. Raises CheckpointError; then none was made."""
     attempt = begin(store)
     arrangement = _arrangement(outputs, to)
-    copying = Copying(source, outputs, progress)
+    copying = Copying(source, outputs, progress, digests)
     written = []
     try:
         for rank in range(arrangement.num_ranks):
@@ -98,20 +100,25 @@ def make_folder(
     destination: Address,
     *,
     max_shard_bytes: int,
+    places: Mapping[str, tuple[str, int]],
     finish: Callable[[Store, str], None],
     progress: Progress,
+    digests: PassingDigests | None,
 ) -> WrittenCopy:
     """Make a folder of Hugging Face files; `finish` adds others, given the folder as it is made and its path to be.
 
+    places: see `shards_of`. digests: sees all that is read.
     Raises CheckpointError; then nothing was made.
     """
-    path, shards = planned_shards(outputs, destination, max_shard_bytes=max_shard_bytes)
-    copying = Copying(source, outputs, progress)
+    path, shards = planned_shards(outputs, destination, max_shard_bytes=max_shard_bytes, places=places)
+    copying = Copying(source, outputs, progress, digests)
     write_folder(path, shards, copying.fill, lambda store: finish(store, path))
     return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
 
 
-def planned_shards(outputs: Outputs, destination: Address, *, max_shard_bytes: int) -> tuple[str, list[ShardFile]]:
+def planned_shards(
+    outputs: Outputs, destination: Address, *, max_shard_bytes: int, places: Mapping[str, tuple[str, int]]
+) -> tuple[str, list[ShardFile]]:
     """The path of a folder of Hugging Face files, and the files. Raises CheckpointError where they cannot be made."""
     path = check_folder(destination)
     tensors = list(outputs.tensors.values())
@@ -120,7 +127,9 @@ def planned_shards(outputs: Outputs, destination: Address, *, max_shard_bytes: i
             f"{outputs.contents.location} has no tensor of a model, so that there is nothing to write"
         )
     metadata = _metadata(outputs.contents)
-    return path, shards_of(tensors, max_bytes=max_shard_bytes, aliases=outputs.aliases, metadata=metadata)
+    return path, shards_of(
+        tensors, max_bytes=max_shard_bytes, places=places, aliases=outputs.aliases, metadata=metadata
+    )
 
 
 def check_save(destination: Address) -> None:
@@ -200,12 +209,17 @@ def _metadata(contents: Contents) -> dict[str, str]:
 class Copying:
     """Fills files with pieces of the outputs."""
 
-    def __init__(self, store: Store, outputs: Outputs, progress: Progress) -> None:
+    def __init__(
+        self, store: Store, outputs: Outputs, progress: Progress, digests: PassingDigests | None = None
+    ) -> None:
         self._outputs = outputs
         # The two readers never read at the same time, and share what they read into. Their windows are apart.
         batch = GrowingBuffer(BATCH_BYTES)  # windows are read one after the other
-        self._readers = (outputs.reader(store, batch), outputs.reader(store, batch))
+        self._readers = tuple(outputs.reader(store, batch, digests=digests) for _ in range(2))
         self._progress = progress
+        self._digests = digests
+        # What is cut across its rows in the source passes by in order as an output, if it is only renamed.
+        self._sources = {} if digests is None else {name: outputs.unchanged(name) for name in outputs.tensors}
         self._done = 0
         self._total = outputs.num_bytes
 
@@ -221,6 +235,7 @@ class Copying:
             writing: Future[int] | None = None
             for turn, window in enumerate(self._outputs.windows(file.pieces)):
                 parts = self._readers[turn % 2].read(window)
+                self._see(window, parts)
                 # Not before this one is read: the window before is being written meanwhile. But before the next is
                 # begun, which takes over the memory of the one that is being written.
                 self._finish(writing)
@@ -228,6 +243,12 @@ class Copying:
             self._finish(writing)
         filling.flush()
         return Written(filling.checksums)
+
+    def _see(self, window: Sequence[Piece], parts: Sequence[torch.Tensor]) -> None:
+        if self._digests is not None:
+            for piece, elements in zip(window, parts, strict=True):
+                if (source := self._sources[piece.name]) is not None:
+                    self._digests.see(replace(piece, name=source), elements)
 
     def _finish(self, writing: "Future[int] | None") -> None:
         if writing is not None:

@@ -9,15 +9,17 @@ knows afterwards     who holds what, under which names
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from shardwise.checkpoint.renamed_settings import layout_of
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.rewrite_view import ranks_along_tp
 from shardwise.checkpoint.state_pieces import Held, merge_ties
 from shardwise.checkpoint.states import Ordered, State
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, understood
 from shardwise.moving.piece_exchange import pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name, plain_names
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.space import Piece
 
 __all__ = ["Holdings", "RankFacts", "facts_of", "without_state"]
@@ -31,7 +33,7 @@ def facts_of(state: State, held: Held) -> list[bytes]:
     """What a rank tells of what it holds: two texts."""
     # A mapping has the names that its maker gave it.
     is_of_model = isinstance(state, Ordered)
-    facts = held.aliases, _order(state), is_of_model, ranks_along_tp(held.settings)
+    facts = held.aliases, _order(state), is_of_model, layout_of(held.settings)
     return [pack_pieces(list(held.tensors)), json.dumps(facts).encode()]
 
 
@@ -60,8 +62,8 @@ class RankFacts:
     """Names in the order of the model, as far as it is known."""
     is_of_model: bool
     """Whether the names are those of a module."""
-    num_ranks: int | None
-    """See `ranks_along_tp`."""
+    layout: Mapping[str, Any]
+    """See `layout_of`."""
 
     @classmethod
     def of(cls, pieces: Sequence[bytes], facts: Sequence[bytes], *, purpose: str) -> "RankFacts":
@@ -70,13 +72,13 @@ class RankFacts:
         # Ranks of a pipeline have parts of the model each; the first that knows a name says where it stands.
         order = list(dict.fromkeys(name for _, names, _, _ in known for name in names))
         # A rank that holds nothing knows no mesh.
-        degrees = {each[3] for each, text in zip(known, pieces, strict=True) if text != _NOTHING}
+        layouts = [each[3] for each, text in zip(known, pieces, strict=True) if text != _NOTHING]
         return cls(
             pieces=pieces,
             ties=[aliases for aliases, *_ in known],
             order=order,
             is_of_model=any(is_of_model for _, _, is_of_model, _ in known),
-            num_ranks=degrees.pop() if len(degrees) == 1 else None,
+            layout=merge_settings(layouts),
         )
 
 
@@ -100,7 +102,7 @@ class Holdings:
         """All ranks call it together; raises the same error on all. held: what this rank holds, as it told."""
         texts, ties, order = told.pieces, told.ties, told.order
         if rewriting is not None:
-            became = rewriting.apply(channel, held, texts, ties, order, num_ranks=told.num_ranks)
+            became = rewriting.apply(channel, held, texts, ties, told.layout, order)
             held, texts, ties = became.held, became.texts, [became.held.aliases] * channel.size
             order = list(became.checked.outputs)
         own = list(held.tensors)

@@ -36,6 +36,7 @@ __all__ = [
     "check_folder",
     "files_beside",
     "files_of",
+    "folder_files",
     "given_files",
     "kept_files",
     "model_files",
@@ -105,6 +106,16 @@ def files_beside(store: Store) -> dict[str, bytes]:
     return {name: read_whole(store, name) for name in names}
 
 
+def folder_files(store: Store, contents: Contents) -> dict[str, bytes]:
+    """All files that go with the tensors of a checkpoint, as they are; of a save what it keeps: name -> bytes.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
+    if contents.format in ("safetensors", "torch"):
+        return {name: read_whole(store, name) for name in store.names() if name in _COPIED}
+    return {**files_beside(store), **{name: _as_json(each) for name, each in model_files(store, contents).items()}}
+
+
 def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
     """The extra of a save that keeps these configuration files."""
     return {_EXTRA: dict(files)} if files else {}
@@ -144,20 +155,24 @@ def files_of(
     is_dequantised: a configuration that says how tensors are quantised no longer says it.
     """
     for name in (*given, *(each for each in kept if each not in given)):
-        data = given[name] if name in given else (json.dumps(kept[name], indent=2) + "\n").encode()
+        data = given[name] if name in given else _as_json(kept[name])
         yield name, _with_dtype(data, dtype, is_dequantised=is_dequantised) if name == CONFIG else data
+
+
+def _as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _with_dtype(data: bytes, dtype: str | None, *, is_dequantised: bool) -> bytes:
     """A configuration that says no other dtype of its tensors than they have."""
     config = _parsed(data, CONFIG)
     if is_dequantised and isinstance(config, dict) and config.pop("quantization_config", None) is not None:
-        data = (json.dumps(config, indent=2) + "\n").encode()
+        data = _as_json(config)
     said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
     # A configuration that says no dtype, or the right one, stays as it is, byte by byte.
     if dtype is None or all(config[key] == dtype for key in said):
         return data
-    return (json.dumps({**config, **dict.fromkeys(said, dtype)}, indent=2) + "\n").encode()
+    return _as_json({**config, **dict.fromkeys(said, dtype)})
 
 
 def _read(place: str, name: str) -> bytes:
@@ -204,6 +219,8 @@ def _parsed(data: bytes, place: str) -> Any:
 
 
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+"""Of a model in one file, which needs no index."""
 
 Fill = Callable[[DataFile, Writer], object]
 """Writes the bytes of a data file."""
@@ -222,14 +239,38 @@ class ShardFile:
 
 
 def shards_of(
-    tensors: Sequence[StoredTensor], *, max_bytes: int, aliases: Mapping[str, str], metadata: Mapping[str, str]
+    tensors: Sequence[StoredTensor],
+    *,
+    max_bytes: int,
+    places: Mapping[str, tuple[str, int]],
+    aliases: Mapping[str, str],
+    metadata: Mapping[str, str],
 ) -> list[ShardFile]:
     """The files of these tensors, in order: each is full when the next tensor would bring it over `max_bytes`.
 
-    A larger tensor has its own file. Ties stand in the metadata of the file as safetensors.torch.save_model has them:
-    alias -> name. Raises CheckpointError for names and dtypes that such files cannot hold.
+    A larger tensor has its own file. places: the file of each tensor, and its place there; {}: files go by size. Ties
+    stand in the metadata of the file as safetensors.torch.save_model has them: alias -> name. Raises CheckpointError
+    for names and dtypes that such files cannot hold.
     """
     _check_tensors(tensors)
+    groups = _groups_at(tensors, places) if places else _groups_of_size(tensors, max_bytes)
+    shards = []
+    for name, group in groups:
+        held = {tensor.name for tensor in group}
+        ties = {alias: name for alias, name in aliases.items() if name in held}
+        pieces = [tensor.whole for tensor in group]
+        # empty: a parameter without elements is still one that `from_pretrained` looks for. The ties go first, so
+        # that no alias named "format" takes its place.
+        file = lay_out(pieces, metadata={**ties, **metadata}, empty=True)
+        shards.append(ShardFile(name=name, tensors=tuple(group), file=file))
+    return shards
+
+
+_Groups = list[tuple[str, list[StoredTensor]]]
+"""Tensors by the name of their file."""
+
+
+def _groups_of_size(tensors: Sequence[StoredTensor], max_bytes: int) -> _Groups:
     groups: list[list[StoredTensor]] = [[]]
     num_bytes = 0
     for tensor in tensors:
@@ -239,17 +280,18 @@ def shards_of(
             num_bytes = 0
         groups[-1].append(tensor)
         num_bytes += tensor.num_bytes
-    shards = []
-    for number, group in enumerate(groups, 1):
-        held = {tensor.name for tensor in group}
-        ties = {alias: name for alias, name in aliases.items() if name in held}
-        pieces = [tensor.whole for tensor in group]
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-        # empty: a parameter without elements is still one that `from_pretrained` looks for. The ties go first, so
-        # that no alias named "format" takes its place.
-        file = lay_out(pieces, metadata={**ties, **metadata}, empty=True)
-        shards.append(ShardFile(name=name, tensors=tuple(group), file=file))
-    return shards
+    if len(groups) == 1:
+        return [(_SINGLE, groups[0])]
+    return [(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+
+
+def _groups_at(tensors: Sequence[StoredTensor], places: Mapping[str, tuple[str, int]]) -> _Groups:
+    # What has no place, having no elements, stands in the first file.
+    first = (min(file for file, _ in places.values()), 0)
+    groups: dict[str, list[StoredTensor]] = {}
+    for tensor in sorted(tensors, key=lambda each: places.get(each.name, first)):
+        groups.setdefault(places.get(tensor.name, first)[0], []).append(tensor)
+    return list(groups.items())
 
 
 def check_folder(destination: Address) -> str:
@@ -291,7 +333,7 @@ def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Fin
         for shard in shards:
             with _making(path, shard.name), store.write(shard.name, num_bytes=shard.file.num_bytes) as writer:
                 fill(shard.file, writer)
-        if len(shards) > 1:
+        if [shard.name for shard in shards] != [_SINGLE]:
             with _making(path, _INDEX):
                 store.create(_INDEX, _index(shards))
         with _making(path, ""):

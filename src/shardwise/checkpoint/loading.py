@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.contents import Contents, StoredPiece, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match
 from shardwise.checkpoint.read_plan import ReadPlan, count_exact_ranges, missing, plan_reads
@@ -40,6 +40,8 @@ from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, DataError, MismatchError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
+from shardwise.plan.names import is_state_name
+from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
@@ -388,9 +390,16 @@ def _settle(
     else:
         findings += [*found.missing, *found.unexpected, *unfit]
     if findings:
-        raise CheckpointError(*findings, about=f"{contents.location} does not fit the target")
+        notes = [] if view is None else [f"note: {each}" for each in view.checked.notes]
+        raise CheckpointError(*findings, *notes, about=f"{contents.location} does not fit the target")
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend(unfit)
+    lacking = {kind.name for kind in kinds if kind not in found.source}
+    kept = sorted({model_name_of_master(name) or name for name in lacking} - {n for n in lacking if is_state_name(n)})
+    if kept and isinstance(state, Restorable):
+        # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
+        # come from; to prepare it once more changes nothing.
+        target = _target(state, replace(contents, settings={**contents.settings, KEPT: kept}))
     present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
 

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, is_model_name
 from shardwise.checkpoint.huggingface_files import parameters_of
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.quantised_outputs import QuantisingReader
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
@@ -86,18 +87,29 @@ class Outputs:
         if findings:
             raise CheckpointError(*findings, about=f"{self.contents.location} does not fit the rewrite")
 
+    def unchanged(self, name: str) -> str | None:
+        """The tensor of the checkpoint that an output is, in the same order and dtype; None where it is made."""
+        source = name if self.view is None else _unchanged_source(self.view.checked, name)
+        is_same = source is not None and self.contents.tensors[source].dtype == self.tensors[name].dtype
+        return source if is_same else None
+
     def reader(
-        self, store: Store, batch: GrowingBuffer | None = None, window: GrowingBuffer | None = None
+        self,
+        store: Store,
+        batch: GrowingBuffer | None = None,
+        window: GrowingBuffer | None = None,
+        digests: PassingDigests | None = None,
     ) -> "OutputReader":
         """A reader of any pieces of the outputs, out of the store that has the checkpoint.
 
-        batch, window: see `PieceReader`.
+        batch, window, digests: see `PieceReader`.
         """
         targets_of = None if self.view is None else self.view.read_targets
-        reader = PieceReader(store, self.contents, targets_of, batch=batch, window=window)
+        reader = PieceReader(store, self.contents, targets_of, batch=batch, window=window, digests=digests)
         if self.view is None or not self.view.checked.quantises:
             return reader
-        return QuantisingReader(self.view.checked, reader, PieceReader(store, self.contents, targets_of, batch=batch))
+        wide = PieceReader(store, self.contents, targets_of, batch=batch, digests=digests)
+        return QuantisingReader(self.view.checked, reader, wide)
 
     def windows(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         """Cut pieces of outputs into parts that are read at a time, in order.

@@ -8,16 +8,27 @@ Groups keep their order and settings; parameters stand in the order of the first
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from operator import index
 from typing import Any
 
 from shardwise.errors import CheckpointError, in_words
-from shardwise.plan.names import STATE_PREFIX, is_state_name
-from shardwise.plan.saved_settings import ADDED, LOADED_BY, REWRITE, origin_of, stored_optimizers
+from shardwise.plan.names import STATE_PREFIX, is_state_name, split_state_name
+from shardwise.plan.saved_settings import (
+    ADDED,
+    BEFORE,
+    DEGREES,
+    LOADED_BY,
+    REWRITE,
+    origin_of,
+    stored_optimizers,
+    text_of_record,
+)
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
-__all__ = ["names_state", "recorded_metas", "renamed_settings", "rewrite_of_record"]
+__all__ = ["layout_of", "names_state", "recorded_metas", "renamed_settings", "rewrite_of_record", "with_degrees"]
 
 _GroupAt = tuple[int, int]
 """The position of an optimizer, and of a group in it."""
@@ -36,7 +47,7 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
         renamed["ties"] = dict(checked.ties)
     if checked.added:
         renamed[ADDED] = sorted(checked.added)
-    renamed |= _record_of(checked)
+    renamed |= _record_of(checked, origin_of(settings).get(LOADED_BY))
     if not stored_optimizers(settings):
         return renamed, []
     groups = _OptimizerGroups(settings["optimizers"], checked.aliases)
@@ -114,11 +125,12 @@ class _OptimizerGroups:
         return "" if key is None else f" ({key} is {mine.get(key)!r} and {yours.get(key)!r})"
 
 
-def _record_of(checked: Checked) -> dict[str, Any]:
+def _record_of(checked: Checked, before: Any) -> dict[str, Any]:
     """What the settings of a save say of the rewrite that made it: its text, and what a text cannot say of its sources.
 
     Of an inverse the record has the text of what was undone: that says all, and the inverse is not without a record.
-    State of optimizers follows its parameters, and is left out unless the rewrite names it.
+    State of optimizers follows its parameters, and is left out unless the rewrite names it. `before`: the record of
+    what is rewritten, where that has one.
     """
     every = names_state(checked.rewrite)
     metas = {
@@ -126,7 +138,11 @@ def _record_of(checked: Checked) -> dict[str, Any]:
         for name, meta in checked.sources.items()
         if every or not is_state_name(name)
     }
-    return {REWRITE: {**checked.rewrite.to_record(), "sources": metas}}
+    # Later saves may be cut in other ways, or not at all: then nothing else would tell.
+    degrees = {name: list(each) for name, each in checked.lasting_degrees.items()}
+    facts = {DEGREES: degrees, BEFORE: text_of_record(before) if isinstance(before, Mapping) else {}}
+    known = {key: each for key, each in facts.items() if each}
+    return {REWRITE: {**checked.rewrite.to_record(), "sources": metas, **known}}
 
 
 def rewrite_of_record(settings: Mapping[str, Any]) -> Rewrite | None:
@@ -144,12 +160,42 @@ def recorded_metas(settings: Mapping[str, Any], rewrite: Rewrite) -> dict[str, T
     # Sizes and dtypes that a save has on record hold for the way back of that very rewrite, and for no other.
     if rewrite_of_record(settings) != rewrite.inverse(lossy="allow"):
         return {}
-    try:
+    with _understood("rewrite"):
         sources = origin_of(settings)[LOADED_BY]["sources"]
         return {name: TensorMeta(tuple(shape), dtype) for name, (shape, dtype) in sources.items()}
-    # The record is part of settings, which any program may have written.
+
+
+def layout_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of settings, what says for how many ranks the tensors of a state are laid out."""
+    return {key: settings[key] for key in ("plan", REWRITE, LOADED_BY) if key in settings}
+
+
+def with_degrees(metas: Mapping[str, TensorMeta], settings: Mapping[str, Any]) -> dict[str, TensorMeta]:
+    """Tensors of a state with these settings: what was fused by a rewrite stays laid out as it was, however it is cut.
+
+    Raises CheckpointError for settings that are not understood.
+    """
+    record = origin_of(settings).get(LOADED_BY)
+    if not isinstance(record, Mapping) or DEGREES not in record:
+        return dict(metas)
+    with _understood("degrees"):
+        known = {name: tuple(map(index, degrees)) for name, degrees in record[DEGREES].items()}
+        if any(each < 0 for degrees in known.values() for each in degrees):
+            raise ValueError("a degree below 0")
+    made = {}
+    for name, meta in metas.items():
+        degrees = known.get(name, known.get((split_state_name(name) or ("",))[0], ()))
+        made[name] = meta._replace(degrees=degrees, recorded=True) if len(degrees) == len(meta.shape) else meta
+    return made
+
+
+@contextmanager
+def _understood(what: str) -> Iterator[None]:
+    """Say of a record that it is not understood: it is part of settings, which any program may have written."""
+    try:
+        yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the checkpoint's record of its rewrite is not understood ({in_words(error)})") from None
+        raise CheckpointError(f"the checkpoint's record of its {what} is not understood ({in_words(error)})") from None
 
 
 def names_state(rewrite: Rewrite) -> bool:

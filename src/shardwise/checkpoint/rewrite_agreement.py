@@ -13,12 +13,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 
 from shardwise.checkpoint.contents import Contents, model_name_of_master
 from shardwise.checkpoint.matching import WantedTensor, compare_in_turns
-from shardwise.checkpoint.renamed_settings import names_state
+from shardwise.checkpoint.renamed_settings import names_state, recorded_metas, with_degrees
 from shardwise.checkpoint.rewrite_view import (
     Counterpart,
     RewriteView,
@@ -86,18 +87,18 @@ class StateRewriting:
         held: Held,
         texts: Sequence[bytes],
         ties: Sequence[Mapping[str, str]],
+        layout: Mapping[str, Any],
         order: Iterable[str] = (),
-        *,
-        num_ranks: int | None,
     ) -> RewrittenState:
         """What the state becomes. All ranks call it together; nothing moves, and nothing is copied.
 
         held: what this rank holds. texts: what each rank holds, as `pack_pieces` packs it. ties: other names of
-        tensors that each rank knows. order: names of tensors that come first. num_ranks: see `ranks_along_tp`.
+        tensors that each rank knows. layout: `layout_of` the settings of all ranks. order: names of tensors that come
+        first.
         Raises RewriteError, with every finding and the same on all ranks, if the rewrite does not fit. Raises
         CheckpointError if numbers differ that it joins into one.
         """
-        checked, counterparts = self._find(channel, texts, ties, order, num_ranks)
+        checked, counterparts = self._find(channel, texts, ties, layout, order)
         tensors: dict[Piece, torch.Tensor] = {}
         casts: dict[Piece, tuple[str, ...]] = {}
         for piece, found in counterparts:
@@ -128,11 +129,11 @@ class StateRewriting:
         channel: Channel,
         texts: Sequence[bytes],
         ties: Sequence[Mapping[str, str]],
+        layout: Mapping[str, Any],
         order: Iterable[str],
-        num_ranks: int | None,
     ) -> tuple[Checked, list[tuple[Piece, list[Counterpart]]]]:
         """What is known of a state before its numbers are: where the elements of each piece of this rank go."""
-        key = (list(texts), list(map(dict, ties)), list(order), num_ranks)
+        key = (list(texts), list(map(dict, ties)), layout, list(order))
         # A trainer saves the same state again and again: only numbers, such as the step, are looked at anew.
         if self._found is None or key != self._key:
             pieces_of = {text: unpack_pieces(text) for text in dict.fromkeys(texts)}
@@ -140,17 +141,22 @@ class StateRewriting:
             pieces_of = {
                 text: [each for each in pieces if each.name not in aliases] for text, pieces in pieces_of.items()
             }
-            metas = metas_of_pieces(chain.from_iterable(pieces_of.values()), num_ranks=num_ranks)
+            every = chain.from_iterable(pieces_of.values())
+            metas = metas_of_pieces(every, num_ranks=ranks_along_tp(layout))
             # In the model's order where that is known: outputs come in the order of their sources.
             sources = {name: metas[name] for name in dict.fromkeys([*order, *metas]) if name in metas}
             with agreed(channel, purpose="verdict on a rewrite"):
-                checked = self._checked(sources, aliases)
+                checked = self._checked(with_degrees(sources, layout), layout, aliases)
             mine = pieces_of[texts[channel.rank]]
             self._key, self._found = key, (checked, outputs_with(checked, mine))
         return self._found
 
-    def _checked(self, sources: Mapping[str, TensorMeta], aliases: Mapping[str, str]) -> Checked:
-        checked = self._rewrite.apply(sources, aliases=aliases)
+    def _checked(
+        self, sources: Mapping[str, TensorMeta], layout: Mapping[str, Any], aliases: Mapping[str, str]
+    ) -> Checked:
+        # A live state that was loaded through a rewrite knows what that was applied to, as its save will.
+        recorded = recorded_metas(layout, self._rewrite)
+        checked = self._rewrite.apply(sources, recorded=recorded, aliases=aliases)
         if checked.quantises or checked.scales:
             raise RewriteError(f"the rewrite quantises or dequantises, and ranks hold parts of blocks. {_NOT_HERE}")
         if checked.added:

@@ -24,7 +24,7 @@ import torch
 from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
-from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings
+from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PaddingTarget, PieceReader, ReadTarget, padding_value, windows
@@ -60,7 +60,7 @@ def metas_of_contents(contents: Contents) -> dict[str, TensorMeta]:
     pieces_of = {name: [stored.piece for stored in each.pieces] for name, each in contents.tensors.items()}
     # Ranks along tp always cut something: where nothing is cut, tensors were put together when they were saved.
     is_joined = num_ranks is not None and num_ranks > 1 and all(len(_boxes(each)) <= 1 for each in pieces_of.values())
-    return {
+    metas = {
         name: TensorMeta(
             each.shape,
             each.dtype,
@@ -68,6 +68,7 @@ def metas_of_contents(contents: Contents) -> dict[str, TensorMeta]:
         )
         for name, each in contents.tensors.items()
     }
+    return with_degrees(metas, contents.settings)
 
 
 def metas_of_pieces(pieces: Iterable[Piece], *, num_ranks: int | None) -> dict[str, TensorMeta]:

@@ -17,9 +17,8 @@ from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Writte
 from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.full_tensors import stream_whole
 from shardwise.checkpoint.manifest import packed
-from shardwise.checkpoint.renamed_settings import renamed_settings
+from shardwise.checkpoint.renamed_settings import layout_of, renamed_settings
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.rewrite_view import ranks_along_tp
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
 from shardwise.checkpoint.saves import check_retention, prune, storing
 from shardwise.checkpoint.state_pieces import Held, KnownDTensors, bytes_of, hold, merge_ties
@@ -333,8 +332,7 @@ def prepare(
     # Ranks know different settings, such as the optimizers of their own stage.
     settings = merge_settings([settings for _, settings in known.values()])
     if arguments.rewrite is not None:
-        num_ranks = ranks_along_tp(held.settings)
-        became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, num_ranks=num_ranks)
+        became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, layout_of(settings))
         held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
         settings, findings = renamed_settings(settings, became.checked)
         if findings:

@@ -36,7 +36,7 @@ from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
     OptimizerGroup,
-    origin_of,
+    origin_after,
     settings_of_model,
     take_over,
 )
@@ -113,7 +113,7 @@ class TorchRestoration:
         """`origin`: takes what the settings say of the rewrite by which the values were made."""
         self._trained = trained
         self._origin = origin
-        self._found_origin = origin_of(settings)
+        self._found_origin = origin_after(origin, settings)
         own = {name: tensors.ties.get(name, name) for name in tensors.names}
         self.aliases: Mapping[str, str] = {**named_by_wrappers(stored, own), **tensors.ties}
         """Other names of wanted tensors, of ties and of modules with other wrappers: alias -> name."""

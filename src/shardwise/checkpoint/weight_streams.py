@@ -189,9 +189,7 @@ class _StreamLayouts:
         held = given.held
         if self.rewriting is not None:
             told = self.told
-            held = self.rewriting.apply(
-                channel, held, told.pieces, told.ties, told.order, num_ranks=told.num_ranks
-            ).held
+            held = self.rewriting.apply(channel, held, told.pieces, told.ties, told.layout, told.order).held
         return self.renamed(held)
 
     def renamed(self, held: Held) -> Held:

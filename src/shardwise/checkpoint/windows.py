@@ -18,6 +18,7 @@ import torch
 
 from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain
@@ -270,11 +271,12 @@ class PieceReader:
         *,
         batch: GrowingBuffer | None = None,
         window: GrowingBuffer | None = None,
+        digests: PassingDigests | None = None,
     ) -> None:
         """targets_of: what stored pieces make up a piece, where a rewrite is between; None: pieces of stored tensors.
 
         batch: memory that it shares with readers which read when it does not. window: its own buffer, which it shares
-            with readers that read when what it has read is used up.
+            with readers that read when what it has read is used up. digests: sees all that is read.
         """
         self.contents = contents
         """What the checkpoint holds."""
@@ -284,6 +286,7 @@ class PieceReader:
         self._targets_of = targets_of
         self._buffer = window or GrowingBuffer(WINDOW_BYTES if targets_of is None else LARGE_WINDOW_BYTES)
         self._batch = batch or GrowingBuffer(BATCH_BYTES)
+        self._digests = digests
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call.
@@ -318,6 +321,8 @@ class PieceReader:
             for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
                 for span, elements in reader.read(batch).items():
                     # Right after it was verified, so that the copy finds it in the cache.
+                    if self._digests is not None:
+                        self._digests.see_blocks(stored[span.ordinal], span.first_block, elements)
                     for index, moves in plan.transfers(span, 0):
                         targets[index].fill(moves, parts_of(elements, moves))
         finally:

@@ -57,8 +57,9 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.option(
     "--like",
     metavar="ORIGINAL",
-    help="With --inverse: a checkpoint with the names, shapes and dtypes to go back to, if SRC does not record its "
-    "rewrite. --certify compares the written files with it.",
+    help="With --to hf: write in the form of this checkpoint: its names, shapes, dtypes, files, configuration and "
+    "tokenizer. Without --rewrite, the rewrite that SRC has on record leads back there; with --rewrite X --inverse, "
+    "that of X. --certify compares the written files with it.",
 )
 @click.option(
     "--config",
@@ -105,15 +106,15 @@ def convert(
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
+    is_back = inverse or (like is not None and rewrite is None)
     wrong = {
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
-        "--like is for the inverse of a rewrite; give --inverse": like is not None and not inverse,
-        "--lossy is for the way back; give --inverse": lossy and not inverse,
+        "--lossy is for the way back; give --inverse or --like": lossy and not is_back,
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
-        "--dequantise is for the way there; leave out --inverse": dequantise is not None and inverse,
+        "--dequantise is for the way there; leave out --inverse": dequantise is not None and is_back,
         "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run
         and rewrite is None
-        and not (inverse or dequantise),
+        and not (is_back or dequantise),
     }
     # Before anything is read: an option that would do nothing is a misunderstanding, which costs more when found late.
     for words in (words for words, is_so in wrong.items() if is_so):
@@ -121,20 +122,26 @@ def convert(
     with errors_in_words(debug=debug), _pointing_back(is_blind=inverse and like is None):
         from shardwise import checkpoint
 
-        used = _rewrite(source, step, rewrite, parameters) if inverse or rewrite is not None else None
-        if inverse and used is not None:
-            way: Literal["refuse", "allow"] = "allow" if lossy else "refuse"
-            used = used.inverse(lossy=way) if like is None else checkpoint.inverse_like(used, like, lossy=way)
+        way: Literal["refuse", "allow"] = "allow" if lossy else "refuse"
+        if rewrite is None and like is not None:
+            used = checkpoint.way_back(source, like, step=step, lossy=way)
+        else:
+            used = _rewrite(source, step, rewrite, parameters) if inverse or rewrite is not None else None
+            if inverse and used is not None:
+                used = used.inverse(lossy=way) if like is None else checkpoint.inverse_like(used, like, lossy=way)
         if dequantise is not None:
             first = checkpoint.dequantising(source, dequantise, step=step)
             used = first if used is None else first >> used
-        if dry_run:
-            assert used is not None, "so it was asked for"
-            table = checkpoint.preview(source, destination, rewrite=used, to=to, config=config, dtype=dtype, step=step)
+        form = like if to == "hf" else None
+        if dry_run and used is not None:
+            table = checkpoint.preview(
+                source, destination, rewrite=used, to=to, config=config, dtype=dtype, like=form, step=step
+            )
             click.echo(table)
+        if dry_run:
             click.echo("nothing was written")
             return
-        # --like alone says where the inverse leads. Only a certificate reads its values, which costs a read of SRC.
+        # Only a certificate reads the values of the original, which costs a read of SRC.
         begun = time.perf_counter()
         with byte_progress("converting") as progress:
             report = checkpoint.convert(
@@ -144,6 +151,7 @@ def convert(
                 rewrite=used,
                 config=config,
                 dtype=dtype,
+                like=form,
                 step=step,
                 certify=certify,
                 original=like if certify else None,
@@ -206,6 +214,8 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
         lines.append(f"{plural(len(report.left_out), 'tensor')} of optimizers left out{masters}")
     if report.from_masters:
         lines.append(f"{plural(len(report.from_masters), 'tensor')} out of masters, in the place of working copies")
+    if report.cast:
+        lines.append(f"{plural(len(report.cast), 'tensor')} cast to the wanted dtype: {_some(report.cast)}")
     if report.dropped:
         lines.append(f"dropped by the rewrite: {_some(report.dropped)}")
     if report.aliases:
@@ -226,6 +236,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
     )
     if report.certificate is not None:
         lines.append(str(report.certificate))
+    lines += [f"note: {each}" for each in report.notes]
     return "\n".join(lines)
 
 

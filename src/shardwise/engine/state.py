@@ -45,7 +45,7 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.saved_settings import origin_of, take_over
+from shardwise.plan.saved_settings import origin_after, take_over
 from shardwise.space import Box, Piece
 
 
@@ -189,7 +189,7 @@ class EngineRestoration:
     ) -> None:
         """`origin`: takes what the settings say of the rewrite by which the values were made."""
         self._origin = origin
-        self._found_origin = origin_of(settings)
+        self._found_origin = origin_after(origin, settings)
         self._spec_of = {spec.name: spec for spec in inventory.specs}
         self._buffers = buffers
         self._ties = ties

@@ -37,6 +37,18 @@ REWRITE = "rewrite"
 LOADED_BY = "loaded_by"
 """Under this key they have the record of the rewrite by which the values were made that training went on from."""
 
+DEGREES = "degrees"
+"""Under this key such a record says for how many ranks dims of fused tensors are laid out: name -> degrees."""
+
+BEFORE = "before"
+"""Under this key such a record has the text of the rewrite that had made what was rewritten."""
+
+SEVERAL = "several"
+"""Under this key it has the texts of several loads, each of which left some values as they were."""
+
+KEPT = "kept"
+"""Under this key settings name parameters that a load leaves as they are. No save has it, see `ADDED`."""
+
 _GENERATION = "generation_config.json"
 
 _MOST_BYTES = 1 << 20
@@ -69,6 +81,29 @@ def origin_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     # Its own rewrite, or that of the save it went on from: an origin is handed on from save to save.
     record = settings.get(REWRITE, settings.get(LOADED_BY))
     return {} if record is None else {LOADED_BY: record}
+
+
+def origin_after(before: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The origin of values that a load of a save with these settings has put over others, whose origin is `before`."""
+    found = origin_of(settings)
+    kept = {*settings.get(ADDED, ()), *settings.get(KEPT, ())}
+    if not kept or not before or before == found:
+        return found
+    # Each value has one origin, but the state has several: no single rewrite leads back.
+    earlier, later = (_a_mapping(each.get(LOADED_BY)) for each in (before, found))
+    degrees = {name: each for name, each in _a_mapping(earlier.get(DEGREES)).items() if name in kept}
+    loads = [text for each in (earlier, later) for text in each.get(SEVERAL) or [text_of_record(each)]]
+    return {LOADED_BY: {SEVERAL: loads, DEGREES: {**degrees, **_a_mapping(later.get(DEGREES))}}}
+
+
+def _a_mapping(value: Any) -> Mapping[str, Any]:
+    """A part of a record, which any program may have written; nothing where it is of another kind."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def text_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the record of a rewrite what says which it was: its text, and which sections go backward."""
+    return {key: record[key] for key in ("text", "inverted", BEFORE) if key in record}
 
 
 def _written(config: Any) -> dict[str, Any] | None:

@@ -653,11 +653,10 @@ class _Working:
         left = self.source_degree if sources == 1 else None
         right = self.target_degree if targets == 1 else None
         back = replace(operation, axis=axis, sources=targets, targets=sources, source_degree=right, target_degree=left)
-        # From one degree to the same nothing moves. Still the inverse names the operation while a side is open: on the
-        # way back a layout may be known, and then elements do move.
+        # From one degree to the same nothing moves. Still the inverse names the operation: an open side may have a
+        # layout on the way back, and then elements do move; a degree that is said tells those of other statements.
         if sources == targets and (left or 1) == (right or 1):
-            if left is None or right is None:
-                self._join([], back)
+            self._join([], back)
             return
         # Between two degrees the way is through the unfused tensors: there are two ways to and from them, and not one
         # for each pair of degrees.

@@ -1,8 +1,9 @@
 """Degrees: for how many ranks along `tp` fused tensors are laid out, where their statements do not say it.
 
-The degree follows the data. It goes forward from the layouts of the sources to an operation's inputs, and back from the
-layouts of the target to its outputs, through all names and sections between. So all statements are carried out twice,
-first with a new tensor instead of each fused one, which shows its way.
+The degree follows the data, through all names and sections. It goes forward to an operation's inputs, from the layouts
+of the sources and from what other operations make. It goes back to an operation's outputs, from the layouts of the
+target and from what other operations take for a degree that they say. So all statements are carried out twice, first
+with a new tensor instead of each fused one, which shows its way.
 """
 
 from collections import Counter
@@ -45,17 +46,15 @@ def said(operations: Apart) -> Degrees:
     return (fused.source_degree, fused.target_degree) if isinstance(fused, Ffn | QkvPerRank) else OPEN
 
 
-def leaves_open(operations: tuple[StatementOperation, ...]) -> bool:
-    """Whether a fused tensor is among those of a statement for which it says no degree."""
-    return any(
-        isinstance(each, Ffn | QkvPerRank)
-        and ((each.sources == 1 and each.source_degree is None) or (each.targets == 1 and each.target_degree is None))
-        for each in operations
-    )
+def degrees_in(operations: tuple[StatementOperation, ...]) -> Iterator[int | None]:
+    """The degrees of the fused tensors among those of a statement; None where it says none."""
+    for each in operations:
+        if isinstance(each, Ffn | QkvPerRank):
+            yield from [each.source_degree] * (each.sources == 1) + [each.target_degree] * (each.targets == 1)
 
 
-class _UseInTarget(NamedTuple):
-    """A tensor of the target that has elements of a fused one."""
+class _UseOfFused(NamedTuple):
+    """A tensor of the target, or one that an operation takes, that has elements of a fused one."""
 
     form: Form
     number: int
@@ -80,12 +79,25 @@ class _Fusing:
     degrees: Degrees
 
     @property
-    def layout(self) -> tuple[int, ...]:
-        """Of what it makes."""
-        degree = self.degrees[1]
-        if degree is None or self.operation.targets > 1:
+    def layout_taken(self) -> tuple[int, ...]:
+        """Of what it takes, as far as it is known."""
+        return self._layout(self.degrees[0], self.operation.sources, self.taken.meta)
+
+    @property
+    def layout_made(self) -> tuple[int, ...]:
+        """Of what it makes, as far as it is known."""
+        return self._layout(self.degrees[1], self.operation.targets, self.made)
+
+    @property
+    def layout_lasting(self) -> tuple[int, ...]:
+        """Of what it makes, which is now made: what nothing tells is 1."""
+        return self._layout(self.degrees[1] or 1, self.operation.targets, self.made)
+
+    def _layout(self, degree: int | None, count: int, meta: TensorMeta) -> tuple[int, ...]:
+        # Several tensors are not fused, and are laid out for nobody.
+        if degree is None or count > 1:
             return ()
-        return tuple([degree if dim == self.axis else 1 for dim in range(len(self.made.shape))])
+        return tuple([degree if dim == self.axis else 1 for dim in range(len(meta.shape))])
 
 
 class Fusings:
@@ -98,9 +110,12 @@ class Fusings:
         self._of: dict[str, _Fusing] = {}
         """By the names of the sources that stand for what they make."""
         self._sources: dict[TensorMeta, Form] = {}
-        self._uses: dict[str, list[_UseInTarget]] = {}
+        self._uses: dict[str, list[_UseOfFused]] = {}
         self._degrees: dict[object, int] = {}
         self._parts: dict[Form, dict[str, ViewedTensor]] = {}
+        self._layouts: dict[object, list[tuple[int, ...]]] = {}
+        self._tells = False, False
+        """Whether layouts of sources, and of the target, are known."""
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -128,13 +143,15 @@ class Fusings:
         self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
     ) -> list[dict[Where, Degrees]]:
         """For each section the degrees of its instances, as the layouts of sources and target tell them."""
+        self._tells = any(meta.degrees for meta in sources.values()), any(meta.degrees for meta in wanted.values())
         # Back from the target: in which outputs do elements of each stand-in come out?
         for name, node in outputs.items():
-            for number, leaf in enumerate(node.leaves):
-                if leaf in self._of:
-                    meta = wanted.get(name)
-                    use = _UseInTarget(node.form, number, None if meta is None else _layout(meta))
-                    self._uses.setdefault(leaf, []).append(use)
+            meta = wanted.get(name)
+            self._note_use(node, None if meta is None else _layout(meta))
+        # And from what other statements take for a degree that they say: it leaves no other trace in the outputs.
+        for each in self._found:
+            if layout := each.layout_taken:
+                self._note_use(each.taken, layout)
         # What was made first, for it may be taken by another statement, which then knows its layout.
         for leaf, each in self._of.items():
             if each.operation.targets == 1 and each.degrees[1] is None:
@@ -148,8 +165,64 @@ class Fusings:
                 found[each.section][each.where] = each.degrees
         return found
 
-    def _made_for(self, fusing: _Fusing, uses: Sequence[_UseInTarget]) -> int | None:
-        """For how many ranks the outputs are laid out in the target."""
+    def lasting(
+        self, outputs: Mapping[str, Node], sources: Mapping[str, TensorMeta], wanted: Mapping[str, TensorMeta]
+    ) -> dict[str, tuple[int, ...]]:
+        """For how many ranks the dims of outputs with elements of fused tensors are laid out, whatever cuts them later.
+
+        To be asked after `laid`. 0: this cannot be said of the whole dim.
+        """
+        found = {}
+        for name, node in outputs.items():
+            # Optimizer state that goes along is laid out like its parameter, of which it is said.
+            fused = {leaf: self._of[leaf] for leaf in node.leaves if leaf in self._of}
+            fused = {leaf: each for leaf, each in fused.items() if each.where is not None and each.layout_lasting}
+            kept = {leaf for leaf in node.leaves if leaf not in self._of and sources[leaf].recorded}
+            if not node.meta.shape or not (fused or kept):
+                continue
+            # Laid out for the target: the way back asks the same layout, and so finds the same degrees.
+            told = [
+                _layout(wanted[name]) if name in wanted else ()
+                for each in fused.values()
+                if each.operation.target_degree is None
+            ]
+            layouts = [each or (1,) * len(node.meta.shape) for each in told[:1]]
+            # Others came with their degrees: those are seen in each dim of the output.
+            metas = [
+                fused[leaf].made._replace(degrees=fused[leaf].layout_lasting)
+                if leaf in fused and fused[leaf].operation.target_degree is not None
+                else sources[leaf]
+                if leaf in kept
+                else None
+                for leaf in node.leaves
+            ]
+            layouts += self._layouts_of_sources(node, metas)
+            # A dim of which they say different things, as of parts that lie beside each other, is none of them.
+            if layouts:
+                found[name] = tuple([dim[0] if len(set(dim)) == 1 else 0 for dim in zip(*layouts, strict=True)])
+        return found
+
+    def _layouts_of_sources(self, node: Node, metas: Sequence[TensorMeta | None]) -> list[tuple[int, ...]]:
+        """The degrees of each dim of a tensor, as each of the sources with a meta shows them alone."""
+        key = (node.form, tuple(metas))
+        if key not in self._layouts:
+            shape, dims = node.meta.shape, range(len(node.meta.shape))
+            known = {str(number): meta for number, meta in enumerate(metas) if meta is not None}
+            cuts = [dict(_cuts_of_sources(node, known, axis)) for axis in dims]
+            self._layouts[key] = [
+                tuple([_degree_along(shape[axis], [cuts[axis][number]]) for axis in dims])
+                for number in known
+                if number in cuts[0]
+            ]
+        return self._layouts[key]
+
+    def _note_use(self, node: Node, degrees: tuple[int, ...] | None) -> None:
+        for number, leaf in enumerate(node.leaves):
+            if leaf in self._of:
+                self._uses.setdefault(leaf, []).append(_UseOfFused(node.form, number, degrees))
+
+    def _made_for(self, fusing: _Fusing, uses: Sequence[_UseOfFused]) -> int | None:
+        """For how many ranks the tensors are laid out that have what an operation makes."""
         # No layout, no degree. The statement then means 1, but stays open for the way back.
         if not any(use.degrees for use in uses):
             return None
@@ -163,7 +236,8 @@ class Fusings:
                 if use.degrees is not None and (laid := self._part(use.form, str(use.number))) is not None
             ]
             self._degrees[key] = _degree_along(shape[fusing.axis], cuts)
-        return self._degrees[key]
+        untold = not self._tells[1] and not all(use.degrees for use in uses)
+        return _unless_untold(self._degrees[key], untold=untold)
 
     def _part(self, form: Form, number: str) -> ViewedTensor | None:
         """What of a form comes of one of its sources."""
@@ -191,12 +265,19 @@ class Fusings:
             if node.form.is_source:
                 self._degrees[key] = layouts[0][axis]
             else:
-                self._degrees[key] = _degree_along(node.meta.shape[axis], _cuts_of_sources(node, metas, axis))
-        return self._degrees[key]
+                cuts = _cuts_of_sources(node, {str(number): meta for number, meta in enumerate(metas)}, axis)
+                self._degrees[key] = _degree_along(node.meta.shape[axis], [each for _, each in cuts])
+        untold = not self._tells[0] and not all(leaf in self._of for leaf in node.leaves)
+        return _unless_untold(self._degrees[key], untold=untold)
 
     def _meta_of(self, leaf: str, sources: Mapping[str, TensorMeta]) -> TensorMeta:
         fusing = self._of.get(leaf)
-        return sources[leaf] if fusing is None else fusing.made._replace(degrees=fusing.layout)
+        return sources[leaf] if fusing is None else fusing.made._replace(degrees=fusing.layout_made)
+
+
+def _unless_untold(degree: int, *, untold: bool) -> int | None:
+    """A degree; None for the 1 of tensors of whose layouts nothing is known: with them it may be another."""
+    return None if untold and degree == 1 else degree
 
 
 def _layout(meta: TensorMeta) -> tuple[int, ...]:
@@ -326,10 +407,13 @@ def _runs(cuts: Sequence[_OwnedIndices], size: int) -> Iterator[tuple[int, _BoxO
         yield length, owners
 
 
-def _cuts_of_sources(node: Node, metas: Sequence[TensorMeta], axis: int) -> Iterator[list[_OwnedIndices]]:
-    """Of each source of a tensor who has which indices of it along a dim."""
-    shapes = Shapes({str(number): meta for number, meta in enumerate(metas)})
+def _cuts_of_sources(
+    node: Node, metas: Mapping[str, TensorMeta], axis: int
+) -> Iterator[tuple[str, list[_OwnedIndices]]]:
+    """Of each source of a tensor who has which indices of it along a dim. `metas`: of sources, by their numbers."""
+    shapes = Shapes(metas)
     here = Shapes({"": node.meta})
-    for number, views in turned(fragments_of(node.form.value.views, shapes), node.meta.shape, "").items():
-        meta = metas[int(number)]
-        yield _cuts_along(axis, ViewedTensor(meta.shape, meta.dtype, tuple(views)), _layout(meta), here)
+    views = [each for each in node.form.value.views if each.source in metas]
+    for number, there in turned(fragments_of(views, shapes), node.meta.shape, "").items():
+        meta = metas[number]
+        yield number, _cuts_along(axis, ViewedTensor(meta.shape, meta.dtype, tuple(there)), _layout(meta), here)

@@ -131,6 +131,10 @@ class Environment:
         # A rewrite for another model misses everywhere. Twenty hints show that as well as thousands would.
         return self.index.nearest(pattern) if self._suggested <= _SUGGESTED else ""
 
+    def beside(self, pattern: NamePattern, name: str, number: int) -> str:
+        """A variable that begins like one that the star of a pattern stands for, but has this number; "" if none."""
+        return self.index.beside(pattern, name, str(number))
+
     def count(self, name: str, statement: Statement) -> int | None:
         """How many tensors a statement makes of a variable, one for each index of a dim; None: not known."""
         node, operations = self.variables[name].node, statement.operations

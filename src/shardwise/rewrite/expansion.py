@@ -32,6 +32,9 @@ class Expanded(NamedTuple):
 _Combination = tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]
 """Digits of the placeholders that are bound; then, for each side name that is done, what it stands for."""
 
+_Matches = list[tuple[tuple[str, ...], tuple[str, ...]]]
+"""Digits of the placeholders that a name binds, and the names that it stands for then."""
+
 _NamesByDigits = dict[tuple[str, ...], tuple[str, ...]]
 """Digits of a pattern's variables -> the names it stands for, several for a star."""
 
@@ -190,7 +193,7 @@ class _Expansion:
 
     def _look_at_star(self, name: Name, pattern: NamePattern, groups: _NamesByDigits) -> None:
         """Note how many names a star stands for; what its numbers lack is a finding where it stacks."""
-        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := _gap_of(pattern, bindings, found))]
+        gaps = [gap for bindings, found in sorted(groups.items()) if (gap := self._gap_in(pattern, bindings, found))]
         stacks = any(isinstance(each, Stack) for each in self.statement.operations)
         # A stack numbers its experts anew. With expert 3 missing, expert 4 would become number 3, and no shape would
         # show it.
@@ -200,6 +203,14 @@ class _Expansion:
         self.notes.append(
             f"line {line}: {_counts_in_words(pattern, groups)}" + "".join(f"; {gap}" for gap in gaps[:SHOWN])
         )
+
+    def _gap_in(self, pattern: NamePattern, bindings: Sequence[str], names: Sequence[str]) -> str:
+        """Say which name is lacking among those for which a star stands, or behind the last; empty where none is."""
+        if gap := _gap_of(pattern, bindings, names):
+            return gap
+        # Behind the last it shows only where something else of that number is there.
+        beside = self.names.beside(pattern, names[-1], len(names))
+        return f"{pattern.fill(bindings, str(len(names)))} is not there, and {beside} is" if beside else ""
 
     def _grouped(
         self, name: Name, pattern: NamePattern, found: list[tuple[str, tuple[str, ...], str]]
@@ -237,6 +248,8 @@ class _Expansion:
                 known = dict(zip(self.bound, bindings, strict=True))
                 # Dropping the row instead would leave a q without its k out of the fused tensor, and nobody would know.
                 lonely.append(f"{_shown(pattern, known)} is not there, and {done[0][0]} needs it")
+                # It stays among the rows for the names that follow: each of them is asked for too.
+                joined += [] if fresh else [(bindings, (*done, ()))]
                 continue
             used.add(key)
             joined.extend([((*bindings, *extra), (*done, found)) for extra, found in matches])
@@ -305,6 +318,8 @@ class _Expansion:
         for origin, (bindings, done) in enumerate(rows):
             # The target knows best. A star that parts a tensor of known shape can be counted where no target is given.
             matches = partners.get(key_of(bindings), []) or self._counted(pattern, bindings, done)
+            if matches and (lacking := self._uncounted(pattern, bindings, done, matches)):
+                lonely.append(lacking)
             if not matches and not (self.statement.optional and not self.statement.left):
                 near = self.wanted.nearest(pattern) if self.wanted is not None and not (groups or lonely) else ""
                 like = _shown(pattern, dict(zip(self.bound, bindings, strict=True)))
@@ -315,9 +330,22 @@ class _Expansion:
         self.bound = (*self.bound, *[pattern.variables[place] for place in fresh])
         return joined, origins
 
-    def _counted(
-        self, pattern: NamePattern, bindings: Sequence[str], done: Sequence[tuple[str, ...]]
-    ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    def _uncounted(
+        self, pattern: NamePattern, bindings: Sequence[str], done: Sequence[tuple[str, ...]], matches: _Matches
+    ) -> str:
+        """Say which numbers the target lacks where a star parts a tensor into more than it has names; empty if none."""
+        if pattern.star is None or self.statement.gaps or not self.statement.left:
+            return ""
+        found = matches[0][1]
+        count = self.names.count(done[0][0], self.statement)
+        digits = [bindings[self.bound.index(each)] for each in pattern.variables if each in self.bound]
+        if count in (None, len(found)) or len(digits) < len(pattern.variables):
+            return ""
+        many = f"{done[0][0]} is parted into {count}, and the target has {len(found)} names like {pattern.text}"
+        gap = _gap_of(pattern, digits, found)
+        return f"{many}: {gap}" if gap else f"{many}, the last of which is {found[-1]}"
+
+    def _counted(self, pattern: NamePattern, bindings: Sequence[str], done: Sequence[tuple[str, ...]]) -> _Matches:
         """What the star of a right name stands for in a row where no target says it: the indices of a dim that goes."""
         # With `gaps=1` the numbers need not be 0, 1, 2, so counting would invent names.
         if pattern.star is None or self.statement.gaps or not self.statement.left:
@@ -341,16 +369,35 @@ def _shown(pattern: NamePattern, known: dict[str, str]) -> str:
 
 
 def _gap_of(pattern: NamePattern, bindings: Sequence[str], names: Sequence[str]) -> str:
-    """Say which name is lacking among those for which a star stands. Empty where their numbers are 0, 1, 2 and so on.
+    """Say which names are lacking among those for which a star stands. Empty where their numbers are 0, 1, 2 and so on.
 
     names: in the order of their numbers, which differ. Names that are lacking behind the last cannot be seen.
     """
     # Numbers that differ, of which the largest is n - 1, are 0 to n - 1.
-    if _number(pattern, names[-1]) == str(len(names) - 1):
+    last = _number(pattern, names[-1])
+    if last == str(len(names) - 1):
         return ""
     numbers = {_number(pattern, name) for name in names}
-    missing = next(number for number in range(len(names)) if str(number) not in numbers)
-    return f"{pattern.fill(bindings, str(missing))} is not there, and {names[-1]} is"
+    if len(numbers) < len(names):  # which is a finding of its own
+        return ""
+    # Of numbers far from each other only the first that are lacking are looked for.
+    stop = int(last) if len(last) < len(str(len(names))) + 2 else len(names) + _SHOWN_NUMBERS
+    lacking = [number for number in range(min(stop, len(names) + _SHOWN_NUMBERS)) if str(number) not in numbers]
+    return f"{_lacking(pattern, bindings, lacking)} not there, and {names[-1]} is"
+
+
+_SHOWN_NUMBERS = 8
+"""Of those that are lacking."""
+
+
+def _lacking(pattern: NamePattern, bindings: Sequence[str], numbers: Sequence[int]) -> str:
+    """The name with the first of numbers, and the other numbers; with its verb."""
+    first, *others = numbers
+    name = pattern.fill(bindings, str(first))
+    if not others:
+        return f"{name} is"
+    more = ", ".join(map(str, others[: _SHOWN_NUMBERS - 1]))
+    return f"{name} and those with {more}{' ...' if len(others) >= _SHOWN_NUMBERS else ''} in its place are"
 
 
 def _counts_in_words(pattern: NamePattern, groups: Mapping[tuple[str, ...], Sequence[str]]) -> str:

@@ -21,6 +21,8 @@ class TensorMeta(NamedTuple):
 
     () is not cut at all.
     """
+    recorded: bool = False
+    """Whether the elements are laid out for so many ranks, whatever cuts the tensor now: so its save says."""
 
 
 class Shaped(Protocol):
@@ -48,7 +50,7 @@ def metas_of(tensors: Mapping[str, TensorLike], what: str = "tensors") -> dict[s
     See `TensorLike` for what a value may be. Raises RewriteError for anything else.
 
     >>> metas_of({"w": (2, 3), "b": ((3,), "bfloat16")})["b"]
-    TensorMeta(shape=(3,), dtype='bfloat16', degrees=())
+    TensorMeta(shape=(3,), dtype='bfloat16', degrees=(), recorded=False)
     """
     if not isinstance(tensors, Mapping):
         raise RewriteError(f"{what} are a mapping of names to tensors or shapes, not {tensors!r:.100}")

@@ -256,6 +256,22 @@ class NameIndex:
         names = self._buckets[close[0]].names
         return f"there is {min(names)}" + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
 
+    def beside(self, pattern: NamePattern, name: str, digits: str) -> str:
+        """Return a name that is like `name` up to the star of the pattern, has these digits there, and goes on.
+
+        name: one that the pattern stands for. Empty where there is none.
+        """
+        star = pattern.star
+        assert star is not None, "only a star stands for many numbers"
+        runs = _DIGITS.findall(name)
+        before = _MARK.join(pattern.skeleton.split(_MARK)[: star + 1]) + _MARK
+        for skeleton, bucket in self._buckets.items():
+            if skeleton.startswith(before):
+                for each, found in bucket.having([(star, digits)]).items():
+                    if list(found[:star]) == runs[:star]:
+                        return each
+        return ""
+
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
         """Return (name, digits of the pattern's variables, digits of its star) of every name that it stands for."""
         bucket = self._buckets.get(pattern.skeleton)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike
@@ -25,6 +26,7 @@ from shardwise.rewrite.sections import (
     agreeing,
     dropped_sources,
     fit,
+    lasting_degrees,
     mismatches,
     parsed,
     refuse_losses,
@@ -249,7 +251,9 @@ class Rewrite:
         if wanted is not None:
             problems = list(mismatches(checked.outputs, checked.added, checked.ties, wanted))
             if problems:
-                raise RewriteError(*problems, about="the rewrite does not make the target's tensors")
+                # How many names stars stand for may be why a shape differs.
+                notes = [f"note: {each}" for each in checked.notes]
+                raise RewriteError(*problems, *notes, about="the rewrite does not make the target's tensors")
         return checked
 
     def apply(
@@ -325,6 +329,14 @@ class Checked(Correspondence):
         """Sources by which others are multiplied."""
         sources = {name: meta for name, meta in proved[0].done.metas.items() if name not in aliases}
         super().__init__(sources=sources, nodes=nodes, aliases=aliases)
+
+    @cached_property
+    def lasting_degrees(self) -> Mapping[str, tuple[int, ...]]:
+        """For how many ranks the dims of outputs are laid out that have elements of fused tensors, whatever cuts them
+        later. 0 where that cannot be said of a whole dim.
+        """
+        with uncollected():
+            return lasting_degrees([each.done for each in self._proved], self.rewrite.stages)
 
     @property
     def invertible(self) -> bool:

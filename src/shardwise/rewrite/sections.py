@@ -19,7 +19,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 from shardwise.errors import RewriteError
-from shardwise.rewrite.degrees import Fusings, Laid, leaves_open
+from shardwise.rewrite.degrees import Fusings, Laid, degrees_in
 from shardwise.rewrite.evaluation import Evaluation, evaluate
 from shardwise.rewrite.expansion import AppliedInstance, StatementTask
 from shardwise.rewrite.inversion import Claim, Undoing, prove, undo
@@ -221,6 +221,8 @@ class AppliedSection:
 
     tasks: list[StatementTask]
     sources: Mapping[str, Node]
+    targets: Metas | None
+    """What is known of that which it leads to."""
     evaluation: Evaluation
     unfit: tuple[StatementFinding, ...]
     """Of an inverse that could not be exact: why what is known of the target does not fit the statements."""
@@ -262,10 +264,23 @@ def carry_out(
     return list(_carried_out(sections, nodes_of(sources), known, wanted, laid=laid, before=first))
 
 
+def lasting_degrees(done: Sequence[AppliedSection], sections: Sequence[Section]) -> dict[str, tuple[int, ...]]:
+    """For how many ranks outputs are laid out from now on, whatever cuts them later; see `Fusings.lasting`."""
+    sources, wanted = done[0].metas, done[-1].targets or {}
+    lays = any(True for section in sections for each in section.statements for _ in degrees_in(each.operations))
+    if not lays and not any(meta.recorded for meta in sources.values()):
+        return {}
+    fusings = Fusings()
+    *_, last = _carried_out(sections, done[0].sources, (), None, fusings=fusings, before=done)
+    fusings.laid(last.evaluation.outputs, sources, wanted)
+    return fusings.lasting(last.evaluation.outputs, sources, wanted)
+
+
 def _asks_layouts(sections: Sequence[Section], sources: Metas, wanted: Metas | None) -> bool:
-    """Whether there are statements that leave open for how many ranks tensors are laid out, and layouts that tell."""
-    asking = any(leaves_open(each.operations) for section in sections for each in section.statements)
-    return asking and any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+    """Whether statements leave open for how many ranks tensors are laid out, and layouts or other statements tell."""
+    said = {each for section in sections for one in section.statements for each in degrees_in(one.operations)}
+    tells = len(said) > 1 or any(meta.degrees for meta in chain(sources.values(), (wanted or {}).values()))
+    return None in said and tells
 
 
 def _carried_out(
@@ -285,15 +300,15 @@ def _carried_out(
             fusings.section = place
         if place < len(before):
             # Tasks of the first pass are kept: `laid` names instances by the number of their task.
-            tasks, unfit = before[place].tasks, before[place].unfit
+            tasks, unfit, targets = before[place].tasks, before[place].unfit, before[place].targets
         else:
+            targets = wanted if place == len(sections) - 1 else known[place]
             metas = {name: node.meta for name, node in nodes.items()} if section.inverted else {}
             tasks, unfit = _tasks(section, known[place], metas)
-        targets = wanted if place == len(sections) - 1 else known[place]
         here: Laid = laid[place] if place < len(laid) else {}
         evaluation = evaluate(tasks, nodes, targets, added, laid=here, fusings=fusings)
         evaluation.findings += evaluation.undecided()
-        yield AppliedSection(tasks, nodes, evaluation, unfit)
+        yield AppliedSection(tasks, nodes, targets, evaluation, unfit)
         # The next section would see outputs that are not there, and report these.
         if evaluation.findings:
             break
@@ -330,7 +345,7 @@ def _tasks(
     unfit: tuple[StatementFinding, ...] = ()
     if known is not None:
         forward_tasks = _forward(section)
-        forward = AppliedSection(forward_tasks, {}, evaluate(forward_tasks, nodes_of(known), sources), ())
+        forward = AppliedSection(forward_tasks, {}, None, evaluate(forward_tasks, nodes_of(known), sources), ())
         # The record fits, so this inverse is the exact one: with dtypes, sizes and digits that the text lacks.
         if not forward.evaluation.findings:
             undoing = forward.undoing({})

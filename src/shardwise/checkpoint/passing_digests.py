@@ -1,0 +1,58 @@
+"""Passing digests: sha256 of a checkpoint's tensors, of blocks that are read for something else anyway.
+
+A sum takes the bytes of a tensor from the first to the last. Blocks that come in another order pass by unseen, and so
+do those that come again. A tensor whose last byte was not reached has no digest, and is to be read for one.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece
+from shardwise.space.boxes import row_major_strides
+
+__all__ = ["PassingDigests"]
+
+
+class PassingDigests:
+    """Takes the digests of a checkpoint's tensors as far as it sees their blocks in order."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._sums = {name: hashlib.sha256() for name in contents.tensors}
+        self._seen = dict.fromkeys(contents.tensors, 0)
+        """Bytes of each tensor that its sum has."""
+
+    def see_blocks(self, stored: StoredPiece, first_block: int, elements: torch.Tensor) -> None:
+        """Take the elements of a stored piece from a block on, flat."""
+        self.see(stored.piece, elements, first_block * self._contents.block_bytes)
+
+    def see(self, piece: Piece, elements: torch.Tensor, skipped: int = 0) -> None:
+        """Take elements of a piece of a tensor, flat, behind so many bytes of it."""
+        name, start = piece.name, _first_byte(piece)
+        if start is None:
+            return
+        start += skipped
+        seen, stop = self._seen[name], start + elements.numel() * elements.itemsize
+        if start <= seen < stop:
+            self._sums[name].update(bytes_of(elements.view(torch.uint8)[seen - start :]))
+            self._seen[name] = stop
+
+    @property
+    def found(self) -> Mapping[str, str]:
+        """The digests of the tensors all of whose bytes were seen."""
+        tensors = self._contents.tensors
+        return {n: each.hexdigest() for n, each in self._sums.items() if self._seen[n] == tensors[n].num_bytes}
+
+
+def _first_byte(piece: Piece) -> int | None:
+    """The byte of its tensor with which a piece begins; None where it is no stretch of the tensor."""
+    # Whole rows follow one another in the tensor as in the piece.
+    if piece.shape[1:] != piece.global_shape[1:]:
+        return None
+    before = piece.offset[0] * row_major_strides(piece.global_shape)[0] if piece.shape else 0
+    return (before + piece.elements.start) * itemsize_bytes(piece.dtype)
