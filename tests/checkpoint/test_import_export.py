@@ -14,6 +14,8 @@ import torch
 
 from shardwise import checkpoint
 from shardwise.checkpoint import Contents, LocalStore, conversion, export_hf, import_hf
+from shardwise.checkpoint.foreign import read_foreign
+from shardwise.checkpoint.saves import read_save
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.rewrites import shipped
@@ -192,11 +194,11 @@ def test_what_does_not_come_back_is_an_error_and_leaves_neither_folder_nor_save(
 
         return reading
 
-    monkeypatch.setattr(conversion, "read_foreign", damaged(conversion.read_foreign))
+    monkeypatch.setattr(conversion, "read_foreign", damaged(read_foreign))
     with pytest.raises(CheckpointError, match=r"not to be trusted.*: y \(float32 \[3\]\) does not come back out of"):
         export_hf(tmp_path / "hf", tmp_path / "out")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "hf"]
-    monkeypatch.setattr(conversion, "read_save", damaged(conversion.read_save))
+    monkeypatch.setattr(conversion, "read_save", damaged(read_save))
     with pytest.raises(CheckpointError, match="damaged"):
         import_hf(tmp_path / "hf", tmp_path / "a")
     assert [each.name for each in (tmp_path / "a").iterdir()] == ["save-00000001"]
