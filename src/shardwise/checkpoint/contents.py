@@ -103,7 +103,7 @@ class Contents:
     """What a checkpoint holds. Formats without a feature leave its field at the default."""
 
     format: str
-    """"shardwise", "safetensors", "dcp", "deepspeed", "torch" or "gguf"."""
+    """"shardwise", "safetensors", "dcp", "deepspeed", "megatron", "torch" or "gguf"."""
     location: str
     """What to call it in messages: the path or address of the save."""
     tensors: Mapping[str, StoredTensor]

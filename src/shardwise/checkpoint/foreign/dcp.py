@@ -27,22 +27,37 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
 
-__all__ = ["Blob", "DcpChunk", "Metadata", "SavedTensor", "parse_metadata", "read_contents"]
+__all__ = [
+    "Blob",
+    "DcpChunk",
+    "Metadata",
+    "SavedTensor",
+    "contents_of",
+    "parse_metadata",
+    "read_contents",
+    "read_metadata",
+]
 
 _RECORDS = frozenset(
     {
+        "BytesIOWriteData",
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "MEM_FORMAT_ENCODING",
         "Metadata",
         "MetadataIndex",
+        "SavePlan",
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
         "_MEM_FORMAT_ENCODING",
         "_StorageInfo",
     }
 )
+_OF_MEGATRON = frozenset({"MCoreMetadata", "MCoreSavePlan", "TensorReformulationMetadata"})
 _OTHERS = frozenset(
     {
         Named("torch", "Size"),
@@ -96,6 +111,8 @@ class Metadata:
     """Names of what is no tensor."""
     blobs: Mapping[tuple[str, tuple[int, ...] | None], Blob]
     """By name and offset of the box; None for objects."""
+    flat: Mapping[str, tuple[int, ...]]
+    """The shapes of tensors whose boxes Megatron saved flat: see `megatron_names.in_shape`."""
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -115,12 +132,18 @@ def parse_metadata(data: bytes) -> Metadata:
         index = _record(key, "MetadataIndex")
         offset = index.get("offset")
         blobs[_text(index.get("fqn")), None if offset is None else ints(offset)] = _blob(_record(value, "_StorageInfo"))
-    return Metadata(tensors, tuple(objects), blobs)
+    flat = {}
+    for name, value in _mapping(fields.get("mcore_data") or {}).items():
+        if (shape := _mapping(value).get("nd_reformulated_orig_global_shape")) is not None:
+            flat[_text(name)] = ints(shape)
+    return Metadata(tensors, tuple(objects), blobs, flat)
 
 
 def _belongs(module: str, name: str) -> bool:
     # By class and not by module: torch has moved these classes between modules of this package.
     if f"{module}.".startswith("torch.distributed.") and name in _RECORDS:
+        return True
+    if module.startswith("megatron.core.dist_checkpointing.") and name in _OF_MEGATRON:
         return True
     return (module == "torch" and name in ITEMSIZE_BYTES) or Named(module, name) in _OTHERS
 
@@ -204,14 +227,23 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    data = read_whole(store, _METADATA)
-    place = f"{store.location}/{_METADATA}"
-    with about(place):
-        metadata = parse_metadata(data)
+    return contents_of(read_metadata(store), store)
+
+
+def read_metadata(store: Store, folder: str = "") -> Metadata:
+    """Return what `.metadata` says, which is in the store or in a folder of it ("iter_0000010/")."""
+    data = read_whole(store, folder + _METADATA)
+    with about(f"{store.location}/{folder}{_METADATA}"):
+        return parse_metadata(data)
+
+
+def contents_of(metadata: Metadata, store: Store, folder: str = "") -> Contents:
+    """Return what a checkpoint with this metadata holds: see `read_contents`."""
+    place = f"{store.location}/{folder}{_METADATA}"
     # Files stay open while tensors are looked up: a file has thousands
     # of them, and an object store asks for its size at each open.
     with ExitStack() as stack:
-        files, problems = _opened(store, metadata, stack)
+        files, problems = _opened(store, folder, metadata, stack)
         tensors: dict[str, StoredTensor] = {}
         for name, saved in metadata.tensors.items():
             try:
@@ -242,8 +274,10 @@ class _File(OpenFile):
         return self._headers[start]
 
 
-def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], list[str]]:
-    """The data files by name, and what is wrong with those that are not whole."""
+def _opened(
+    store: Store, folder: str, metadata: Metadata, stack: ExitStack
+) -> tuple[dict[str, _File], list[str]]:
+    """The data files by the name that the metadata has, and what is wrong with those that are not whole."""
     ends: dict[str, int] = {}
     for blob in metadata.blobs.values():
         ends[blob.file] = max(ends.get(blob.file, 0), blob.start + blob.num_bytes)
@@ -251,7 +285,7 @@ def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[st
     problems: list[str] = []
     for name, end in ends.items():
         try:
-            file = stack.enter_context(_File(store, name))
+            file = stack.enter_context(_File(store, folder + name))
         except CheckpointError as error:
             problems += error.problems
             continue
@@ -294,7 +328,7 @@ def _stored(
             try:
                 with about(f"{file.place}: tensor {name}, bytes {blob.start:,} to {blob.start + blob.num_bytes:,}"):
                     place = _place(name, chunk, blob, file)
-                    pieces += _pieces(name, saved, chunk, place, blob.file)
+                    pieces += _pieces(name, saved, chunk, place, file.name)
             except CheckpointError as error:
                 problems += error.problems
     # What is missing is reported with its file; that the tensor then has holes would say it again.

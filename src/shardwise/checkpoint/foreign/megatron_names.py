@@ -1,0 +1,157 @@
+"""Names of Megatron: the state dict of the model in place of the stacks, halves and prefixes that its files have.
+
+    decoder.layers.self_attention.linear_qkv.weight (L, n, h)      decoder.layers.0.self_attention.linear_qkv.weight ...
+    decoder.layers.mlp.experts.experts.linear_fc2.weight (L, E, ...)   decoder.layers.0.mlp.experts.local_experts.0. ...
+    decoder.layers.0.mlp.linear_fc1.weight_w, weight_v (f, h)      decoder.layers.0.mlp.linear_fc1.weight (2 f, h)
+    optimizer.state.exp_avg.NAME                                   optimizer/NAME/exp_avg
+
+Files have one tensor for all layers of a model whose layers are alike, and a box of it for each layer.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from shardwise.checkpoint.contents import StoredPiece, StoredTensor
+from shardwise.errors import CheckpointError
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.names import MASTER, state_name
+from shardwise.space import Piece
+
+__all__ = ["in_shape", "is_flat_bucket", "model_tensors", "split_state"]
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
+_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
+_MASTERS = ("fp32_param", "param")
+_STACKS = (
+    (re.compile(r"((?:.*\.)?layers\.)(?!\d+\.)(.*)", re.DOTALL), "{}{}.{}"),
+    (re.compile(r"(.*\.experts\.)experts\.(?!\d+\.)(.*)", re.DOTALL), "{}local_experts.{}.{}"),
+)
+"""Names of tensors whose first dim is layers, or experts; and the name of one of them."""
+_EXPERT = re.compile(r"(.*\.experts\.)experts\.(\d+\..*)", re.DOTALL)
+_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_[wv]((?:/.*)?)", re.DOTALL)
+
+
+def split_state(name: str) -> tuple[str, str] | None:
+    """The parameter and the key of a tensor of the optimizer, by its name in the files; None for every other.
+
+    >>> split_state("optimizer.state.fp32_param.decoder.final_layernorm.weight")
+    ('decoder.final_layernorm.weight', 'master')
+    """
+    if (match := _STATE.fullmatch(name)) is None:
+        return None
+    key, parameter = match.groups()
+    return parameter, MASTER if key in _MASTERS else key
+
+
+def is_flat_bucket(name: str) -> bool:
+    """Whether a tensor or an object is state of parameters that it does not name."""
+    return _BUCKET.fullmatch(name) is not None
+
+
+def in_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """A tensor in its shape, of which boxes were saved flat: (X, Y) in boxes of (x, y) as (X / x, Y / y, x y).
+
+    So Megatron wrote the distributed optimizer in model space, where a data rank has a run of a box.
+    """
+    counts, size = tensor.shape[:-1], tensor.shape[-1] if tensor.shape else 0
+    box = tuple(whole // count if count else 0 for whole, count in zip(shape, counts, strict=False))
+    if len(counts) != len(shape) or math.prod(box) != size or any(
+        count * each != whole for count, each, whole in zip(counts, box, shape, strict=True)
+    ):
+        raise CheckpointError(f"{tensor.name} was saved flat, as {list(tensor.shape)}, which is not {list(shape)}")
+    pieces = []
+    for stored in tensor.pieces:
+        *at, first = stored.piece.offset
+        *ones, length = stored.piece.shape
+        if any(each != 1 for each in ones) or stored.piece.run is not None:
+            raise CheckpointError(f"{tensor.name} was saved flat, in parts of shape {list(stored.piece.shape)}")
+        offset = [each * step for each, step in zip(at, box, strict=True)]
+        run = None if (first, length) == (0, size) else (first, first + length)
+        piece = Piece(name=tensor.name, dtype=tensor.dtype, global_shape=shape, offset=offset, shape=box, run=run)
+        pieces.append(replace(stored, piece=piece))
+    return replace(tensor, shape=shape, pieces=tuple(pieces))
+
+
+def model_tensors(stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors of files by the names that they have in the state dict of the model, and optimizer state under those."""
+    made: dict[str, StoredTensor] = {}
+    for tensor in stored:
+        state = split_state(tensor.name)
+        for each in _one_by_one(replace(tensor, name=state[0]) if state is not None else tensor):
+            name = each.name if state is None else state_name(each.name, state[1])
+            if name in made:
+                raise CheckpointError(f"it has two tensors {name}")
+            made[name] = each
+    return {name: _renamed(each, name) for name, each in _joined(made).items()}
+
+
+def _one_by_one(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    """A tensor, or those of its layers and experts."""
+    for pattern, form in _STACKS:
+        if (match := pattern.fullmatch(tensor.name)) is not None:
+            if not tensor.shape:
+                raise CheckpointError(f"{tensor.name} has no dim for its layers")
+            # Found at once for all: a thousand layers of a thousand boxes each would be a million looks.
+            parts: list[list[StoredPiece]] = [[] for _ in range(tensor.shape[0])]
+            for stored in tensor.pieces:
+                for index, part in _slices(stored, tensor.shape[1:]):
+                    parts[index].append(part)
+            for index, pieces in enumerate(parts):
+                name = form.format(match[1], index, match[2])
+                one = StoredTensor(name=name, dtype=tensor.dtype, shape=tensor.shape[1:], pieces=tuple(pieces))
+                yield from _one_by_one(one)
+            return
+    if (match := _EXPERT.fullmatch(tensor.name)) is not None:
+        tensor = replace(tensor, name=f"{match[1]}local_experts.{match[2]}")
+    yield tensor
+
+
+def _slices(stored: StoredPiece, shape: tuple[int, ...]) -> Iterator[tuple[int, StoredPiece]]:
+    """The parts of a piece, by their index of the first dim."""
+    piece = stored.piece
+    first, count = piece.offset[0], piece.shape[0]
+    if piece.run is not None and count != 1:
+        raise CheckpointError(f"{piece.name} has a run that goes through several layers")
+    for number in range(count):
+        box = Piece(
+            name=piece.name,
+            dtype=piece.dtype,
+            global_shape=shape,
+            offset=piece.offset[1:],
+            shape=piece.shape[1:],
+            run=piece.run,
+        )
+        num_bytes = math.prod(piece.shape[1:]) * itemsize_bytes(piece.dtype)
+        yield first + number, replace(stored, piece=box, start=stored.start + number * num_bytes)
+
+
+def _joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Gates and what they gate, which files may have one by one, as one tensor."""
+    made: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        if (match := _HALF.fullmatch(name)) is None:
+            made[name] = tensor
+            continue
+        joined = f"{match[1]}{match[2]}"
+        gate, up = (tensors.get(f"{match[1]}_{half}{match[2]}") for half in "wv")
+        if gate is None or up is None or gate.shape != up.shape or not gate.shape:
+            raise CheckpointError(f"{name} has no other half (_w and _v) of its shape")
+        if joined not in made:
+            whole = (2 * gate.shape[0], *gate.shape[1:])
+            pieces = (*_shifted(gate, whole, 0), *_shifted(up, whole, gate.shape[0]))
+            made[joined] = StoredTensor(name=joined, dtype=gate.dtype, shape=whole, pieces=pieces)
+    return made
+
+
+def _shifted(tensor: StoredTensor, shape: tuple[int, ...], by: int) -> Iterator[StoredPiece]:
+    """The pieces of a tensor, as part of one of another shape."""
+    for stored in tensor.pieces:
+        first, *others = stored.piece.offset
+        yield replace(stored, piece=replace(stored.piece, global_shape=shape, offset=(first + by, *others)))
+
+
+def _renamed(tensor: StoredTensor, name: str) -> StoredTensor:
+    pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in tensor.pieces)
+    return replace(tensor, name=name, pieces=pieces)
