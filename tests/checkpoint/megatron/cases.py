@@ -78,7 +78,7 @@ CASES = {
     "llama-4-tp-model-space": Case(model="llama", ranks=4, tp=2, form="fully_sharded_model_space", old=True),
     "qwen2-2-pp": Case(model="qwen2", ranks=2, pp=2, form="fully_reshardable"),
     "qwen3-4-tp-pp": Case(
-        model="qwen3", ranks=4, tp=2, pp=2, bf16=True, form="fully_reshardable", metadata=("singleton_local_shards",)
+        model="qwen3", ranks=4, tp=2, pp=2, form="fully_reshardable", metadata=("singleton_local_shards",)
     ),
     "gpt-2-tp": Case(model="gpt", ranks=2, tp=2, form="fully_reshardable", tied=True),
     "mixtral-2-ep": Case(model="mixtral", ranks=2, ep=2),

@@ -57,6 +57,7 @@ def without_cuda() -> None:
     """Let CUDA calls of Megatron do nothing, or the same on the processor."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     kind = torch.Tensor.type
 
@@ -78,7 +79,9 @@ class Run:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
         from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.moe import moe_utils
 
+        moe_utils.te_general_gemm = None  # left undefined without transformer_engine
         CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # nothing here is random
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         self.case = case
@@ -300,6 +303,8 @@ def write_reference(rank: int, name: str, folder: str) -> None:
         from megatron.core import dist_checkpointing
 
         run = Run(case, tp=1, pp=1, ep=1)
+        if case.form:
+            run.update(0)  # there has to be a state, into which it loads
         loaded = dist_checkpointing.load(run.sharded(is_loading=True), f"{folder}/saved/iter_{STEPS:07d}")
         run.model.module.load_state_dict(loaded["model"])
         run.optimizer.load_state_dict(loaded["optimizer"])
@@ -318,13 +323,13 @@ def values_of(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """The state dict of the model, masters and moments."""
     for name, tensor in run.inner.state_dict().items():
         if isinstance(tensor, torch.Tensor):
-            yield name, tensor.detach()
+            yield name, tensor.detach().clone()
     for optimizer in run.optimizer.chained_optimizers:
         for name, parameter in run.inner.named_parameters():
             state = state_of(optimizer, parameter)
             for key, each in (state or {}).items():
-                if key in ("param", "exp_avg", "exp_avg_sq"):
-                    whole = each.detach().view(parameter.shape)
+                if key in ("exp_avg", "exp_avg_sq") or (key == "param" and each.dtype != parameter.dtype):
+                    whole = each.detach().clone().view(parameter.shape)
                     yield f"{name}/{'master' if key == 'param' else key}", whole
 
 
