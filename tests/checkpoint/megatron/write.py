@@ -82,6 +82,10 @@ class Run:
         from megatron.core.transformer.moe import moe_utils
 
         moe_utils.te_general_gemm = None  # left undefined without transformer_engine
+        if case.old:
+            from megatron.core import fp8_utils
+
+            fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
         CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # nothing here is random
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         self.case = case
