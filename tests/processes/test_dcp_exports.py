@@ -35,9 +35,7 @@ def go_on(channel: Channel, program: str, folder: Path, flatten: bool) -> list[f
     weights, moments = get_state_dict(model, optimizer, options=options)
     state = {"model": weights, "optim": moments}
     load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options
-    )
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
     losses = []
     for step in small.LATER:
         if program == "small":

@@ -197,9 +197,7 @@ def preview(
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
     store = store_of(source)
-    conversion = Conversion.of(
-        store, read_contents(store, step=step), rewrite, to=to, config=config, dtype=dtype
-    )
+    conversion = Conversion.of(store, read_contents(store, step=step), rewrite, to=to, config=config, dtype=dtype)
     assert conversion.outputs.view is not None, "a rewrite was given"
     if to not in ("pieces", "whole"):
         plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES)

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.checkpoint.foreign.dcp_training import KeyPath
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, saved_tensor
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["METADATA", "DcpFolder", "DcpObject", "DcpTensor", "KeyPath", "plan_dcp"]
+__all__ = ["METADATA", "DcpFolder", "DcpObject", "DcpTensor", "plan_dcp"]
 
 METADATA = ".metadata"
 
@@ -28,9 +29,6 @@ _MAX_CHUNK_BYTES = 64 << 20
 
 _VERSION = "1.0.0"
 """Of the metadata, as torch 2.6 to 2.13 write it."""
-
-KeyPath = tuple[str | int, ...]
-"""The keys that lead to a value in a state dict of dicts and lists; joined by dots they are its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +143,7 @@ def _tensor_entry(whole: Piece, chunks: Sequence[Piece]) -> MadeObject:
         state=(Named("torch", whole.dtype), layout, False, contiguous, False),
     )
     boxes = [
-        _made(_metadata("ChunkStorageMetadata"), offsets=_size(each.offset), sizes=_size(each.shape))
-        for each in chunks
+        _made(_metadata("ChunkStorageMetadata"), offsets=_size(each.offset), sizes=_size(each.shape)) for each in chunks
     ]
     return _made(
         _metadata("TensorStorageMetadata"), properties=properties, size=_size(whole.global_shape), chunks=boxes

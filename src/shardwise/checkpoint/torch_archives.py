@@ -139,9 +139,7 @@ class _ArchivePart:
         # "FB" is what torch calls a field that only takes room.
         extra = long + struct.pack("<2H", 0x4246, room) + bytes(room)
         flags = 1 << 3  # sizes and checksum follow the bytes
-        return (
-            _HEADER.pack(b"PK\3\4", 45, flags, 0, 0, 0, 0, _UNKNOWN, _UNKNOWN, len(name), len(extra)) + name + extra
-        )
+        return _HEADER.pack(b"PK\3\4", 45, flags, 0, 0, 0, 0, _UNKNOWN, _UNKNOWN, len(name), len(extra)) + name + extra
 
     def descriptor(self, crc: int) -> bytes:
         """What is behind the bytes."""

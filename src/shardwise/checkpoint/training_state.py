@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.checkpoint.contents import is_model_name
-from shardwise.checkpoint.dcp_folders import DcpFolder, DcpObject, DcpTensor, KeyPath, plan_dcp
+from shardwise.checkpoint.dcp_folders import DcpFolder, DcpObject, DcpTensor, plan_dcp
+from shardwise.checkpoint.foreign.dcp_training import KeyPath
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.plan.names import split_state_name
 from shardwise.plan.saved_settings import stored_optimizers, take_over

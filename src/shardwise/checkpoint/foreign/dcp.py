@@ -12,15 +12,17 @@ importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, 
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
+from shardwise.checkpoint.foreign.dcp_training import KeyPath, training_names
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of, row_major_strides
 from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor, ints, read_value
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
+from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
@@ -96,6 +98,8 @@ class Metadata:
     """Names of what is no tensor."""
     blobs: Mapping[tuple[str, tuple[int, ...] | None], Blob]
     """By name and offset of the box; None for objects."""
+    paths: Mapping[str, KeyPath]
+    """Of names in the state dict that was saved, as far as it is known."""
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -115,7 +119,16 @@ def parse_metadata(data: bytes) -> Metadata:
         index = _record(key, "MetadataIndex")
         offset = index.get("offset")
         blobs[_text(index.get("fqn")), None if offset is None else ints(offset)] = _blob(_record(value, "_StorageInfo"))
-    return Metadata(tensors, tuple(objects), blobs)
+    return Metadata(tensors, tuple(objects), blobs, _paths(fields.get("planner_data")))
+
+
+def _paths(value: object) -> dict[str, KeyPath]:
+    """What planners keep of names; other planners than torch's may keep anything."""
+    return {
+        name: path
+        for name, path in (value.items() if isinstance(value, dict) else ())
+        if isinstance(name, str) and isinstance(path, tuple) and path and all(type(each) in (str, int) for each in path)
+    }
 
 
 def _belongs(module: str, name: str) -> bool:
@@ -223,7 +236,36 @@ def read_contents(store: Store) -> Contents:
         sizes = {file.name: file.size for file in files.values()}
     if problems:
         raise CheckpointError(*problems)
-    return Contents(format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra)
+    aliases = _aliases(metadata, tensors)
+    tensors = {name: each for name, each in tensors.items() if name not in aliases}
+    contents = Contents(
+        format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, aliases=aliases, extra=extra
+    )
+    named = training_names(tensors, aliases, extra.get("objects", {}), metadata.paths)
+    if named is None:
+        return contents
+    step = named.values.get("step")
+    return replace(
+        contents,
+        tensors=named.tensors,
+        aliases=named.aliases,
+        settings=named.settings,
+        extra={**extra, "objects": packed(named.values, "its values")} if named.values else extra,
+        step=step if type(step) is int else None,
+        notes=named.notes,
+    )
+
+
+def _aliases(metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Other names of tensors, whose chunks are at the same places."""
+    first: dict[object, str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        saved = metadata.tensors[name]
+        places = tuple((chunk, metadata.blobs.get((name, chunk.offset))) for chunk in saved.chunks)
+        if tensor.pieces and (owner := first.setdefault((saved.dtype, saved.shape, places), name)) != name:
+            found[name] = owner
+    return found
 
 
 class _File(OpenFile):
