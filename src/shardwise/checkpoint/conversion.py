@@ -65,7 +65,7 @@ __all__ = [
     "without_wrappers",
 ]
 
-ConvertTarget = Literal["pieces", "whole", "hf", "dcp"]
+ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
 Hugging Face, or what `torch.distributed.checkpoint` loads.
 """
@@ -294,9 +294,10 @@ class Conversion:
         if dtype is not None:
             check_dtype(dtype)
         # Other programs train masters alone, and make working copies of them.
-        if dtype is not None or to == "dcp":
+        is_training = to not in ("pieces", "whole", "hf")
+        if dtype is not None or is_training:
             source, masters = with_masters(contents, dtype or "float32")
-        if to == "dcp":
+        if is_training:
             kept = {name: each for name, each in source.tensors.items() if name not in masters}
             source = replace(source, tensors=kept)
         if rewrite is None and to not in ("pieces", "whole"):

@@ -30,7 +30,8 @@ from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
 from shardwise.checkpoint.torch_archives import ArchiveFilling
-from shardwise.checkpoint.training_state import dcp_folder
+from shardwise.checkpoint.training_state import TITAN_NAMES, TORCH_NAMES, dcp_folder
+from shardwise.checkpoint.universal_folders import LATEST, universal_files
 from shardwise.checkpoint.whole_folders import PlannedFile, write_folder
 from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.errors import CheckpointError
@@ -130,7 +131,7 @@ class FolderPlan:
     """Small files, which are written last."""
 
 
-FolderTarget = Literal["hf", "dcp"]
+FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal"]
 """Formats of other programs: see `convert`."""
 
 
@@ -140,8 +141,12 @@ def plan_folder(outputs: Outputs, to: FolderTarget, *, max_shard_bytes: int) -> 
         raise CheckpointError(
             f"{outputs.contents.location} has no tensor of a model, so that there is nothing to write"
         )
-    if to == "dcp":
-        folder = dcp_folder(outputs, max_file_bytes=max_shard_bytes)
+    if to == "deepspeed-universal":
+        name, files = universal_files(outputs)
+        return FolderPlan(files=files, filling=ArchiveFilling, last={LATEST: name.encode()})
+    if to in ("dcp", "torchtitan"):
+        names = TITAN_NAMES if to == "torchtitan" else TORCH_NAMES
+        folder = dcp_folder(outputs, names, max_file_bytes=max_shard_bytes)
         return FolderPlan(files=folder.files, filling=ArchiveFilling, last={METADATA: folder.metadata})
     metadata = _metadata(outputs.contents)
     tensors = list(outputs.tensors.values())

@@ -5,7 +5,7 @@ An archive is a zip file without compression. Where everything in it is follows 
     PK.. data.pkl | pickle | PK.. byteorder | little | PK.. version | 3 | PK.. data/0 | elements | crc | ... | directory
                       ^ names data/0                                                    ^ after a multiple of 64 bytes
 
-One file may have several archives, one behind the other: `torch.distributed.checkpoint` keeps its tensors so. All numbers
+One file may have several archives, one behind the other, as `torch.distributed.checkpoint` has its tensors. All numbers
 are of 64 bits, in small archives too. The formats: torch/serialization.py, and APPNOTE.TXT of PKWARE on zip files.
 """
 
@@ -13,7 +13,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -179,13 +178,18 @@ class ArchiveFile:
 
     @property
     def starts(self) -> list[int]:
-        """First byte of each archive, and of one that would follow: multiples of 64, so that elements are aligned."""
-        return list(accumulate((each.num_bytes + _gap(each.num_bytes) for each in self.archives), initial=0))
+        """First byte of each archive: multiples of 64, so that elements are aligned."""
+        starts = []
+        end = 0
+        for each in self.archives:
+            starts.append(end + _gap(end))
+            end = starts[-1] + each.num_bytes
+        return starts
 
     @property
     def num_bytes(self) -> int:
         """Of the whole file."""
-        return self.starts[-1]
+        return self.starts[-1] + self.archives[-1].num_bytes if self.archives else 0
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -194,6 +198,7 @@ class ArchiveFile:
 
 
 def _gap(num_bytes: int) -> int:
+    """Bytes up to the next multiple of the alignment."""
     return -num_bytes % _ALIGNMENT
 
 
@@ -230,18 +235,20 @@ class ArchiveFilling:
         """Write what is before the next piece that has elements, or behind the last piece."""
         self._collecting.write(memoryview(next(self._frames)))
         self._sum = 0
-        for self._left in self._sizes:
-            if self._left:
-                return
+        while (size := next(self._sizes, None)) == 0:
             self._sums.append(0)
             self._collecting.write(memoryview(next(self._frames)))
+        self._left = size or 0
 
     def _framed(self, file: ArchiveFile) -> Iterator[bytes]:
         data = b""
-        for archive in file.archives:
+        end = 0
+        for start, archive in zip(file.starts, file.archives, strict=True):
+            data += bytes(start - end)
             frames = archive.frames(self._sums)
             for _ in archive.pieces:
                 yield data + next(frames)
                 data = b""
-            data += next(frames) + bytes(_gap(archive.num_bytes))
+            data += next(frames)
+            end = start + archive.num_bytes
         yield data

@@ -6,10 +6,12 @@
     settings: groups                  optim.param_groups.0.lr     and optim.param_groups.w.lr, for both of its forms
     step, extra                       step, extra
 
-The second form is that of flatten_optimizer_state_dict=True.
+The second form is that of flatten_optimizer_state_dict=True. torchtitan has it alone, and the weights without a prefix:
+w, optimizer.state.w.exp_avg, optimizer.param_groups.w.lr.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,9 +22,21 @@ from shardwise.checkpoint.outputs import Outputs
 from shardwise.plan.names import split_state_name
 from shardwise.plan.saved_settings import stored_optimizers, take_over
 
-__all__ = ["dcp_folder", "groups_of_torch"]
+__all__ = ["TITAN_NAMES", "TORCH_NAMES", "StateDictNames", "dcp_folder", "groups_of_torch"]
 
-_MODEL, _OPTIMIZER = "model", "optim"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateDictNames:
+    """Where a program has the model and the optimizer in what it saves."""
+
+    model: KeyPath
+    optimizer: str
+    nested: bool
+    """Whether it has the optimizer as torch's state dicts are, besides the flattened form."""
+
+
+TORCH_NAMES = StateDictNames(model=("model",), optimizer="optim", nested=True)
+TITAN_NAMES = StateDictNames(model=(), optimizer="optimizer", nested=False)
 
 _IMPLEMENTATION = MappingProxyType({"foreach": None, "capturable": False, "differentiable": False, "fused": None})
 """Settings of torch's groups that choose between implementations. Saves have none; torch's loaders ask for them."""
@@ -41,40 +55,44 @@ def groups_of_torch(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], 
     return found
 
 
-def dcp_folder(outputs: Outputs, *, max_file_bytes: int) -> DcpFolder:
+def dcp_folder(outputs: Outputs, names: StateDictNames, *, max_file_bytes: int) -> DcpFolder:
     """The folder of `torch.distributed.checkpoint` with what is written of a checkpoint. Raises CheckpointError."""
     ties: dict[str, list[str]] = {}
     for alias, name in outputs.aliases.items():
         ties.setdefault(name, []).append(alias)
-    tensors = [
-        DcpTensor(each.whole, tuple(_paths(name, ties.get(name, ()), outputs.contents.format)))
-        for name, each in outputs.tensors.items()
-    ]
-    return plan_dcp(tensors, list(_objects(outputs)), max_file_bytes=max_file_bytes)
+    tensors = []
+    for name, each in outputs.tensors.items():
+        if (split := split_state_name(name)) is not None:
+            paths: list[KeyPath] = [(names.optimizer, "state", *split)]
+            if not names.nested:
+                paths = [(names.optimizer, ".".join(("state", *split)))]
+        elif is_model_name(name, outputs.contents.format):
+            paths = [(*names.model, called) for called in (name, *ties.get(name, ()))]
+        else:
+            paths = [(name,)]
+        tensors.append(DcpTensor(each.whole, tuple(paths)))
+    return plan_dcp(tensors, list(_objects(outputs, names)), max_file_bytes=max_file_bytes)
 
 
-def _paths(name: str, ties: Sequence[str], format_: str) -> Iterator[KeyPath]:
-    if (split := split_state_name(name)) is not None:
-        yield _OPTIMIZER, "state", *split
-    elif is_model_name(name, format_):
-        yield from ((_MODEL, each) for each in (name, *ties))
-    else:
-        yield (name,)
-
-
-def _objects(outputs: Outputs) -> Iterator[DcpObject]:
+def _objects(outputs: Outputs, names: StateDictNames) -> Iterator[DcpObject]:
     contents = outputs.contents
-    taken = set()
     groups = groups_of_torch(outputs.settings)
-    for number, (parameters, settings) in enumerate(groups):
+    if not groups:
+        # State that no settings belong to: a group of its names makes it an optimizer for readers.
+        split = filter(None, map(split_state_name, outputs.tensors))
+        trained = list(dict.fromkeys(parameter for parameter, _ in split))
+        groups = [(tuple(trained), {})] if trained else []
+    taken = set()
+    for number, (parameters, settings) in enumerate(groups if names.nested else ()):
         for key, value in {**settings, "params": list(parameters)}.items():
             taken.add(f"{number}.{key}")
-            yield DcpObject(value, (_OPTIMIZER, "param_groups", number, key))
+            yield DcpObject(value, (names.optimizer, "param_groups", number, key))
     for parameters, settings in groups:
         for name in parameters:
             for key, value in settings.items():
+                # A parameter may be called "0".
                 if f"{name}.{key}" not in taken:
-                    yield DcpObject(value, (_OPTIMIZER, f"param_groups.{name}.{key}"))
+                    yield DcpObject(value, (names.optimizer, f"param_groups.{name}.{key}"))
     if contents.step is not None:
         yield DcpObject(contents.step, ("step",))
     if contents.extra:

@@ -9,7 +9,7 @@ flattened (`flatten_optimizer_state_dict`), says which state belongs to which pa
     optim.param_groups.0.lr    ("optim", "param_groups", 0, "lr")        settings of the optimizer
 
 What is nested is a value as in a file of `torch.save`, and the rules for those are followed. Where they do not prove
-whose state it is, names stay as they are in the folder.
+whose state it is, names stay as they are in the folder. So they do where several dicts hold tensors and no optimizer.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ def training_names(
     objects: Mapping[str, Any],
     paths: Mapping[str, KeyPath],
 ) -> TrainingNames | None:
-    """Name the tensors of a folder by its model; None where it has no optimizer, or does not say whose state is whose.
+    """Name the tensors of a folder by its model; None where it does not say which dict that is, or whose state is whose.
 
     aliases: other names of tensors. objects: values that are no tensors. paths: of all names, as far as it has any.
     """
@@ -66,14 +66,19 @@ def training_names(
     except (CheckpointError, AttributeError, TypeError, KeyError):
         return None  # it is nested otherwise than torch's state dicts
     found.name_optimizers()
-    if not found.optimizers or any(each.reason for *_, each in found.optimizers):
+    # Weights alone have names of a model where all are in one dict.
+    is_model = bool(found.optimizers) or len({paths.get(name, (name, ""))[:-1] for name in places}) == 1
+    if not is_model or any(each.reason for *_, each in found.optimizers):
         return None
     stored = list(tensors.values())
-    named = [each.settings() for *_, each in found.optimizers] if saved.have_groups else []
+    # Groups that are names alone say nothing of how they are updated.
+    named = [
+        each.settings() for *_, each in found.optimizers if any(group.keys() != {"params"} for group in each.groups)
+    ]
     return TrainingNames(
         tensors={name: stored[place.start].renamed(name) for name, (_, place) in found.tensors.items()},
         aliases=found.aliases,
-        settings={"ties": dict(found.aliases), "optimizers": named},
+        settings={"ties": dict(found.aliases), "optimizers": named} if named else {},
         values=found.values,
         notes=tuple(found.notes),
     )
@@ -99,11 +104,6 @@ class _SavedOptimizers:
 
     def __init__(self) -> None:
         self.optimizers: dict[KeyPath, _SavedOptimizer] = {}
-
-    @property
-    def have_groups(self) -> bool:
-        """Whether the folder says how each of them updates."""
-        return all(each.groups or each.settings for each in self.optimizers.values())
 
     def take(self, path: KeyPath, value: Any) -> bool:
         """Take a value over if it belongs to an optimizer."""
@@ -140,7 +140,7 @@ class _SavedOptimizer:
         else:
             # Parameters with the same settings are a group: the flattened form does not say more.
             groups = []
-            for parameter, settings in self.settings.items() or [(each, {}) for each in self.state]:
+            for parameter, settings in self.settings.items():
                 same = next((each for each in groups if {**each, "params": 0} == {**settings, "params": 0}), None)
                 if same is None:
                     groups.append(same := {**settings, "params": []})
