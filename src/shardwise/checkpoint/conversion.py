@@ -14,13 +14,14 @@ from typing import Any, Literal, Self, get_args
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
+    FolderTarget,
     Progress,
     WrittenCopy,
     check_save,
     leaving_no_folder,
     make_folder,
     make_save,
-    planned_shards,
+    plan_folder,
 )
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.huggingface_files import (
@@ -39,6 +40,7 @@ from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.names import MASTER, plain_names, state_name
@@ -63,8 +65,10 @@ __all__ = [
     "without_wrappers",
 ]
 
-ConvertTarget = Literal["pieces", "whole", "hf"]
-"""A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
+ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal"]
+"""A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
+Hugging Face, or what `torch.distributed.checkpoint` loads.
+"""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Tensors in one Hugging Face file: what `save_pretrained` took for long, and hubs advise."""
@@ -153,7 +157,7 @@ def convert(
     check_arguments(
         rewrite=rewrite, config=config, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify}
     )
-    if dtype is not None and to != "hf":
+    if dtype is not None and to in ("pieces", "whole"):
         raise CheckpointError(
             f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
             "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
@@ -163,14 +167,14 @@ def convert(
         store,
         read_contents(store, step=step),
         rewrite,
-        model_only=to == "hf",
+        to=to,
         config=config,
         dtype=dtype,
         original=_original_at(original, certify=certify),
     )
-    if to == "hf":
-        return conversion.to_folder(destination, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
-    return conversion.to_save(destination, to, certify=certify, progress=progress)
+    if to in ("pieces", "whole"):
+        return conversion.to_save(destination, to, certify=certify, progress=progress)
+    return conversion.to_folder(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
 
 
 def preview(
@@ -193,12 +197,12 @@ def preview(
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
     store = store_of(source)
-    conversion = Conversion.of(
-        store, read_contents(store, step=step), rewrite, model_only=to == "hf", config=config, dtype=dtype
-    )
+    conversion = Conversion.of(store, read_contents(store, step=step), rewrite, to=to, config=config, dtype=dtype)
     assert conversion.outputs.view is not None, "a rewrite was given"
-    if destination is not None and to == "hf":
-        planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES)
+    if to not in ("pieces", "whole"):
+        plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES)
+        if destination is not None:
+            check_folder(destination)
     elif destination is not None:
         check_save(destination)
     return conversion.outputs.view.checked.explain()
@@ -273,12 +277,12 @@ class Conversion:
         contents: Contents,
         rewrite: Rewrite | None,
         *,
-        model_only: bool,
+        to: ConvertTarget,
         config: ConfigPath = None,
         dtype: str | None = None,
         original: tuple[Store, Contents] | None = None,
     ) -> Self:
-        """Prepare it; `config` and `dtype`: see `convert`.
+        """Prepare it; `to`, `config` and `dtype`: see `convert`.
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
@@ -286,10 +290,17 @@ class Conversion:
         parameters = parsed_config(given) or files.get(CONFIG)
         source = contents
         masters: tuple[str, ...] = ()
+        model_only = to == "hf"
         if dtype is not None:
             check_dtype(dtype)
-            source, masters = with_masters(contents, dtype)
-        if rewrite is None and model_only:
+        # Other programs train masters alone, and make working copies of them.
+        is_training = to not in ("pieces", "whole", "hf")
+        if dtype is not None or is_training:
+            source, masters = with_masters(contents, dtype or "float32")
+        if is_training:
+            kept = {name: each for name, each in source.tensors.items() if name not in masters}
+            source = replace(source, tensors=kept)
+        if rewrite is None and to not in ("pieces", "whole"):
             rewrite = without_wrappers(model_of(source))
         view = None
         if rewrite is not None:
@@ -360,18 +371,21 @@ class Conversion:
     def to_folder(
         self,
         destination: Address,
+        to: FolderTarget,
         *,
         max_shard_bytes: int,
         certify: bool,
         progress: Progress,
     ) -> ConvertReport:
-        """Make a folder of Hugging Face files. Raises CheckpointError."""
+        """Make a folder of another format. Raises CheckpointError."""
         # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
         # these.
         certificates: list[Certificate] = []
         added: list[str] = []
+        path = check_folder(destination)
+        plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes)
 
-        def finish(store: Store, path: str) -> None:
+        def finish(store: Store) -> None:
             for name, data in files_of(self.given, self.files, main_dtype(self.outputs.tensors.values())):
                 store.create(name, data)
                 added.append(name)
@@ -380,15 +394,8 @@ class Conversion:
                 store.create(CERTIFICATE, certificates[0].pack())
 
         self.outputs.check_agreement(self.store)
-        made = make_folder(
-            self.store,
-            self.outputs,
-            destination,
-            max_shard_bytes=max_shard_bytes,
-            finish=finish,
-            progress=progress,
-        )
-        missing = () if CONFIG in added else (CONFIG,)
+        made = make_folder(self.store, self.outputs, path, plan, finish=finish, progress=progress)
+        missing = (CONFIG,) if to == "hf" and CONFIG not in added else ()
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
 

@@ -1,7 +1,7 @@
 """Writes the folders of `tests/checkpoint/megatron/folders` with the real megatron-core, and what they must be read as.
 
     python3.11 -m venv V; V/bin/pip install torch==2.13.0 megatron-core==0.16.1 safetensors
-    V/bin/python -m tests.checkpoint.megatron.write [NAME ...]
+    V/bin/python -m tests.checkpoint.megatron.write [--reference] [NAME ...]
     python3.11 -m venv OLD; echo SITE_PACKAGES_OF_V > OLD/lib/python3.11/site-packages/more.pth
     OLD/bin/pip install --no-deps megatron-core==0.12.3
     OLD/bin/python -m tests.checkpoint.megatron.write llama-4-tp-model-space
@@ -63,7 +63,9 @@ def without_cuda() -> None:
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = kind(self, *args, **kwargs)
-        return found.replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+        return (
+            found.replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+        )
 
     torch.Tensor.type = type_of  # type: ignore[assignment]
 
@@ -76,6 +78,7 @@ class Run:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
         from megatron.core.transformer import TransformerConfig
@@ -86,6 +89,15 @@ class Run:
             from megatron.core import fp8_utils
 
             fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
+        set_state = DistributedOptimizer._set_main_param_and_optimizer_states
+
+        def set_all(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+            # It loads the count of updates of torch's AdamW before, and then wants it among what it loads.
+            if hasattr(self.optimizer, "state"):
+                tensors = {**self._get_main_param_and_optimizer_states(parameter), **tensors}
+            set_state(self, parameter, tensors)
+
+        DistributedOptimizer._set_main_param_and_optimizer_states = set_all
         CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # nothing here is random
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
         self.case = case
@@ -186,9 +198,7 @@ class Run:
         batch = {key: each.chunk(self.data)[self.data_rank] for key, each in batch_of(step).items()}
         num_rows = ROWS // self.data
         microbatches = self.config.pipeline_model_parallel_size
-        parts = iter(
-            [{key: each.chunk(microbatches)[at] for key, each in batch.items()} for at in range(microbatches)]
-        )
+        parts = iter([{key: each.chunk(microbatches)[at] for key, each in batch.items()} for at in range(microbatches)])
 
         def forward(part: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
             words = next(part)
@@ -309,7 +319,7 @@ def write_reference(rank: int, name: str, folder: str) -> None:
         run = Run(case, tp=1, pp=1, ep=1)
         if case.form:
             run.update(0)  # there has to be a state, into which it loads
-        loaded = dist_checkpointing.load(run.sharded(is_loading=True), f"{folder}/saved/iter_{STEPS:07d}")
+        loaded = dist_checkpointing.load(run.sharded(is_loading=True), str(FOLDERS / name / f"iter_{STEPS:07d}"))
         run.model.module.load_state_dict(loaded["model"])
         run.optimizer.load_state_dict(loaded["optimizer"])
         made = dict(values_of(run))
@@ -348,13 +358,14 @@ def state_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]
     return {"param": master, **state} if state else None
 
 
-def write_folder(name: str, into: Path) -> None:
-    """Write one folder, anew."""
+def write_folder(name: str, into: Path, only: str) -> None:
+    """Write one folder anew, and its reference; only: "reference", of the folder that is there."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        spawn(write_case, (name, folder), nprocs=case.ranks)
-        shutil.rmtree(into / name, ignore_errors=True)
-        shutil.copytree(f"{folder}/saved", into / name)
+        if only != "reference":
+            spawn(write_case, (name, folder), nprocs=case.ranks)
+            shutil.rmtree(into / name, ignore_errors=True)
+            shutil.copytree(f"{folder}/saved", into / name)
         if case.kind != "legacy":
             spawn(write_reference, (name, folder), nprocs=1)
             shutil.copy(f"{folder}/{name}.safetensors", into / f"{name}.safetensors")
@@ -362,5 +373,8 @@ def write_folder(name: str, into: Path) -> None:
 
 if __name__ == "__main__":
     FOLDERS.mkdir(exist_ok=True)
-    for each in sys.argv[1:] or [name for name, case in CASES.items() if not case.old]:
-        write_folder(each, FOLDERS)
+    first, *names = [*sys.argv[1:], ""]
+    only = "reference" if first == "--reference" else ""
+    names = [each for each in (*names, "" if only else first) if each]
+    for each in names or [name for name, case in CASES.items() if not case.old]:
+        write_folder(each, FOLDERS, only)

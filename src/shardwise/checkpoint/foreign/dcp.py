@@ -12,15 +12,17 @@ importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, 
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
+from shardwise.checkpoint.foreign.dcp_training import KeyPath, training_names
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of, row_major_strides
 from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor, ints, read_value
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
+from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
@@ -32,7 +34,7 @@ __all__ = [
     "DcpChunk",
     "Metadata",
     "SavedTensor",
-    "contents_of",
+    "as_saved",
     "parse_metadata",
     "read_contents",
     "read_metadata",
@@ -113,6 +115,8 @@ class Metadata:
     """By name and offset of the box; None for objects."""
     flat: Mapping[str, tuple[int, ...]]
     """The shapes of tensors whose boxes Megatron saved flat: see `megatron_names.in_shape`."""
+    paths: Mapping[str, KeyPath]
+    """Of names in the state dict that was saved, as far as it is known."""
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -136,7 +140,16 @@ def parse_metadata(data: bytes) -> Metadata:
     for name, value in _mapping(fields.get("mcore_data") or {}).items():
         if (shape := _mapping(value).get("nd_reformulated_orig_global_shape")) is not None:
             flat[_text(name)] = ints(shape)
-    return Metadata(tensors, tuple(objects), blobs, flat)
+    return Metadata(tensors, tuple(objects), blobs, flat, _paths(fields.get("planner_data")))
+
+
+def _paths(value: object) -> dict[str, KeyPath]:
+    """What planners keep of names; other planners than torch's may keep anything."""
+    return {
+        name: path
+        for name, path in (value.items() if isinstance(value, dict) else ())
+        if isinstance(name, str) and isinstance(path, tuple) and path and all(type(each) in (str, int) for each in path)
+    }
 
 
 def _belongs(module: str, name: str) -> bool:
@@ -227,7 +240,24 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    return contents_of(read_metadata(store), store)
+    metadata = read_metadata(store)
+    contents = as_saved(metadata, store)
+    aliases = _aliases(metadata, contents.tensors)
+    tensors = {name: each for name, each in contents.tensors.items() if name not in aliases}
+    contents = replace(contents, tensors=tensors, aliases=aliases)
+    named = training_names(tensors, aliases, contents.extra.get("objects", {}), metadata.paths)
+    if named is None:
+        return contents
+    step = named.values.get("step")
+    return replace(
+        contents,
+        tensors=named.tensors,
+        aliases=named.aliases,
+        settings=named.settings,
+        extra={**contents.extra, "objects": packed(named.values, "its values")} if named.values else contents.extra,
+        step=step if type(step) is int else None,
+        notes=named.notes,
+    )
 
 
 def read_metadata(store: Store, folder: str = "") -> Metadata:
@@ -237,8 +267,8 @@ def read_metadata(store: Store, folder: str = "") -> Metadata:
         return parse_metadata(data)
 
 
-def contents_of(metadata: Metadata, store: Store, folder: str = "") -> Contents:
-    """Return what a checkpoint with this metadata holds: see `read_contents`."""
+def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
+    """Return what a checkpoint with this metadata holds, under the names that it has there: see `read_contents`."""
     place = f"{store.location}/{folder}{_METADATA}"
     # Files stay open while tensors are looked up: a file has thousands
     # of them, and an object store asks for its size at each open.
@@ -258,6 +288,18 @@ def contents_of(metadata: Metadata, store: Store, folder: str = "") -> Contents:
     return Contents(format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra)
 
 
+def _aliases(metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Other names of tensors, whose chunks are at the same places."""
+    first: dict[object, str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        saved = metadata.tensors[name]
+        places = tuple((chunk, metadata.blobs.get((name, chunk.offset))) for chunk in saved.chunks)
+        if tensor.pieces and (owner := first.setdefault((saved.dtype, saved.shape, places), name)) != name:
+            found[name] = owner
+    return found
+
+
 class _File(OpenFile):
     """A data file with the safetensors headers in it, each read once."""
 
@@ -274,9 +316,7 @@ class _File(OpenFile):
         return self._headers[start]
 
 
-def _opened(
-    store: Store, folder: str, metadata: Metadata, stack: ExitStack
-) -> tuple[dict[str, _File], list[str]]:
+def _opened(store: Store, folder: str, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], list[str]]:
     """The data files by the name that the metadata has, and what is wrong with those that are not whole."""
     ends: dict[str, int] = {}
     for blob in metadata.blobs.values():

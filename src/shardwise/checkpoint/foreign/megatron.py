@@ -35,6 +35,8 @@ _COMMON = "common.pt"
 _BACKEND = "metadata.json"
 _SAVE = re.compile(r"(iter_\d{7,}|release)/.*", re.DOTALL)
 _EXTRA_STATE = re.compile(r".*\._extra_state/shard_.*", re.DOTALL)
+
+
 def is_megatron(names: Sequence[str]) -> bool:
     """Whether a folder with files of these names is one of Megatron: of saves, or of one save."""
     if {_COMMON, _BACKEND} <= set(names) or any(map(megatron_legacy.is_file, names)):
@@ -58,7 +60,7 @@ def read_contents(store: Store) -> Contents:
     in_buckets = any(map(is_flat_bucket, [*metadata.tensors, *metadata.objects]))
     states = [name for name in metadata.objects if _EXTRA_STATE.fullmatch(name)]
     # Not even looked at: state of no parameter that has a name, and state of kernels.
-    held = dcp.contents_of(
+    held = dcp.as_saved(
         replace(
             metadata,
             tensors={name: each for name, each in metadata.tensors.items() if not is_flat_bucket(name)},
@@ -71,7 +73,8 @@ def read_contents(store: Store) -> Contents:
     with about(location):
         found = FoundTensors()
         found.tensors = model_tensors(
-            in_shape(each, metadata.flat[name]) if name in metadata.flat else each for name, each in held.tensors.items()
+            in_shape(each, metadata.flat[name]) if name in metadata.flat else each
+            for name, each in held.tensors.items()
         )
         if in_buckets:
             found.notes.append(
@@ -168,6 +171,10 @@ def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mappi
 
 def _layout(arguments: Mapping[str, Any]) -> str:
     """The layout that wrote it, in words."""
-    kinds = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
+    kinds = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
     sizes = {short: arguments.get(name) for short, name in kinds.items()}
     return " ".join(f"{short}={size}" for short, size in sizes.items() if type(size) is int)

@@ -178,9 +178,7 @@ def _shifted(name: str, by: int) -> str:
     return name if match is None else f"{match[1]}{int(match[2]) + by}{match[3]}"
 
 
-def _joined(
-    name: str, own: str, ranks: list[_RankFile], parts: list[dict[str, TensorPlace]]
-) -> StoredTensor:
+def _joined(name: str, own: str, ranks: list[_RankFile], parts: list[dict[str, TensorPlace]]) -> StoredTensor:
     """A tensor, from the parts that tensor-parallel ranks have of it under the stage's own name."""
     if lacking := [rank.file for rank, part in zip(ranks, parts, strict=True) if own not in part]:
         raise CheckpointError(f"{few_of(lacking)} has no {own}, which other tensor-parallel ranks have")

@@ -57,8 +57,10 @@ def in_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
     """
     counts, size = tensor.shape[:-1], tensor.shape[-1] if tensor.shape else 0
     box = tuple(whole // count if count else 0 for whole, count in zip(shape, counts, strict=False))
-    if len(counts) != len(shape) or math.prod(box) != size or any(
-        count * each != whole for count, each, whole in zip(counts, box, shape, strict=True)
+    if (
+        len(counts) != len(shape)
+        or math.prod(box) != size
+        or any(count * each != whole for count, each, whole in zip(counts, box, shape, strict=True))
     ):
         raise CheckpointError(f"{tensor.name} was saved flat, as {list(tensor.shape)}, which is not {list(shape)}")
     pieces = []
@@ -84,7 +86,7 @@ def model_tensors(stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
             if name in made:
                 raise CheckpointError(f"it has two tensors {name}")
             made[name] = each
-    return {name: _renamed(each, name) for name, each in _joined(made).items()}
+    return {name: each.renamed(name) for name, each in _joined(made).items()}
 
 
 def _one_by_one(tensor: StoredTensor) -> Iterator[StoredTensor]:
@@ -150,8 +152,3 @@ def _shifted(tensor: StoredTensor, shape: tuple[int, ...], by: int) -> Iterator[
     for stored in tensor.pieces:
         first, *others = stored.piece.offset
         yield replace(stored, piece=replace(stored.piece, global_shape=shape, offset=(first + by, *others)))
-
-
-def _renamed(tensor: StoredTensor, name: str) -> StoredTensor:
-    pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in tensor.pieces)
-    return replace(tensor, name=name, pieces=pieces)
