@@ -65,6 +65,8 @@ class Case:
     tied: bool = False
     kind: str = "torch_dist"
     """`legacy`: as mp_rank_* folders."""
+    te_names: bool = False
+    """Whether the norm of a layer of experts has the name that it has with Transformer Engine."""
     old: bool = False
     """Written by megatron-core 0.12."""
 
@@ -81,7 +83,7 @@ CASES = {
         model="qwen3", ranks=4, tp=2, pp=2, form="fully_reshardable", metadata=("singleton_local_shards",)
     ),
     "gpt-2-tp": Case(model="gpt", ranks=2, tp=2, form="fully_reshardable", tied=True),
-    "mixtral-2-ep": Case(model="mixtral", ranks=2, ep=2),
+    "mixtral-2-ep": Case(model="mixtral", ranks=2, ep=2, te_names=True),
     "qwen3_moe-1": Case(model="qwen3_moe", metadata=("singleton_local_shards",)),
     "legacy-llama-4-tp-pp": Case(model="llama", ranks=4, tp=2, pp=2, kind="legacy"),
     "legacy-gpt-1": Case(model="gpt", tied=True, kind="legacy"),

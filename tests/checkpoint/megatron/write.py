@@ -53,11 +53,19 @@ class OnTheProcessor(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class NoStream:
+    """A stream on which nothing runs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
 def without_cuda() -> None:
     """Let CUDA calls of Megatron do nothing, or the same on the processor."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
-    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[assignment, misc]
+    torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: NoStream()  # type: ignore[assignment, misc]
+    torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     kind = torch.Tensor.type
 
@@ -86,8 +94,10 @@ class Run:
 
         moe_utils.te_general_gemm = None  # left undefined without transformer_engine
         if case.old:
+            import numpy
             from megatron.core import fp8_utils
 
+            numpy.product = numpy.prod  # as numpy 1 has it
             fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
         set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -172,6 +182,8 @@ class Run:
 
             for each in ("input_layernorm", "pre_mlp_layernorm"):
                 setattr(spec.submodules, each, WrappedTorchNorm)
+        if self.case.te_names:
+            del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         torch.manual_seed(0)
         model: Any = GPTModel(
             self.config,

@@ -34,6 +34,7 @@ __all__ = [
     "DcpChunk",
     "Metadata",
     "SavedTensor",
+    "aliases_of",
     "as_saved",
     "parse_metadata",
     "read_contents",
@@ -242,7 +243,7 @@ def read_contents(store: Store) -> Contents:
     """
     metadata = read_metadata(store)
     contents = as_saved(metadata, store)
-    aliases = _aliases(metadata, contents.tensors)
+    aliases = aliases_of(metadata, contents.tensors)
     tensors = {name: each for name, each in contents.tensors.items() if name not in aliases}
     contents = replace(contents, tensors=tensors, aliases=aliases)
     named = training_names(tensors, aliases, contents.extra.get("objects", {}), metadata.paths)
@@ -288,8 +289,8 @@ def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
     return Contents(format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra)
 
 
-def _aliases(metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Other names of tensors, whose chunks are at the same places."""
+def aliases_of(metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return other names of tensors, whose chunks are at the same places."""
     first: dict[object, str] = {}
     found = {}
     for name, tensor in tensors.items():

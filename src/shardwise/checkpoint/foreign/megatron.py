@@ -72,9 +72,11 @@ def read_contents(store: Store) -> Contents:
     values = _common(store, folder)
     with about(location):
         found = FoundTensors()
+        again = dcp.aliases_of(metadata, held.tensors)  # masters that are the weights
         found.tensors = model_tensors(
             in_shape(each, metadata.flat[name]) if name in metadata.flat else each
             for name, each in held.tensors.items()
+            if name not in again
         )
         if in_buckets:
             found.notes.append(
@@ -85,7 +87,7 @@ def read_contents(store: Store) -> Contents:
         settings = {} if in_buckets else _add_optimizer(found, store, folder, values)
         if states:
             found.notes.append(
-                f"{len(states)} objects {states[0]} and so on are left out: scales that Transformer Engine keeps for FP8"
+                f"{len(states)} objects {states[0]} and so on are left out: Transformer Engine keeps scales of FP8 there"
             )
         arguments = arguments_of(values)
         plain = plain_values({key: each for key, each in values.items() if key != "optimizer"}, found.notes)

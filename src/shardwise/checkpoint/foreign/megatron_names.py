@@ -2,6 +2,7 @@
 
     decoder.layers.self_attention.linear_qkv.weight (L, n, h)      decoder.layers.0.self_attention.linear_qkv.weight ...
     decoder.layers.mlp.experts.experts.linear_fc2.weight (L, E, ...)   decoder.layers.0.mlp.experts.local_experts.0. ...
+    decoder.layers.0.mlp.linear_fc1.layer_norm_weight, of experts  decoder.layers.0.pre_mlp_layernorm.weight
     decoder.layers.0.mlp.linear_fc1.weight_w, weight_v (f, h)      decoder.layers.0.mlp.linear_fc1.weight (2 f, h)
     optimizer.state.exp_avg.NAME                                   optimizer/NAME/exp_avg
 
@@ -10,7 +11,7 @@ Files have one tensor for all layers of a model whose layers are alike, and a bo
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from shardwise.checkpoint.contents import StoredPiece, StoredTensor
@@ -30,6 +31,9 @@ _STACKS = (
 )
 """Names of tensors whose first dim is layers, or experts; and the name of one of them."""
 _EXPERT = re.compile(r"(.*\.experts\.)experts\.(\d+\..*)", re.DOTALL)
+_NORM = re.compile(
+    r"((?:optimizer/)?)((?:.*\.)?layers\.\d+\.)mlp\.linear_fc1\.layer_norm_((?:weight|bias)(?:/.*)?)", re.DOTALL
+)
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_[wv]((?:/.*)?)", re.DOTALL)
 
 
@@ -80,19 +84,20 @@ def model_tensors(stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     """Tensors of files by the names that they have in the state dict of the model, and optimizer state under those."""
     made: dict[str, StoredTensor] = {}
     for tensor in stored:
-        state = split_state(tensor.name)
-        for each in _one_by_one(replace(tensor, name=state[0]) if state is not None else tensor):
-            name = each.name if state is None else state_name(each.name, state[1])
+        parameter, key = split_state(tensor.name) or (tensor.name, None)
+        for name, each in _one_by_one(parameter, tensor):
+            name = name if key is None else state_name(name, key)
             if name in made:
                 raise CheckpointError(f"it has two tensors {name}")
             made[name] = each
-    return {name: each.renamed(name) for name, each in _joined(made).items()}
+    joined = _joined(made)
+    return {name: each.renamed(name) for name, each in ((_own_norm(key, joined), joined[key]) for key in joined)}
 
 
-def _one_by_one(tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """A tensor, or those of its layers and experts."""
+def _one_by_one(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    """A tensor, or those of its layers and experts, by name. They are still called as the stack is."""
     for pattern, form in _STACKS:
-        if (match := pattern.fullmatch(tensor.name)) is not None:
+        if (match := pattern.fullmatch(name)) is not None:
             if not tensor.shape:
                 raise CheckpointError(f"{tensor.name} has no dim for its layers")
             # Found at once for all: a thousand layers of a thousand boxes each would be a million looks.
@@ -101,13 +106,19 @@ def _one_by_one(tensor: StoredTensor) -> Iterator[StoredTensor]:
                 for index, part in _slices(stored, tensor.shape[1:]):
                     parts[index].append(part)
             for index, pieces in enumerate(parts):
-                name = form.format(match[1], index, match[2])
-                one = StoredTensor(name=name, dtype=tensor.dtype, shape=tensor.shape[1:], pieces=tuple(pieces))
-                yield from _one_by_one(one)
+                one = replace(tensor, shape=tensor.shape[1:], pieces=tuple(pieces))
+                yield from _one_by_one(form.format(match[1], index, match[2]), one)
             return
-    if (match := _EXPERT.fullmatch(tensor.name)) is not None:
-        tensor = replace(tensor, name=f"{match[1]}local_experts.{match[2]}")
-    yield tensor
+    match = _EXPERT.fullmatch(name)
+    yield name if match is None else f"{match[1]}local_experts.{match[2]}", tensor
+
+
+def _own_norm(name: str, names: Collection[str]) -> str:
+    """The name of a norm before experts, which files may call as that of a linear layer which is not there."""
+    match = _NORM.fullmatch(name)
+    if match is None or f"{match[2]}mlp.linear_fc1.weight" in names:
+        return name
+    return f"{match[1]}{match[2]}pre_mlp_layernorm.{match[3]}"
 
 
 def _slices(stored: StoredPiece, shape: tuple[int, ...]) -> Iterator[tuple[int, StoredPiece]]:
@@ -143,7 +154,7 @@ def _joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         if joined not in made:
             whole = (2 * gate.shape[0], *gate.shape[1:])
             pieces = (*_shifted(gate, whole, 0), *_shifted(up, whole, gate.shape[0]))
-            made[joined] = StoredTensor(name=joined, dtype=gate.dtype, shape=whole, pieces=pieces)
+            made[joined] = replace(gate, shape=whole, pieces=pieces)
     return made
 
 

@@ -1,4 +1,4 @@
-"""The optimizer of Megatron, of which `common.pt` has the groups: which parameters are in each, and what it is of torch.
+"""The optimizer of Megatron: `common.pt` has its groups; which parameters they have, and what they are for torch's.
 
     {"optimizer": {"param_groups": [{"lr": 0.1, "wd_mult": 1.0, ...}, ...]}}                      distributed
     {"optimizer": {"param_groups": [...], "state": {"common_step": T}}, "fp32_from_fp16_params"}  in 16 bits
