@@ -65,7 +65,7 @@ __all__ = [
     "without_wrappers",
 ]
 
-ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal"]
+ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
 Hugging Face, or what `torch.distributed.checkpoint` loads.
 """
@@ -383,7 +383,7 @@ class Conversion:
         certificates: list[Certificate] = []
         added: list[str] = []
         path = check_folder(destination)
-        plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes)
+        plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, source=self.store)
 
         def finish(store: Store) -> None:
             for name, data in files_of(self.given, self.files, main_dtype(self.outputs.tensors.values())):

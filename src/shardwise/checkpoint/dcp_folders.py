@@ -10,7 +10,8 @@ metadata are named in its pickle and never imported; those are: torch/distribute
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from shardwise.checkpoint.foreign.dcp_training import KeyPath
@@ -38,6 +39,8 @@ class DcpTensor:
     whole: Piece
     paths: tuple[KeyPath, ...]
     """Its places in the state dict: one, or those of ties, which share the bytes."""
+    stack: tuple[Piece, ...] = ()
+    """The tensors that it is a stack of, in order; its first dims count them. (): it is a tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +77,16 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
             archives.append((Archive(each.value), []))
         archives[at[key]][1].append((name, None))
     for tensor in tensors:
-        chunks = list(_chunks(tensor.whole))
+        pairs = list(_chunk_pairs(tensor))
+        chunks = [chunk for chunk, _ in pairs]
         names = [_name(path) for path in tensor.paths]
         for name, path in zip(names, tensor.paths, strict=True):
             entries[name] = _tensor_entry(tensor.whole, chunks)
             paths[name] = path
-        for chunk in chunks:
-            archives.append((Archive(saved_tensor(0, chunk), [chunk]), [(name, chunk.offset) for name in names]))
+        archives += [
+            (Archive(saved_tensor(0, chunk), [source]), [(name, chunk.offset) for name in names])
+            for chunk, source in pairs
+        ]
     files: list[list[Archive]] = [[]]
     places: list[tuple[int, int]] = []
     size = 0
@@ -104,6 +110,19 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
 
 def _name(path: KeyPath) -> str:
     return ".".join(map(str, path))
+
+
+def _chunk_pairs(tensor: DcpTensor) -> Iterator[tuple[Piece, Piece]]:
+    """The chunks of a tensor, and the pieces that have their elements."""
+    if not tensor.stack:
+        yield from ((chunk, chunk) for chunk in _chunks(tensor.whole))
+        return
+    shape = tensor.whole.global_shape
+    counts = shape[: len(shape) - len(tensor.stack[0].global_shape)]
+    for index, each in zip(product(*map(range, counts)), tensor.stack, strict=True):
+        for part in _chunks(each):
+            offset, box = (*index, *part.offset), (*[1] * len(index), *part.shape)
+            yield replace(tensor.whole, offset=offset, shape=box), part
 
 
 def _chunks(whole: Piece) -> Iterator[Piece]:

@@ -23,6 +23,7 @@ from shardwise.checkpoint.contents import Contents, is_model_name
 from shardwise.checkpoint.dcp_folders import METADATA
 from shardwise.checkpoint.huggingface_files import index_of, shards_of
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.megatron_folders import megatron_files
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.safetensors_files import FileFilling
@@ -131,12 +132,15 @@ class FolderPlan:
     """Small files, which are written last."""
 
 
-FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal"]
+FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """Formats of other programs: see `convert`."""
 
 
-def plan_folder(outputs: Outputs, to: FolderTarget, *, max_shard_bytes: int) -> FolderPlan:
-    """The folder with the outputs in a format. Raises CheckpointError where it cannot be made."""
+def plan_folder(outputs: Outputs, to: FolderTarget, *, max_shard_bytes: int, source: Store | None = None) -> FolderPlan:
+    """The folder with the outputs in a format. Raises CheckpointError where it cannot be made.
+
+    source: where the outputs are read, of which some numbers are needed; None: nothing is read, and it stays a plan.
+    """
     if not any(is_model_name(name, outputs.contents.format) for name in outputs.tensors):
         raise CheckpointError(
             f"{outputs.contents.location} has no tensor of a model, so that there is nothing to write"
@@ -144,6 +148,9 @@ def plan_folder(outputs: Outputs, to: FolderTarget, *, max_shard_bytes: int) -> 
     if to == "deepspeed-universal":
         name, files = universal_files(outputs)
         return FolderPlan(files=files, filling=ArchiveFilling, last={LATEST: name.encode()})
+    if to == "megatron":
+        archives, last = megatron_files(outputs, source, max_file_bytes=max_shard_bytes)
+        return FolderPlan(files=archives, filling=ArchiveFilling, last=last)
     if to in ("dcp", "torchtitan"):
         names = TITAN_NAMES if to == "torchtitan" else TORCH_NAMES
         folder = dcp_folder(outputs, names, max_file_bytes=max_shard_bytes)

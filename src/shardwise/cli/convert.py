@@ -32,7 +32,7 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.argument("destination", metavar="DST")
 @click.option(
     "--to",
-    type=click.Choice(["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal"]),
+    type=click.Choice(["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]),
     default="whole",
     show_default=True,
     help="pieces, whole: a save of shardwise in the folder DST. hf: a new folder DST of Hugging Face files.",
@@ -78,7 +78,7 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 def convert(
     source: str,
     destination: str,
-    to: Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal"],
+    to: Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"],
     step: int | None,
     rewrite: str | None,
     inverse: bool,

@@ -96,6 +96,11 @@ class Run:
         if case.old:
             import numpy
             from megatron.core import fp8_utils
+            from megatron.core.dist_checkpointing.strategies import filesystem_async
+            from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+
+            written_as = {"serialization_format": SerializationFormat.TORCH_SAVE}
+            filesystem_async._write_item = lambda *args: _write_item(*args, **written_as)  # as before torch 2.7
 
             numpy.product = numpy.prod  # as numpy 1 has it
             fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits

@@ -87,7 +87,7 @@ def read_contents(store: Store) -> Contents:
         settings = {} if in_buckets else _add_optimizer(found, store, folder, values)
         if states:
             found.notes.append(
-                f"{len(states)} objects {states[0]} and so on are left out: Transformer Engine keeps scales of FP8 there"
+                f"{len(states)} objects {states[0]} and so on are left out: scales of FP8 in Transformer Engine"
             )
         arguments = arguments_of(values)
         plain = plain_values({key: each for key, each in values.items() if key != "optimizer"}, found.notes)

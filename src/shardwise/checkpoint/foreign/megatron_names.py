@@ -12,15 +12,26 @@ Files have one tensor for all layers of a model whose layers are alike, and a bo
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 from shardwise.checkpoint.contents import StoredPiece, StoredTensor
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, state_name
 from shardwise.space import Piece
 
-__all__ = ["in_shape", "is_flat_bucket", "model_tensors", "split_state"]
+__all__ = [
+    "Stack",
+    "in_shape",
+    "is_flat_bucket",
+    "is_megatron_name",
+    "linear_of",
+    "model_tensors",
+    "split_state",
+    "stacked",
+]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
@@ -163,3 +174,83 @@ def _shifted(tensor: StoredTensor, shape: tuple[int, ...], by: int) -> Iterator[
     for stored in tensor.pieces:
         first, *others = stored.piece.offset
         yield replace(stored, piece=replace(stored.piece, global_shape=shape, offset=(first + by, *others)))
+
+
+_ONE_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)\.(.*)", re.DOTALL)
+_ONE_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)", re.DOTALL)
+_OF_MEGATRON = re.compile(r"(?:.*\.)?decoder\.(?:layers\.\d+|final_layernorm)\..+", re.DOTALL)
+_LINEAR = re.compile(r"(.*\.layers\..*\.linear_\w+)\.weight", re.DOTALL)
+
+
+def is_megatron_name(name: str) -> bool:
+    """Whether a parameter is called as one of Megatron's GPT models."""
+    return _OF_MEGATRON.fullmatch(name) is not None
+
+
+def linear_of(name: str) -> str | None:
+    """The linear layer, or a stack of some, of which a stored tensor is the weight; None for other tensors."""
+    return match[1] if (match := _LINEAR.fullmatch(name)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Tensors of the model that are one in the files."""
+
+    counts: tuple[int, ...]
+    """How many layers, and how many experts: the dims before those of each tensor; () for a tensor alone."""
+    names: tuple[str, ...]
+    """The tensors, row-major by layer and expert."""
+
+    def indices(self) -> Iterator[tuple[int, ...]]:
+        """The place of each tensor in the dims before its own."""
+        return product(*map(range, self.counts))
+
+
+def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, Stack]:
+    """What `model_tensors` has made of files: their stacks, by name. Layers that are not all alike stay on their own.
+
+    Raises CheckpointError for experts of which some are missing.
+    """
+    alone = {name: Stack((), (name,)) for name in tensors}
+    made: dict[str, Stack] = {}
+    for name, members in _numbered(alone, _ONE_EXPERT).items():
+        if isinstance(members, Stack):
+            made[name] = members
+            continue
+        if sorted(members) != list(range(len(members))):
+            raise CheckpointError(f"it has experts {few_of(list(map(str, sorted(members))), quotes=False)} of {name}")
+        made[name] = Stack((len(members),), tuple(members[each].names[0] for each in sorted(members)))
+    rows: dict[str, dict[int, set[tuple[Any, ...]]]] = {}
+    for name, stack in made.items():
+        if (match := _ONE_LAYER.fullmatch(name)) is not None:
+            first = tensors[stack.names[0]]
+            kind = (match[3], stack.counts, first.dtype, first.shape)
+            rows.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(kind)
+    alike = {
+        before
+        for before, layers in rows.items()
+        if sorted(layers) == list(range(len(layers))) and all(each == layers[0] for each in layers.values())
+    }
+    found: dict[str, Stack] = {}
+    for name, members in _numbered(made, _ONE_LAYER, only=alike).items():
+        if isinstance(members, Stack):
+            found[name] = members
+        else:
+            names = tuple(each for number in sorted(members) for each in members[number].names)
+            found[name] = Stack((len(members), *members[0].counts), names)
+    return found
+
+
+def _numbered(
+    stacks: Mapping[str, Stack], pattern: re.Pattern[str], only: Collection[str] | None = None
+) -> dict[str, Stack | dict[int, Stack]]:
+    """Stacks by name; those whose names differ by a number alone by that, under the name without it."""
+    found: dict[str, Any] = {}
+    for name, stack in stacks.items():
+        match = pattern.fullmatch(name)
+        if match is None or (only is not None and match[1] not in only):
+            found[name] = stack
+        else:
+            rest = match[3] if pattern is _ONE_LAYER else f"experts.{match[3]}"
+            found.setdefault(f"{match[1]}{rest}", {})[int(match[2])] = stack
+    return found

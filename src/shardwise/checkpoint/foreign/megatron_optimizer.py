@@ -19,7 +19,7 @@ from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import UnknownObject
 from shardwise.checkpoint.stores import OpenFile
 
-__all__ = ["MegatronOptimizer", "arguments_of"]
+__all__ = ["MegatronOptimizer", "arguments_of", "group_of_megatron", "is_decayed"]
 
 _OWN = frozenset(
     {
@@ -90,7 +90,7 @@ class MegatronOptimizer:
         made: list[list[str]] = [[] for _ in self.groups]
         keys = [_key(group) for group in self.groups]
         for name, shape in shapes.items():
-            decayed = len(shape) != 1 and not name.endswith(".bias")
+            decayed = is_decayed(name, shape)
             if self.arguments.get("apply_wd_to_qk_layernorm") is True and _QK_NORM.fullmatch(name):
                 decayed = True
             traits = (decayed, _EXPERT.fullmatch(name) is not None, _ENDS.fullmatch(name) is not None)
@@ -103,6 +103,17 @@ class MegatronOptimizer:
                 return None
             made[fitting[0]].append(name)
         return made
+
+
+def is_decayed(name: str, shape: Sequence[int]) -> bool:
+    """Whether Megatron decays a parameter, by its rule."""
+    return len(shape) != 1 and not name.endswith(".bias")
+
+
+def group_of_megatron(settings: Mapping[str, Any], *, decayed: bool) -> dict[str, Any]:
+    """The settings of a group of torch's optimizer, with what Megatron looks for in its groups."""
+    own = {"wd_mult": 1.0 if decayed else 0.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return {**settings, "bias_correction": True, "default_config": True, **own}
 
 
 def _key(group: Mapping[str, Any]) -> tuple[bool, bool, bool]:
