@@ -3,6 +3,7 @@
 `megatron/write.py` wrote them, and beside them what Megatron's own loader makes of them in one process.
 """
 
+import argparse
 import json
 import re
 import shutil
@@ -17,14 +18,15 @@ from click.testing import CliRunner
 
 import shardwise as sw
 from shardwise import checkpoint
+from shardwise.checkpoint import dcp_folders
+from shardwise.checkpoint.foreign import dcp
+from shardwise.checkpoint.stores import store_of
 from shardwise.cli import main
-from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import shipped
-from tests.checkpoint.megatron.cases import CASES, DECAY, LR, MODELS, MORE_STEPS, PADDED, STEPS, batch_of
+from tests.checkpoint.megatron.cases import CASES, DECAY, LR, MODELS, MORE_STEPS, PADDED, ROWS, STEPS, batch_of
 
 FOLDERS = Path(__file__).with_name("megatron") / "folders"
-NEW = [name for name, case in CASES.items() if case.kind == "torch_dist"]
 IN_BUCKETS = "llama-bf16-3-dp-reshardable"
 
 Tensors = dict[str, torch.Tensor]
@@ -44,12 +46,12 @@ def in_files(name: str, found: Iterable[str]) -> str:
     return f"optimizer/{parameter}/{key}" if key else parameter
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", CASES)
 def test_weights_masters_and_moments_have_all_their_bits(name: str) -> None:
     catalogue = checkpoint.open(FOLDERS / name)
     expected = reference_of(name)
     del expected["logits"], expected["losses"]
-    if name == IN_BUCKETS:
+    if name == IN_BUCKETS or CASES[name].kind == "legacy":
         expected = {each: tensor for each, tensor in expected.items() if "/" not in each}
     named = {in_files(each, catalogue.tensors): tensor for each, tensor in expected.items()}
     steps = {each for each in catalogue.tensors if each.endswith("/step")}
@@ -165,7 +167,7 @@ def converted(name: str, folder: Path) -> Path:
     return folder / "hf"
 
 
-FLOATS = [name for name in NEW if not CASES[name].bf16]
+FLOATS = [name for name, case in CASES.items() if not case.bf16]
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -205,8 +207,8 @@ def groups_of(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("llama-1", "stage 3"),
-        ("llama-4-tp-model-space", "tp"),
+        ("llama-1", "tp"),
+        ("llama-4-tp-model-space", "stage 3"),
         ("gpt-1", "one rank"),
         ("gpt-2-tp", "stage 3"),
         ("qwen2-2-pp", "pp"),
@@ -250,6 +252,178 @@ def test_training_goes_on_with_the_losses_of_megatron(name: str, layout: str) ->
         return losses
 
     losses = torch.tensor(sw.simulate(plan.mesh.size, go_on)[0], dtype=torch.float64)
-    # In float32 the difference is in the order of sums. In 16 bits Megatron rounds gradients and probabilities otherwise.
+    # In float32 the difference is in the order of sums. In 16 bits Megatron rounds gradients and products otherwise.
     tolerance = 3e-3 if case.bf16 else 1e-5
     torch.testing.assert_close(losses, reference_of(name)["losses"], rtol=tolerance, atol=0)
+
+
+def test_training_state_becomes_a_save_and_commands_take_a_folder(tmp_path: Path) -> None:
+    code, shown = run("ls", FOLDERS / "llama-1")
+    assert code == 0
+    assert f"megatron, step {STEPS}" in shown
+    assert "optimizer/decoder.layers.1.mlp.linear_fc2.weight/exp_avg_sq" in shown
+    code, shown = run("convert", FOLDERS / "llama-4-tp-model-space", tmp_path / "saves")
+    assert code == 0, shown
+    code, shown = run("diff", FOLDERS / "llama-4-tp-model-space", tmp_path / "saves")
+    assert code == 0, shown
+    code, shown = run("verify", tmp_path / "saves")
+    assert code == 0, shown
+    code, shown = run("verify", FOLDERS / "llama-1")
+    assert (code, "carries no checksums" in shown) == (1, True)
+
+
+NAMES_OF_MEGATRON = ["llama-1", "gpt-1", "qwen2-2-pp", "llama-bf16-2-tp", "mixtral-2-ep"]
+
+
+@pytest.mark.parametrize("name", NAMES_OF_MEGATRON)
+def test_what_is_written_has_the_names_and_shapes_that_megatron_has_written(tmp_path: Path, name: str) -> None:
+    """`megatron/load.py` loads such folders with Megatron, and goes on with the losses of the reference."""
+    code, shown = run("convert", FOLDERS / name, tmp_path / "out", "--to", "megatron")
+    assert code == 0, shown
+    source, made = checkpoint.open(FOLDERS / name), checkpoint.open(tmp_path / "out")
+    theirs = dcp.read_metadata(store_of(FOLDERS / name), f"iter_{STEPS:07d}/")
+    ours = dcp.read_metadata(store_of(tmp_path / "out"), f"iter_{STEPS:07d}/")
+    assert {each: ours.tensors[each].shape for each in theirs.tensors} == {
+        each: tensor.shape for each, tensor in theirs.tensors.items()
+    }
+    assert set(theirs.objects) <= set(ours.objects)
+    parameters = {each for each in source.tensors if "/" not in each}
+    for each in source.tensors.keys() - {f"optimizer/{parameter}/master" for parameter in parameters}:
+        # Weights are masters, of which Megatron makes the working copies.
+        master = f"optimizer/{each}/master"
+        assert torch.equal(made.read(each), source.read(master if master in source.tensors else each)), each
+    assert made.tensors.keys() == {each for each in source.tensors if not each.endswith("/master")}
+    assert made.contents.settings["optimizers"][0]["groups"] == source.contents.settings["optimizers"][0]["groups"]
+    assert (made.step, made.contents.format) == (STEPS, "megatron")
+
+
+def test_common_values_are_where_each_optimizer_of_megatron_looks_for_them(tmp_path: Path) -> None:
+    checkpoint.convert(FOLDERS / "llama-1", tmp_path / "out", to="megatron")
+    (path,) = (tmp_path / "out").glob("iter_*/common.pt")
+    common = torch.load(path, weights_only=True)
+    outer, inner = common["optimizer"], common["optimizer"]["optimizer"]
+    for each in (outer, inner):
+        assert each["state"] == {"common_step": torch.tensor(float(STEPS))}
+        assert [group["step"] for group in each["param_groups"]] == [STEPS, STEPS]
+        assert [group["wd_mult"] for group in each["param_groups"]] == [1.0, 0.0]
+        assert [group["weight_decay"] for group in each["param_groups"]] == [DECAY, 0.0]
+        assert [group["betas"] for group in each["param_groups"]] == [(0.9, 0.999)] * 2
+    assert outer["param_state_sharding_type"] == "fully_reshardable"
+    assert common["iteration"] == STEPS
+    assert common["opt_param_scheduler"]["num_steps"] == STEPS * ROWS
+    assert json.loads((path.parent / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+@pytest.mark.parametrize("name", ["llama-1", "qwen3_moe-1", "gpt-1"])
+def test_files_of_hugging_face_become_a_folder_of_megatron(tmp_path: Path, name: str) -> None:
+    files = converted(name, tmp_path)
+    code, shown = run(
+        *("convert", files, tmp_path / "out", "--to", "megatron"),
+        *("--rewrite", REWRITES[CASES[name].model], "--inverse"),
+    )
+    assert code == 0, shown
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    source, made = checkpoint.open(FOLDERS / name), checkpoint.open(tmp_path / "out")
+    assert made.tensors.keys() == {each for each in source.tensors if "/" not in each}
+    assert all(torch.equal(made.read(each), source.read(each)) for each in made.tensors)
+
+
+def test_layers_that_differ_stay_on_their_own_and_large_ones_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp_folders, "_MAX_CHUNK_BYTES", 64)
+    weights = {
+        "decoder.layers.0.mlp.linear_fc1.weight": torch.randn(6, 4),
+        "decoder.layers.1.mlp.linear_fc1.weight": torch.randn(8, 4),
+        "decoder.layers.2.mlp.experts.local_experts.0.linear_fc1.weight": torch.randn(6, 4),
+        "decoder.layers.2.mlp.experts.local_experts.1.linear_fc1.weight": torch.randn(6, 4),
+    }
+    sw.save(tmp_path / "save", weights)
+    checkpoint.convert(tmp_path / "save", tmp_path / "out", to="megatron")
+    written = dcp.read_metadata(store_of(tmp_path / "out"), "release/")
+    assert {name: (each.shape, len(each.chunks)) for name, each in written.tensors.items()} == {
+        "decoder.layers.0.mlp.linear_fc1.weight": ((6, 4), 2),
+        "decoder.layers.1.mlp.linear_fc1.weight": ((8, 4), 2),
+        "decoder.layers.2.mlp.experts.experts.linear_fc1.weight": ((2, 6, 4), 4),
+    }
+    assert "decoder.layers.2.mlp.experts.experts.linear_fc1._extra_state/shard_1_2" in written.objects
+    made = checkpoint.open(tmp_path / "out")
+    assert made.tensors.keys() == weights.keys()
+    assert all(torch.equal(made.read(name), tensor) for name, tensor in weights.items())
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.convert(path, path.parent / "refused", **options)
+    assert not (path.parent / "refused").exists()
+    return str(caught.value)
+
+
+def test_what_megatron_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "named", {"model.embed_tokens.weight": torch.zeros(2, 2)})
+    assert "no names of Megatron" in refusal(tmp_path / "named", to="megatron")
+    layer = "decoder.layers.{}.mlp.linear_fc1.weight"
+    sw.save(
+        tmp_path / "state", {layer.format(0): torch.zeros(2), f"optimizer/{layer.format(0)}/exp_avg": torch.ones(2)}
+    )
+    assert "no settings of one, which Megatron needs" in refusal(tmp_path / "state", to="megatron")
+    weights = {layer.format(number): torch.zeros(2) for number in range(2)}
+    sw.save(tmp_path / "part", {**weights, f"optimizer/{layer.format(0)}/exp_avg": torch.ones(2)})
+    assert "are trained in part" in refusal(tmp_path / "part", to="megatron")
+    experts = {
+        f"decoder.layers.0.mlp.experts.local_experts.{each}.linear_fc1.weight": torch.zeros(2) for each in (0, 2)
+    }
+    sw.save(tmp_path / "experts", experts)
+    assert "it has experts 0, 2 of" in refusal(tmp_path / "experts", to="megatron")
+    model = torch.nn.ParameterDict({"decoder.final_layernorm.weight": torch.nn.Parameter(torch.ones(2))})
+    model["decoder.final_layernorm.bias"] = torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": [each], "lr": lr} for each, lr in zip(model.parameters(), (0.1, 0.2), strict=True)]
+    optimizer = torch.optim.AdamW(groups)
+    for each in model.parameters():
+        each.grad = torch.ones(2)
+    optimizer.step()
+    sw.save(tmp_path / "groups", checkpoint.TorchState(model, optimizer))
+    assert "in groups with different settings" in refusal(tmp_path / "groups", to="megatron")
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    """A copy of one save, to be damaged; its folder."""
+    shutil.copytree(FOLDERS / name, folder / name)
+    return folder / name / f"iter_{STEPS:07d}"
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    saved = copy_of("llama-1", tmp_path)
+    (saved / "__0_1.distcp").unlink()
+    assert "__0_1.distcp is missing" in refusal(saved)
+    (saved / "common.pt").unlink()
+    shutil.copy(FOLDERS / "llama-1" / saved.name / "__0_1.distcp", saved)
+    assert "common.pt is missing" in refusal(saved.parent)
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "names the save '7', which is not there" in refusal(saved.parent)
+    saved = copy_of("gpt-1", tmp_path)
+    (saved / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert "in the format 'zarr', and torch_dist is read" in refusal(saved)
+
+
+def test_legacy_folders_that_cannot_be_joined_are_named(tmp_path: Path) -> None:
+    saved = copy_of("legacy-qwen3-4-tp-pp", tmp_path)
+    stage = saved / "mp_rank_01_001" / "model_optim_rng.pt"
+    whole = torch.load(stage, weights_only=False)
+
+    def said(**changed: Any) -> str:
+        torch.save({key: each for key, each in {**whole, **changed}.items() if each is not None}, stage)
+        return refusal(saved)
+
+    assert "2 virtual stages (model0, model1)" in said(model=None, model0=whole["model"], model1=whole["model"])
+    assert "a model of Megatron-LM before megatron-core" in said(model={"language_model": {}})
+    unknown = {**whole["model"], "decoder.layers.0.mixer.weight": torch.zeros(2)}
+    assert "mp_rank_00_001/model_optim_rng.pt has no decoder.layers.0.mixer.weight" not in said(model=unknown)
+    other = saved / "mp_rank_00_001" / "model_optim_rng.pt"
+    kept = torch.load(other, weights_only=False)
+    torch.save({**kept, "model": {**kept["model"], "decoder.layers.0.mixer.weight": torch.zeros(2)}}, other)
+    assert "not known along which dim they cut it" in said(model=unknown)
+    args = argparse.Namespace(**{**vars(whole["args"]), "expert_model_parallel_size": 2})
+    assert "experts of one of several ranks, which are not joined" in said(args=args)
+    stage.unlink()
+    assert "2 tensor-parallel ranks of 2 stages wrote it, but the files of mp_rank_01_001 are missing" in refusal(saved)

@@ -118,6 +118,7 @@ class Run:
         self.case = case
         self.data = dist.get_world_size() // (tp * pp)
         self.data_rank = parallel_state.get_data_parallel_rank()
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.first, self.last = (
             parallel_state.is_pipeline_first_stage(),
             parallel_state.is_pipeline_last_stage(),
@@ -259,6 +260,21 @@ class Run:
         )
         return {"model": model, "optimizer": optimizer}
 
+    def load(self, folder: Path) -> None:
+        """Load a save."""
+        from megatron.core import dist_checkpointing
+
+        if self.case.form:
+            self.update(0)  # there has to be a state, into which it loads
+        loaded = dist_checkpointing.load(self.sharded(is_loading=True), str(folder))
+        self.model.module.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
+        # Without Apex, the distributed optimizer gives all parameters one tensor as the count of updates, and each of
+        # them then adds one to it.
+        for optimizer in self.optimizer.chained_optimizers:
+            for state in optimizer.optimizer.state.values():
+                state["step"] = state["step"].clone()
+
     def _old(self) -> dict[str, Any]:
         return {"sharding_type": self.case.form} if self.case.form else {}
 
@@ -288,16 +304,17 @@ def write_case(rank: int, name: str, folder: str) -> None:
             run.update(step)
         saved = Path(folder) / "saved" / f"iter_{STEPS:07d}"
         saved.mkdir(parents=True, exist_ok=True)
+        args = argparse.Namespace(num_layers=2, padded_vocab_size=PADDED, tensor_model_parallel_size=case.tp)
+        values = {"args": args, "checkpoint_version": 3.0, "iteration": STEPS}
+        values["opt_param_scheduler"] = run.scheduler.state_dict()
+        content = {} if case.old else {"content_metadata": run.metadata()}
+        place = saved
         if case.kind == "legacy":
             write_legacy(run, saved)
-        else:
-            args = argparse.Namespace(num_layers=2, padded_vocab_size=PADDED, tensor_model_parallel_size=case.tp)
-            values = {"args": args, "checkpoint_version": 3.0, "iteration": STEPS}
-            scheduler = {"opt_param_scheduler": run.scheduler.state_dict()}
-            content = {} if case.old else {"content_metadata": run.metadata()}
-            dist_checkpointing.save(
-                {**values, **scheduler, **run.sharded(is_loading=False)}, str(saved), ("torch_dist", 1), **content
-            )
+            place = Path(folder) / "twin"  # from which the reference is made
+            place.mkdir(exist_ok=True)
+        sharded = run.sharded(is_loading=False)
+        dist_checkpointing.save({**values, **sharded}, str(place), ("torch_dist", 1), **content)
         if rank == 0:
             (saved.parent / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     dist.barrier()
@@ -321,9 +338,8 @@ def write_legacy(run: Run, saved: Path) -> None:
     )
     model = run.model.module.state_dict_for_save_checkpoint()
     state = {"args": args, "checkpoint_version": 3.0, "iteration": STEPS, "model": model}
-    torch.save({**state, "optimizer": run.optimizer.state_dict()}, place / "model_optim_rng.pt")
-    if run.case.ranks > 1:
-        return
+    if parallel_state.get_data_parallel_rank() == 0:
+        torch.save({**state, "optimizer": run.optimizer.state_dict()}, place / "model_optim_rng.pt")
 
 
 def write_reference(rank: int, name: str, folder: str) -> None:
@@ -331,14 +347,9 @@ def write_reference(rank: int, name: str, folder: str) -> None:
     case = CASES[name]
     started(rank, 1, folder)
     with OnTheProcessor():
-        from megatron.core import dist_checkpointing
-
         run = Run(case, tp=1, pp=1, ep=1)
-        if case.form:
-            run.update(0)  # there has to be a state, into which it loads
-        loaded = dist_checkpointing.load(run.sharded(is_loading=True), str(FOLDERS / name / f"iter_{STEPS:07d}"))
-        run.model.module.load_state_dict(loaded["model"])
-        run.optimizer.load_state_dict(loaded["optimizer"])
+        twin = Path(folder) / "twin"
+        run.load(twin if twin.exists() else FOLDERS / name / f"iter_{STEPS:07d}")
         made = dict(values_of(run))
         batch = batch_of(0)
         with torch.no_grad():
@@ -383,9 +394,8 @@ def write_folder(name: str, into: Path, only: str) -> None:
             spawn(write_case, (name, folder), nprocs=case.ranks)
             shutil.rmtree(into / name, ignore_errors=True)
             shutil.copytree(f"{folder}/saved", into / name)
-        if case.kind != "legacy":
-            spawn(write_reference, (name, folder), nprocs=1)
-            shutil.copy(f"{folder}/{name}.safetensors", into / f"{name}.safetensors")
+        spawn(write_reference, (name, folder), nprocs=1)
+        shutil.copyfile(f"{folder}/{name}.safetensors", into / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.foreign.megatron_names import with_norms
 from shardwise.checkpoint.foreign.megatron_optimizer import arguments_of
 from shardwise.checkpoint.foreign.state_dicts import plain_values
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
@@ -120,7 +121,7 @@ def read_contents(store: Store, folder: str) -> Contents:
         return Contents(
             format="megatron",
             location=location,
-            tensors=tensors,
+            tensors=with_norms(tensors),
             file_sizes=sizes,
             extra={"objects": values} if values else {},
             step=iteration if type(iteration) is int else None,

@@ -31,6 +31,7 @@ __all__ = [
     "model_tensors",
     "split_state",
     "stacked",
+    "with_norms",
 ]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
@@ -43,7 +44,9 @@ _STACKS = (
 """Names of tensors whose first dim is layers, or experts; and the name of one of them."""
 _EXPERT = re.compile(r"(.*\.experts\.)experts\.(\d+\..*)", re.DOTALL)
 _NORM = re.compile(
-    r"((?:optimizer/)?)((?:.*\.)?layers\.\d+\.)mlp\.linear_fc1\.layer_norm_((?:weight|bias)(?:/.*)?)", re.DOTALL
+    r"((?:optimizer/)?)((?:.*\.)?layers\.\d+\.)"
+    r"(input_layernorm\.|pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)((?:weight|bias)(?:/.*)?)",
+    re.DOTALL,
 )
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_[wv]((?:/.*)?)", re.DOTALL)
 
@@ -101,8 +104,27 @@ def model_tensors(stored: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
             if name in made:
                 raise CheckpointError(f"it has two tensors {name}")
             made[name] = each
-    joined = _joined(made)
-    return {name: each.renamed(name) for name, each in ((_own_norm(key, joined), joined[key]) for key in joined)}
+    return with_norms(_joined(made))
+
+
+def with_norms(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors under their names, where norms have those that they have with Transformer Engine.
+
+    A norm before a linear layer is a part of that: self_attention.linear_qkv.layer_norm_weight. Before experts it is on
+    its own: pre_mlp_layernorm.weight. Models of Megatron's local layers may call each as the other.
+    """
+    return {name: each.renamed(name) for name, each in ((_norm(key, tensors), each) for key, each in tensors.items())}
+
+
+def _norm(name: str, names: Collection[str]) -> str:
+    if (match := _NORM.fullmatch(name)) is None:
+        return name
+    state, layer, norm, rest = match.groups()
+    if norm == "input_layernorm.":
+        norm = "self_attention.linear_qkv.layer_norm_" if f"{layer}self_attention.linear_qkv.weight" in names else norm
+    else:
+        norm = "mlp.linear_fc1.layer_norm_" if f"{layer}mlp.linear_fc1.weight" in names else "pre_mlp_layernorm."
+    return f"{state}{layer}{norm}{rest}"
 
 
 def _one_by_one(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
@@ -122,14 +144,6 @@ def _one_by_one(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTe
             return
     match = _EXPERT.fullmatch(name)
     yield name if match is None else f"{match[1]}local_experts.{match[2]}", tensor
-
-
-def _own_norm(name: str, names: Collection[str]) -> str:
-    """The name of a norm before experts, which files may call as that of a linear layer which is not there."""
-    match = _NORM.fullmatch(name)
-    if match is None or f"{match[2]}mlp.linear_fc1.weight" in names:
-        return name
-    return f"{match[1]}{match[2]}pre_mlp_layernorm.{match[3]}"
 
 
 def _slices(stored: StoredPiece, shape: tuple[int, ...]) -> Iterator[tuple[int, StoredPiece]]:
