@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.checkpoint.contents import StoredTensor, is_model_name
 from shardwise.checkpoint.dcp_folders import METADATA, DcpObject, DcpTensor, plan_dcp
-from shardwise.checkpoint.foreign.megatron_names import Stack, is_megatron_name, linear_of, stacked
+from shardwise.checkpoint.foreign.megatron_names import StackedTensors, is_megatron_name, linear_of, stacked
 from shardwise.checkpoint.foreign.megatron_optimizer import group_of_megatron, is_decayed
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.stores import Store
@@ -63,7 +63,7 @@ def megatron_files(
     return {**{folder + name: file for name, file in plan.files.items()}, f"{folder}common.pt": common}, last
 
 
-def _tensors(outputs: Outputs, stacks: Mapping[str, Stack]) -> Iterator[DcpTensor]:
+def _tensors(outputs: Outputs, stacks: Mapping[str, StackedTensors]) -> Iterator[DcpTensor]:
     """What is written, with the state of each parameter stacked as it is."""
     states: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in outputs.tensors.items():
@@ -86,7 +86,7 @@ def _tensors(outputs: Outputs, stacks: Mapping[str, Stack]) -> Iterator[DcpTenso
         raise CheckpointError(f"the optimizer has state of {few_of(sorted(lost))}, which is not written")
 
 
-def _tensor(names: Sequence[str], stack: Stack, members: Sequence[StoredTensor]) -> DcpTensor:
+def _tensor(names: Sequence[str], stack: StackedTensors, members: Sequence[StoredTensor]) -> DcpTensor:
     first = members[0]
     if other := next((each for each in members if (each.dtype, each.shape) != (first.dtype, first.shape)), None):
         raise CheckpointError(f"{first.name} and {other.name} differ in shape or dtype, and are one tensor in Megatron")
@@ -95,7 +95,7 @@ def _tensor(names: Sequence[str], stack: Stack, members: Sequence[StoredTensor])
     return DcpTensor(whole, paths, tuple(each.whole for each in members))
 
 
-def _objects(stacks: Mapping[str, Stack]) -> Iterator[DcpObject]:
+def _objects(stacks: Mapping[str, StackedTensors]) -> Iterator[DcpObject]:
     """What Megatron asks for of each linear layer: Transformer Engine keeps scales there, and has none without FP8."""
     for name, stack in stacks.items():
         if (linear := linear_of(name)) is not None:

@@ -142,7 +142,7 @@ class Run:
             apply_rope_fusion=False,
             persist_layer_norm=False,
             batch_p2p_comm=False,
-            moe_token_dispatcher_type="alltoall" if ep > 1 else "allgather",
+            moe_token_dispatcher_type="allgather",
             moe_aux_loss_coeff=0.0,
         )
         distributed = bool(case.form)
@@ -260,10 +260,14 @@ class Run:
         )
         return {"model": model, "optimizer": optimizer}
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, model_only: bool = False) -> None:
         """Load a save."""
         from megatron.core import dist_checkpointing
 
+        if model_only:
+            model = self.model.module.sharded_state_dict(metadata=self.metadata())
+            self.model.module.load_state_dict(dist_checkpointing.load({"model": model}, str(folder))["model"])
+            return
         if self.case.form:
             self.update(0)  # there has to be a state, into which it loads
         loaded = dist_checkpointing.load(self.sharded(is_loading=True), str(folder))
@@ -315,6 +319,10 @@ def write_case(rank: int, name: str, folder: str) -> None:
             place.mkdir(exist_ok=True)
         sharded = run.sharded(is_loading=False)
         dist_checkpointing.save({**values, **sharded}, str(place), ("torch_dist", 1), **content)
+        if case.ep > 1:  # its optimizer loads on as many ranks alone, so that this run goes on
+            losses = torch.tensor([run.update(STEPS + step) for step in range(MORE_STEPS)], dtype=torch.float64)
+            dist.all_reduce(losses)
+            torch.save(losses / case.ranks, f"{folder}/losses.pt")
         if rank == 0:
             (saved.parent / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
     dist.barrier()
@@ -349,12 +357,18 @@ def write_reference(rank: int, name: str, folder: str) -> None:
     with OnTheProcessor():
         run = Run(case, tp=1, pp=1, ep=1)
         twin = Path(folder) / "twin"
-        run.load(twin if twin.exists() else FOLDERS / name / f"iter_{STEPS:07d}")
+        saved = twin if twin.exists() else FOLDERS / name / f"iter_{STEPS:07d}"
+        run.load(saved, model_only=case.ep > 1)
         made = dict(values_of(run))
+        if case.ep > 1:
+            made |= moments_in(saved)
         batch = batch_of(0)
         with torch.no_grad():
             made["logits"] = run.inner(batch["input"][:2], positions(batch["input"][:2]), None).float()
-        made["losses"] = torch.tensor([run.update(STEPS + step) for step in range(MORE_STEPS)], dtype=torch.float64)
+        if case.ep > 1:
+            made["losses"] = torch.load(f"{folder}/losses.pt")
+        else:
+            made["losses"] = torch.tensor([run.update(STEPS + step) for step in range(MORE_STEPS)], dtype=torch.float64)
         from safetensors.torch import save_file
 
         save_file({key: each.clone().contiguous() for key, each in made.items()}, f"{folder}/{name}.safetensors")
@@ -373,6 +387,29 @@ def values_of(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
                 if key in ("exp_avg", "exp_avg_sq") or (key == "param" and each.dtype != parameter.dtype):
                     whole = each.detach().clone().view(parameter.shape)
                     yield f"{name}/{'master' if key == 'param' else key}", whole
+
+
+def moments_in(folder: Path) -> dict[str, torch.Tensor]:
+    """The moments in a save of experts on several ranks, whose layers and experts are stacks, as Megatron loads them."""
+    from megatron.core import dist_checkpointing
+
+    found = {}
+    for key, tensor in dist_checkpointing.load_plain_tensors(str(folder)).items():
+        if not key.startswith("optimizer.state."):
+            continue
+        moment, _, name = key.removeprefix("optimizer.state.").partition(".")
+        before, stack, rest = name.partition("layers.")
+        for layer, of_layer in enumerate(tensor) if stack else [(0, tensor)]:
+            called = f"{before}layers.{layer}.{rest}" if stack else name
+            called = called.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+            parts = [(called, of_layer)]
+            if "experts.experts." in called:
+                parts = [
+                    (called.replace("experts.experts.", f"experts.local_experts.{number}."), each)
+                    for number, each in enumerate(of_layer)
+                ]
+            found |= {f"{each}/{moment}": part for each, part in parts}
+    return found
 
 
 def state_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:

@@ -23,7 +23,7 @@ from shardwise.plan.names import MASTER, state_name
 from shardwise.space import Piece
 
 __all__ = [
-    "Stack",
+    "StackedTensors",
     "in_shape",
     "is_flat_bucket",
     "is_megatron_name",
@@ -207,7 +207,7 @@ def linear_of(name: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class StackedTensors:
     """Tensors of the model that are one in the files."""
 
     counts: tuple[int, ...]
@@ -220,20 +220,20 @@ class Stack:
         return product(*map(range, self.counts))
 
 
-def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, Stack]:
+def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StackedTensors]:
     """What `model_tensors` has made of files: their stacks, by name. Layers that are not all alike stay on their own.
 
     Raises CheckpointError for experts of which some are missing.
     """
-    alone = {name: Stack((), (name,)) for name in tensors}
-    made: dict[str, Stack] = {}
+    alone = {name: StackedTensors((), (name,)) for name in tensors}
+    made: dict[str, StackedTensors] = {}
     for name, members in _numbered(alone, _ONE_EXPERT).items():
-        if isinstance(members, Stack):
+        if isinstance(members, StackedTensors):
             made[name] = members
             continue
         if sorted(members) != list(range(len(members))):
             raise CheckpointError(f"it has experts {few_of(list(map(str, sorted(members))), quotes=False)} of {name}")
-        made[name] = Stack((len(members),), tuple(members[each].names[0] for each in sorted(members)))
+        made[name] = StackedTensors((len(members),), tuple(members[each].names[0] for each in sorted(members)))
     rows: dict[str, dict[int, set[tuple[Any, ...]]]] = {}
     for name, stack in made.items():
         if (match := _ONE_LAYER.fullmatch(name)) is not None:
@@ -245,19 +245,19 @@ def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, Stack]:
         for before, layers in rows.items()
         if sorted(layers) == list(range(len(layers))) and all(each == layers[0] for each in layers.values())
     }
-    found: dict[str, Stack] = {}
+    found: dict[str, StackedTensors] = {}
     for name, members in _numbered(made, _ONE_LAYER, only=alike).items():
-        if isinstance(members, Stack):
+        if isinstance(members, StackedTensors):
             found[name] = members
         else:
             names = tuple(each for number in sorted(members) for each in members[number].names)
-            found[name] = Stack((len(members), *members[0].counts), names)
+            found[name] = StackedTensors((len(members), *members[0].counts), names)
     return found
 
 
 def _numbered(
-    stacks: Mapping[str, Stack], pattern: re.Pattern[str], only: Collection[str] | None = None
-) -> dict[str, Stack | dict[int, Stack]]:
+    stacks: Mapping[str, StackedTensors], pattern: re.Pattern[str], only: Collection[str] | None = None
+) -> dict[str, StackedTensors | dict[int, StackedTensors]]:
     """Stacks by name; those whose names differ by a number alone by that, under the name without it."""
     found: dict[str, Any] = {}
     for name, stack in stacks.items():
