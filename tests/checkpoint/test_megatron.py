@@ -430,4 +430,7 @@ def test_legacy_folders_that_cannot_be_joined_are_named(tmp_path: Path) -> None:
     args = argparse.Namespace(**{**vars(whole["args"]), "expert_model_parallel_size": 2})
     assert "experts of one of several ranks, which are not joined" in said(args=args)
     stage.unlink()
-    assert "2 tensor-parallel ranks of 2 stages wrote it, but the files of mp_rank_01_001 are missing" in refusal(saved)
+    assert (
+        "2 tensor-parallel ranks of 2 stages wrote it, in a file each, and that of mp_rank_01_001 is missing"
+        in refusal(saved)
+    )

@@ -67,8 +67,13 @@ class Case:
     """`legacy`: as mp_rank_* folders."""
     te_names: bool = False
     """Whether the norm of a layer of experts has the name that it has with Transformer Engine."""
-    old: bool = False
-    """Written by megatron-core 0.12."""
+    version: str = "0.16"
+    """Of megatron-core."""
+
+    @property
+    def old(self) -> bool:
+        """Whether its calls have other arguments."""
+        return self.version == "0.12"
 
 
 CASES = {
@@ -77,7 +82,10 @@ CASES = {
     "llama-bf16-2-tp": Case(model="llama", ranks=2, tp=2, bf16=True),
     "llama-bf16-2-fully-reshardable": Case(model="llama", ranks=2, bf16=True, form="fully_reshardable"),
     "llama-bf16-3-dp-reshardable": Case(model="llama", ranks=3, bf16=True, form="dp_reshardable"),
-    "llama-4-tp-model-space": Case(model="llama", ranks=4, tp=2, form="fully_sharded_model_space", old=True),
+    "llama-4-tp-model-space": Case(model="llama", ranks=4, tp=2, form="fully_sharded_model_space", version="0.12"),
+    "gpt-bf16-2-model-space": Case(
+        model="gpt", ranks=2, bf16=True, form="fully_sharded_model_space", tied=True, version="0.15"
+    ),
     "qwen2-2-pp": Case(model="qwen2", ranks=2, pp=2, form="fully_reshardable"),
     "qwen3-4-tp-pp": Case(
         model="qwen3", ranks=4, tp=2, pp=2, form="fully_reshardable", metadata=("singleton_local_shards",)

@@ -66,4 +66,4 @@ if __name__ == "__main__":
     )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with tempfile.TemporaryDirectory() as made:
-        spawn(load, (replace(wanted, metadata=(), old=False), given.name, given.folder, made), nprocs=wanted.ranks)
+        spawn(load, (replace(wanted, metadata=(), version="0.16"), given.name, given.folder, made), nprocs=wanted.ranks)

@@ -2,9 +2,8 @@
 
     python3.11 -m venv V; V/bin/pip install torch==2.13.0 megatron-core==0.16.1 safetensors
     V/bin/python -m tests.checkpoint.megatron.write [--reference] [NAME ...]
-    python3.11 -m venv OLD; echo SITE_PACKAGES_OF_V > OLD/lib/python3.11/site-packages/more.pth
-    OLD/bin/pip install --no-deps megatron-core==0.12.3
-    OLD/bin/python -m tests.checkpoint.megatron.write llama-4-tp-model-space
+    V/bin/pip install --no-deps --target OLD megatron-core==0.12.3    # and 0.15.3, for the cases of these versions
+    PYTHONPATH=OLD:. V/bin/python -m tests.checkpoint.megatron.write llama-4-tp-model-space
 
 Each folder is what `dist_checkpointing.save` left after `STEPS` updates. Beside it, `NAME.safetensors` has what
 Megatron's own loader makes of it, in one process: the state dict of the model, masters and moments under its names, the
@@ -390,7 +389,7 @@ def values_of(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def moments_in(folder: Path) -> dict[str, torch.Tensor]:
-    """The moments in a save of experts on several ranks, whose layers and experts are stacks, as Megatron loads them."""
+    """The moments in a save of experts on several ranks, as Megatron loads them: layers and experts are stacks."""
     from megatron.core import dist_checkpointing
 
     found = {}
@@ -440,5 +439,5 @@ if __name__ == "__main__":
     first, *names = [*sys.argv[1:], ""]
     only = "reference" if first == "--reference" else ""
     names = [each for each in (*names, "" if only else first) if each]
-    for each in names or [name for name, case in CASES.items() if not case.old]:
+    for each in names or [name for name, case in CASES.items() if case.version == "0.16"]:
         write_folder(each, FOLDERS, only)

@@ -122,7 +122,8 @@ class Metadata:
 
 def parse_metadata(data: bytes) -> Metadata:
     """Return what `.metadata` says; raises `CheckpointError` when it is damaged or names what does not belong there."""
-    fields = _record(parse(data, _belongs), "Metadata")
+    root = parse(data, _belongs)
+    fields = _record(root, "MCoreMetadata" if _is_a(root, "MCoreMetadata") else "Metadata")
     tensors: dict[str, SavedTensor] = {}
     objects = []
     for name, value in _mapping(fields.get("state_dict_metadata")).items():

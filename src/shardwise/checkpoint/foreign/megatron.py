@@ -33,15 +33,15 @@ __all__ = ["is_megatron", "read_contents"]
 _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
 _BACKEND = "metadata.json"
-_SAVE = re.compile(r"(iter_\d{7,}|release)/.*", re.DOTALL)
+_SAVE = re.compile(r"(?:iter_\d{7,}|release)/(.*)", re.DOTALL)
 _EXTRA_STATE = re.compile(r".*\._extra_state/shard_.*", re.DOTALL)
 
 
 def is_megatron(names: Sequence[str]) -> bool:
     """Whether a folder with files of these names is one of Megatron: of saves, or of one save."""
-    if {_COMMON, _BACKEND} <= set(names) or any(map(megatron_legacy.is_file, names)):
-        return True
-    return _LATEST in names and any(map(_SAVE.fullmatch, names))
+    if _LATEST in names:
+        names = [match[1] for match in map(_SAVE.fullmatch, names) if match] or names
+    return {_COMMON, _BACKEND} <= set(names) or any(map(megatron_legacy.is_file, names))
 
 
 def read_contents(store: Store) -> Contents:

@@ -31,8 +31,8 @@ from shardwise.space import Piece
 
 __all__ = ["is_file", "read_contents"]
 
-_FILE = re.compile(r"(?:iter_\d{7,}/|release/)?mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/model(?:_optim)?_rng\.pt")
-_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)(\..*)", re.DOTALL)
+_FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?/model(?:_optim)?_rng\.pt")
+_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d{1,9})(\..*)", re.DOTALL)
 _CUT: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     (re.compile(rf"(?:.*\.)?(?:{pattern})", re.DOTALL), dim)
     for pattern, dim in (
@@ -48,7 +48,7 @@ _GATED = re.compile(r"(?:.*\.)?linear_fc1\.(?:weight|bias)", re.DOTALL)
 
 
 def is_file(name: str) -> bool:
-    """Whether a file is one of those, by its name in a folder of saves or of one save."""
+    """Whether a file is one of those, by its name in the folder of a save."""
     return _FILE.fullmatch(name) is not None
 
 
@@ -165,11 +165,12 @@ def _stages(files: Mapping[tuple[int, int], _RankFile]) -> list[list[_RankFile]]
         said if type(said := arguments.get(f"{kind}_model_parallel_size")) is int else 1 + max(held)
         for kind, held in (("tensor", [rank for _, rank in files]), ("pipeline", [stage for stage, _ in files]))
     )
-    wanted = [(stage, rank) for stage in range(pp) for rank in range(tp)]
-    if sorted(files) != wanted:
-        lacking = [f"mp_rank_{rank:02d}_{stage:03d}" for stage, rank in wanted if (stage, rank) not in files]
-        what = f"the files of {few_of(lacking, quotes=False)} are missing" if lacking else f"it has {len(files)}"
-        raise CheckpointError(f"{tp} tensor-parallel ranks of {pp} stages wrote it, but {what}")
+    wanted = ((stage, rank) for stage in range(pp) for rank in range(tp))
+    if lacking := next((each for each in wanted if each not in files), None):
+        what = "that of mp_rank_{1:02d}_{0:03d} is missing".format(*lacking)
+        raise CheckpointError(f"{tp} tensor-parallel ranks of {pp} stages wrote it, in a file each, and {what}")
+    if len(files) > tp * pp:
+        raise CheckpointError(f"{tp} tensor-parallel ranks of {pp} stages wrote it, and it has {len(files)} files")
     return [[files[stage, rank] for rank in range(tp)] for stage in range(pp)]
 
 

@@ -42,6 +42,8 @@ _STACKS = (
     (re.compile(r"(.*\.experts\.)experts\.(?!\d+\.)(.*)", re.DOTALL), "{}local_experts.{}.{}"),
 )
 """Names of tensors whose first dim is layers, or experts; and the name of one of them."""
+_MAX_STACK = 1 << 16
+"""Layers, or experts; each takes about a KiB of memory."""
 _EXPERT = re.compile(r"(.*\.experts\.)experts\.(\d+\..*)", re.DOTALL)
 _NORM = re.compile(
     r"((?:optimizer/)?)((?:.*\.)?layers\.\d+\.)"
@@ -131,8 +133,8 @@ def _one_by_one(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTe
     """A tensor, or those of its layers and experts, by name. They are still called as the stack is."""
     for pattern, form in _STACKS:
         if (match := pattern.fullmatch(name)) is not None:
-            if not tensor.shape:
-                raise CheckpointError(f"{tensor.name} has no dim for its layers")
+            if not tensor.shape or tensor.shape[0] > _MAX_STACK:
+                raise CheckpointError(f"{tensor.name} has shape {list(tensor.shape)}, whose first dim is no layers")
             # Found at once for all: a thousand layers of a thousand boxes each would be a million looks.
             parts: list[list[StoredPiece]] = [[] for _ in range(tensor.shape[0])]
             for stored in tensor.pieces:
@@ -190,8 +192,8 @@ def _shifted(tensor: StoredTensor, shape: tuple[int, ...], by: int) -> Iterator[
         yield replace(stored, piece=replace(stored.piece, global_shape=shape, offset=(first + by, *others)))
 
 
-_ONE_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d+)\.(.*)", re.DOTALL)
-_ONE_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)", re.DOTALL)
+_ONE_LAYER = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers\.)(\d{1,9})\.(.*)", re.DOTALL)
+_ONE_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d{1,9})\.(.*)", re.DOTALL)
 _OF_MEGATRON = re.compile(r"(?:.*\.)?decoder\.(?:layers\.\d+|final_layernorm)\..+", re.DOTALL)
 _LINEAR = re.compile(r"(.*\.layers\..*\.linear_\w+)\.weight", re.DOTALL)
 
