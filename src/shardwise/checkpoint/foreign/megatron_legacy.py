@@ -98,7 +98,7 @@ def read_contents(store: Store, folder: str) -> Contents:
         at = 0
         for ranks in stages:
             parts = [rank.model() for rank in ranks]
-            for name in parts[0]:
+            for name in dict.fromkeys(name for part in parts for name in part):
                 joined = _joined(_shifted(name, at), name, ranks, parts)
                 # With tied embeddings the last stage has a copy.
                 if tensors.setdefault(joined.name, joined) is not joined:
