@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
@@ -66,6 +67,7 @@ def without_cuda() -> None:
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: NoStream()  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    numpy.product = numpy.prod  # older versions of Megatron are for numpy 1
     kind = torch.Tensor.type
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +95,6 @@ class Run:
 
         moe_utils.te_general_gemm = None  # left undefined without transformer_engine
         if case.old:
-            import numpy
             from megatron.core import fp8_utils
             from megatron.core.dist_checkpointing.strategies import filesystem_async
             from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -101,7 +102,6 @@ class Run:
             written_as = {"serialization_format": SerializationFormat.TORCH_SAVE}
             filesystem_async._write_item = lambda *args: _write_item(*args, **written_as)  # as before torch 2.7
 
-            numpy.product = numpy.prod  # as numpy 1 has it
             fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
         set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
