@@ -25,8 +25,9 @@ from shardwise.cli import main
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import shipped
 from tests.checkpoint.megatron.cases import CASES, DECAY, LR, MODELS, MORE_STEPS, PADDED, ROWS, STEPS, batch_of
+from tests.checkpoint.megatron.folders import folders
 
-FOLDERS = Path(__file__).with_name("megatron") / "folders"
+FOLDERS = folders()
 IN_BUCKETS = "llama-bf16-3-dp-reshardable"
 
 Tensors = dict[str, torch.Tensor]
@@ -210,7 +211,6 @@ def groups_of(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         ("llama-1", "tp"),
         ("llama-4-tp-model-space", "stage 3"),
         ("gpt-1", "one rank"),
-        ("gpt-2-tp", "stage 3"),
         ("qwen2-2-pp", "pp"),
         ("qwen3-4-tp-pp", "one rank"),
         ("llama-bf16-2-fully-reshardable", "one rank"),

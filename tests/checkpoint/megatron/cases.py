@@ -90,7 +90,6 @@ CASES = {
     "qwen3-4-tp-pp": Case(
         model="qwen3", ranks=4, tp=2, pp=2, form="fully_reshardable", metadata=("singleton_local_shards",)
     ),
-    "gpt-2-tp": Case(model="gpt", ranks=2, tp=2, form="fully_reshardable", tied=True),
     "mixtral-2-ep": Case(model="mixtral", ranks=2, ep=2, te_names=True),
     "qwen3_moe-1": Case(model="qwen3_moe", metadata=("singleton_local_shards",)),
     "legacy-qwen3-4-tp-pp": Case(model="qwen3", ranks=4, tp=2, pp=2, kind="legacy"),

@@ -1,6 +1,7 @@
 """Loads what shardwise wrote with the real megatron-core, and goes on: the losses have to be those of the reference.
 
-    shardwise ckpt convert tests/checkpoint/megatron/folders/llama-1 /tmp/written --to megatron
+    tar -C /tmp -xf tests/checkpoint/megatron/folders.tar.xz
+    shardwise ckpt convert /tmp/llama-1 /tmp/written --to megatron
     V/bin/python -m tests.checkpoint.megatron.load /tmp/written llama-1 [--tp 2] [--pp 2] [--dp 2] [--form FORM]
 
 The names and shapes that Megatron asks for are those of the case. Bits are compared where one process has all of it;
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from tests.checkpoint.megatron.cases import CASES, MORE_STEPS, STEPS, Case
-from tests.checkpoint.megatron.write import FOLDERS, OnTheProcessor, Run, started, values_of
+from tests.checkpoint.megatron.folders import folders
+from tests.checkpoint.megatron.write import OnTheProcessor, Run, started, values_of
 
 
 def load(rank: int, case: Case, name: str, folder: str, temporary: str) -> None:
@@ -36,7 +38,7 @@ def load(rank: int, case: Case, name: str, folder: str, temporary: str) -> None:
         assert common["iteration"] == STEPS
         run.load(saved)
         run.scheduler.load_state_dict(common["opt_param_scheduler"])
-        expected = load_file(FOLDERS / f"{name}.safetensors")
+        expected = load_file(folders() / f"{name}.safetensors")
         if case.ranks == 1:
             found = dict(values_of(run))
             assert found.keys() == expected.keys() - {"logits", "losses"}

@@ -1,4 +1,4 @@
-"""Writes the folders of `tests/checkpoint/megatron/folders` with the real megatron-core, and what they must be read as.
+"""Writes the folders of `folders.tar.xz` with the real megatron-core, and what they have to be read as.
 
     python3.11 -m venv V; V/bin/pip install torch==2.13.0 megatron-core==0.16.1 safetensors
     V/bin/python -m tests.checkpoint.megatron.write [--reference] [NAME ...]
@@ -39,8 +39,7 @@ from tests.checkpoint.megatron.cases import (
     Case,
     batch_of,
 )
-
-FOLDERS = Path(__file__).with_name("folders")
+from tests.checkpoint.megatron.folders import changed_folders
 
 
 class OnTheProcessor(TorchFunctionMode):
@@ -356,7 +355,7 @@ def write_reference(rank: int, name: str, folder: str) -> None:
     with OnTheProcessor():
         run = Run(case, tp=1, pp=1, ep=1)
         twin = Path(folder) / "twin"
-        saved = twin if twin.exists() else FOLDERS / name / f"iter_{STEPS:07d}"
+        saved = twin if twin.exists() else Path(folder) / name / f"iter_{STEPS:07d}"
         run.load(saved, model_only=case.ep > 1)
         made = dict(values_of(run))
         if case.ep > 1:
@@ -430,14 +429,15 @@ def write_folder(name: str, into: Path, only: str) -> None:
             spawn(write_case, (name, folder), nprocs=case.ranks)
             shutil.rmtree(into / name, ignore_errors=True)
             shutil.copytree(f"{folder}/saved", into / name)
+        shutil.copytree(into / name, f"{folder}/{name}")
         spawn(write_reference, (name, folder), nprocs=1)
         shutil.copyfile(f"{folder}/{name}.safetensors", into / f"{name}.safetensors")
 
 
 if __name__ == "__main__":
-    FOLDERS.mkdir(exist_ok=True)
     first, *names = [*sys.argv[1:], ""]
     only = "reference" if first == "--reference" else ""
     names = [each for each in (*names, "" if only else first) if each]
-    for each in names or [name for name, case in CASES.items() if case.version == "0.16"]:
-        write_folder(each, FOLDERS, only)
+    with changed_folders() as place:
+        for each in names or [name for name, case in CASES.items() if case.version == "0.16"]:
+            write_folder(each, place, only)
