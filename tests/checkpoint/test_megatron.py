@@ -334,6 +334,25 @@ def test_files_of_hugging_face_become_a_folder_of_megatron(tmp_path: Path, name:
     assert all(torch.equal(made.read(each), source.read(each)) for each in made.tensors)
 
 
+def test_an_engine_goes_from_megatron_and_back_to_the_bit(tmp_path: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(configuration("llama"))
+    engine = sw.parallelize(
+        model, sw.Plan(), optimizer=lambda parameters: torch.optim.AdamW(groups_of(parameters)), loss=loss_of
+    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sw.load(FOLDERS / "llama-1", engine, rewrite=shipped("megatron-llama", parameters=heads))
+    sw.save(tmp_path / "save", engine, extra={"step": STEPS})
+    code, shown = run("convert", tmp_path / "save", tmp_path / "out", "--to", "megatron", "--inverse", "--certify")
+    assert code == 0, shown
+    source, made = checkpoint.open(FOLDERS / "llama-1"), checkpoint.open(tmp_path / "out")
+    assert made.tensors.keys() == source.tensors.keys()
+    assert all(torch.equal(made.read(name), source.read(name)) for name in source.tensors)
+    assert settings_in(made.contents) == settings_in(source.contents)
+    assert made.step == STEPS
+
+
 def test_layers_that_differ_stay_on_their_own_and_large_ones_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
