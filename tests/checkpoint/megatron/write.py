@@ -66,7 +66,7 @@ def without_cuda() -> None:
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: NoStream()  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
-    numpy.product = numpy.prod  # older versions of Megatron are for numpy 1
+    numpy.product = numpy.prod  # type: ignore[attr-defined]  # older versions of Megatron are for numpy 1
     kind = torch.Tensor.type
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +98,8 @@ class Run:
             from megatron.core.dist_checkpointing.strategies import filesystem_async
             from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
-            written_as = {"serialization_format": SerializationFormat.TORCH_SAVE}
-            filesystem_async._write_item = lambda *args: _write_item(*args, **written_as)  # as before torch 2.7
+            # As torch before 2.7 had it.
+            filesystem_async._write_item = lambda *args: _write_item(*args, SerializationFormat.TORCH_SAVE)
 
             fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
         set_state = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -391,7 +391,7 @@ def moments_in(folder: Path) -> dict[str, torch.Tensor]:
     """The moments in a save of experts on several ranks, as Megatron loads them: layers and experts are stacks."""
     from megatron.core import dist_checkpointing
 
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for key, tensor in dist_checkpointing.load_plain_tensors(str(folder)).items():
         if not key.startswith("optimizer.state."):
             continue

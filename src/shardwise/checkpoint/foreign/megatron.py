@@ -165,8 +165,9 @@ def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mappi
         trained[split[0]] = weight.shape
     with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
         optimizer = MegatronOptimizer.of(values, arguments_of(values), opened)
-    for name in trained if optimizer.step is not None else ():
-        found.add_step(name, optimizer.step)
+    if optimizer.step is not None:
+        for name in trained:
+            found.add_step(name, optimizer.step)
     settings = optimizer.settings(trained, found.notes)
     return {} if settings is None else {"ties": {}, "optimizers": [settings], **optimizer.scale}
 
