@@ -79,8 +79,9 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
         for name, path in zip(names, tensor.paths, strict=True):
             entries[name] = _tensor_entry(tensor.whole, chunks)
             paths[name] = path
-        for chunk in chunks:
-            archives.append((Archive(saved_tensor(0, chunk), [chunk]), [(name, chunk.offset) for name in names]))
+        archives += (
+            (Archive(saved_tensor(0, chunk), [chunk]), [(name, chunk.offset) for name in names]) for chunk in chunks
+        )
     files: list[list[Archive]] = [[]]
     places: list[tuple[int, int]] = []
     size = 0
