@@ -112,6 +112,10 @@ def _theirs(source: Path, destination: Path) -> None:
     _sync(destination)
 
 
+def _open(source: Path, _: Path) -> None:
+    checkpoint.open(source)
+
+
 def _sync(folder: Path) -> None:
     """What is not on the disk is not saved."""
     for path in folder.iterdir():
@@ -135,7 +139,7 @@ RUNS: Mapping[str, Callable[[Path, Path], None]] = MappingProxyType(
         UNIVERSAL: _convert(to="deepspeed-universal"),
         DCP: _convert(to="dcp"),
         THEIRS: _theirs,
-        OPEN: lambda source, _: checkpoint.open(source) and None,
+        OPEN: _open,
     }
 )
 
@@ -267,7 +271,9 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1000, help="bytes of weights in MB (default 1000)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of everything, in turns (default 5)")
     parser.add_argument("--folder", help="where to convert (default: the folder for temporary files)")
-    parser.add_argument("--without-deepspeed", action="store_true", help="leave zero_to_fp32 out")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="RUN", help=f"leave out one of: {THEIRS}, {UNIVERSAL}, {DCP}"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -278,7 +284,7 @@ def main() -> None:
         return
     os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     num_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes_of(arguments.mb * 10**6).values())
-    names = [name for name in RUNS if name != THEIRS or not arguments.without_deepspeed]
+    names = [name for name in RUNS if name not in arguments.without]
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=arguments.folder) as folder:
         found = measure(Path(folder), num_bytes, arguments.rounds, names)
     text = report(found, num_bytes)

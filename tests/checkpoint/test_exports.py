@@ -20,7 +20,8 @@ from shardwise import checkpoint
 from shardwise.checkpoint import dcp_folders
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.errors import CheckpointError
-from tests.checkpoint.deepspeed.load_universal import FOLDERS, LOSSES, digest_of, write_universal
+from tests.checkpoint.deepspeed.load_universal import LOSSES, digest_of, write_universal
+from tests.checkpoint.deepspeed.write import FOLDERS
 from tests.checkpoint.small_states import contents
 from tests.checkpoint.stored_values import random_state, same_bytes
 from tests.properties import tried
@@ -129,10 +130,13 @@ def test_a_rewrite_goes_along_with_the_state_of_optimizers(tmp_path: Path) -> No
     moments = {f"optimizer/{name}/exp_avg": torch.randn(2, 4) for name in state}
     checkpoint.save(tmp_path / "ours", {**state, **moments})
     checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", rewrite=sw.Rewrite("a, b -> ab, axis=0"))
-    target = {"model": {"ab": torch.zeros(4, 4)}, "optim": {"state": {"ab": {"exp_avg": torch.zeros(4, 4)}}}}
+    target: dict[str, Any] = {
+        "model": {"ab": torch.zeros(4, 4)},
+        "optim": {"state": {"ab": {"exp_avg": torch.zeros(4, 4)}}},
+    }
     load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert torch.equal(target["model"]["ab"], torch.cat([*state.values()]))  # type: ignore[arg-type]
-    assert torch.equal(target["optim"]["state"]["ab"]["exp_avg"], torch.cat([*moments.values()]))  # type: ignore[index]
+    assert torch.equal(target["model"]["ab"], torch.cat([*state.values()]))
+    assert torch.equal(target["optim"]["state"]["ab"]["exp_avg"], torch.cat([*moments.values()]))
     # State without settings of an optimizer is named as such, and says nothing of rates.
     assert "optimizer/ab/exp_avg" in checkpoint.open(tmp_path / "dcp").tensors
     assert checkpoint.open(tmp_path / "dcp").contents.settings == {}
