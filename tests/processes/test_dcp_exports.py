@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def go_on(channel: Channel, program: str, folder: Path, flatten: bool) -> list[f
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.7)
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     weights, moments = get_state_dict(model, optimizer, options=options)
-    state = {"model": weights, "optim": moments}
+    state: dict[str, Any] = {"model": weights, "optim": moments}
     load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
     losses = []

@@ -1,4 +1,4 @@
-"""Conversion: a checkpoint of any format becomes a save of ours, or a folder of Hugging Face files, without a model.
+"""Conversion: a checkpoint of any format becomes a save of ours, or a folder of another format, without a model.
 
 A rewrite gives its tensors other names, shapes and dtypes on the way. The bytes go through two windows, however large
 the tensors are.
@@ -131,13 +131,19 @@ def convert(
         `model.safetensors`, or several such files and an index, for Hugging Face readers. It has the model's tensors
         only, each tied one once, under its own name. Without a rewrite that is the name without wrappers around
         modules, such as `torch.compile(layer)`, unless two would have one name.
+        For programs that train, with the state of optimizers and with the values of masters in the place of working
+        copies. "dcp": a folder that `torch.distributed.checkpoint` loads into {"model": ..., "optim": ...} of its
+        `get_state_dict`, flattened or not. "torchtitan": the same under torchtitan's names. "deepspeed-universal": a
+        universal checkpoint, which DeepSpeed loads with `load_universal` under ZeRO of any stage. "megatron": a folder
+        that `dist_checkpointing` of megatron-core loads, of what has Megatron's names.
     rewrite: its outputs are written. The save records it, so that the inverse knows shapes and dtypes: give
         `rewrite.inverse()` to go back. Parameters that it was not given come from `config.json`.
     config: a folder with `config.json` and the files of a tokenizer, or a configuration file. They go before what the
         source has. A save keeps the configuration.
-    dtype: of the floats in "hf"; see `export_hf`.
+    dtype: of the model's floats in formats of other programs; see `export_hf`.
     step: the newest save of this step; the default is the newest of all.
-    max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has its own file.
+    max_shard_bytes: bytes of the tensors in one file of "hf", "dcp", "torchtitan" and "megatron"; a larger tensor of "hf" has its
+        own file.
     certify: read everything again afterwards, back through the inverse, and write `round-trip.json` next to the
         tensors; see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and
         leaves neither a save nor a folder.
@@ -146,7 +152,7 @@ def convert(
 
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
     step, extra, settings, ties and the words on the layout. The metadata of other formats is its extra. A folder of
-    "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
+    another format must not exist or be empty. Either is there as a whole or not at all. `config.json` and
     `generation_config.json` go along: a save of a folder keeps them in its extra, under "huggingface". The files of a
     tokenizer are in the folder of the saves. Saves of ours are verified as they are read. Memory stays below 64 MiB,
     with a rewrite below 128 MiB, plus names and plans of very many tensors.
@@ -172,7 +178,7 @@ def convert(
         dtype=dtype,
         original=_original_at(original, certify=certify),
     )
-    if to in ("pieces", "whole"):
+    if to == "pieces" or to == "whole":
         return conversion.to_save(destination, to, certify=certify, progress=progress)
     return conversion.to_folder(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
 
@@ -199,7 +205,7 @@ def preview(
     store = store_of(source)
     conversion = Conversion.of(store, read_contents(store, step=step), rewrite, to=to, config=config, dtype=dtype)
     assert conversion.outputs.view is not None, "a rewrite was given"
-    if to not in ("pieces", "whole"):
+    if to != "pieces" and to != "whole":
         plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES)
         if destination is not None:
             check_folder(destination)

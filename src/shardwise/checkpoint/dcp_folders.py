@@ -83,10 +83,10 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
         for name, path in zip(names, tensor.paths, strict=True):
             entries[name] = _tensor_entry(tensor.whole, chunks)
             paths[name] = path
-        archives += [
+        archives += (
             (Archive(saved_tensor(0, chunk), [source]), [(name, chunk.offset) for name in names])
             for chunk, source in pairs
-        ]
+        )
     files: list[list[Archive]] = [[]]
     places: list[tuple[int, int]] = []
     size = 0

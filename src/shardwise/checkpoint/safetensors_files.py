@@ -28,9 +28,9 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, moves
 
 __all__ = [
-    "Collecting",
     "DataFile",
     "FileFilling",
+    "JoinedWrites",
     "Sink",
     "TensorEntry",
     "cast_through",
@@ -368,7 +368,7 @@ class Sink(Protocol):
         """Append the next bytes; `data` may change as soon as this returns."""
 
 
-class Collecting:
+class JoinedWrites:
     """Hands bytes to a writer, small ones together: a write costs a call, or a request."""
 
     def __init__(self, writer: Writer) -> None:
@@ -397,22 +397,22 @@ class FileFilling:
     def __init__(self, file: DataFile, writer: Writer, *, block_bytes: int) -> None:
         self.checksums: list[bytes] = []
         """Of the pieces that are complete."""
-        self._collecting = Collecting(writer)
+        self._writes = JoinedWrites(writer)
         self._sums = BlockSums(block_bytes)
         self._sizes = iter(file.sizes)
         self._left = next(self._sizes, 0)  # bytes of the piece at hand that are still to come
-        self._collecting.write(memoryview(file.header))
+        self._writes.write(memoryview(file.header))
 
     def write(self, data: memoryview) -> None:
         """Append the next bytes."""
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
             self._hash(chunk)
-            self._collecting.write(chunk)
+            self._writes.write(chunk)
 
     def flush(self) -> None:
         """Hand everything to the writer."""
-        self._collecting.flush()
+        self._writes.flush()
 
     def _hash(self, chunk: memoryview) -> None:
         start = 0

@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, Persistent
 from shardwise.checkpoint.foreign.strided import row_major_strides
-from shardwise.checkpoint.safetensors_files import Collecting
+from shardwise.checkpoint.safetensors_files import JoinedWrites
 from shardwise.checkpoint.stores import Writer
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
@@ -206,7 +206,7 @@ class ArchiveFilling:
     """Fills a file of archives with the bytes of its pieces, in order, in chunks of any size."""
 
     def __init__(self, file: ArchiveFile, writer: Writer) -> None:
-        self._collecting = Collecting(writer)
+        self._writes = JoinedWrites(writer)
         self._sums: list[int] = []
         self._sum = 0
         self._sizes = iter([piece.num_elements * itemsize_bytes(piece.dtype) for piece in file.pieces])
@@ -220,7 +220,7 @@ class ArchiveFilling:
         while start < len(data):
             part = data[start : start + min(self._left, _CHUNK_BYTES)]
             self._sum = zlib.crc32(part, self._sum)
-            self._collecting.write(part)
+            self._writes.write(part)
             self._left -= len(part)
             start += len(part)
             if not self._left:
@@ -229,15 +229,15 @@ class ArchiveFilling:
 
     def flush(self) -> None:
         """Hand everything to the writer."""
-        self._collecting.flush()
+        self._writes.flush()
 
     def _begin(self) -> None:
         """Write what is before the next piece that has elements, or behind the last piece."""
-        self._collecting.write(memoryview(next(self._frames)))
+        self._writes.write(memoryview(next(self._frames)))
         self._sum = 0
         while (size := next(self._sizes, None)) == 0:
             self._sums.append(0)
-            self._collecting.write(memoryview(next(self._frames)))
+            self._writes.write(memoryview(next(self._frames)))
         self._left = size or 0
 
     def _framed(self, file: ArchiveFile) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""`shardwise ckpt convert SRC DST [--to pieces|whole|hf] [--rewrite FILE] [--inverse] [--dtype DTYPE] ...`."""
+"""`shardwise ckpt convert SRC DST [--to FORMAT] [--rewrite FILE] [--inverse] [--dtype DTYPE] ...`."""
 
 import contextlib
 import time
@@ -13,6 +13,7 @@ from shardwise.cli.exit_verdicts import errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
+    from shardwise.checkpoint.conversion import ConvertTarget
     from shardwise.rewrite import Rewrite
 
 
@@ -35,7 +36,9 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
     type=click.Choice(["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]),
     default="whole",
     show_default=True,
-    help="pieces, whole: a save of shardwise in the folder DST. hf: a new folder DST of Hugging Face files.",
+    help="pieces, whole: a save of shardwise in the folder DST. hf: a new folder DST of Hugging Face files. With the "
+    "state of the optimizer, a new folder DST for torch.distributed.checkpoint (dcp), torchtitan, DeepSpeed "
+    "(deepspeed-universal) or Megatron.",
 )
 @click.option("--step", type=int, help="Read the save of this step (default: the newest).")
 @click.option(
@@ -68,7 +71,8 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
-    help="With --to hf: write floats in this dtype, out of masters where SRC has them (default: as they are stored).",
+    help="With --to hf and other formats: write the model's floats in this dtype, out of masters where SRC has them "
+    "(default: as they are stored; for other programs that train, the masters).",
 )
 @click.option("--dry-run", is_flag=True, help="Read metadata only, show which outputs SRC would give, write nothing.")
 @click.option(
@@ -78,7 +82,7 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 def convert(
     source: str,
     destination: str,
-    to: Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"],
+    to: "ConvertTarget",
     step: int | None,
     rewrite: str | None,
     inverse: bool,
@@ -94,8 +98,8 @@ def convert(
     """Write the checkpoint SRC to DST in another form.
 
     SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save, or a
-    folder of torch.distributed.checkpoint. No model is needed, and memory stays bounded. DST is there as a whole or not
-    at all.
+    folder of torch.distributed.checkpoint or of DeepSpeed. No model is needed, and memory stays bounded. DST is there
+    as a whole or not at all.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
@@ -103,7 +107,8 @@ def convert(
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
         "--like is for the inverse of a rewrite; give --inverse": like is not None and not inverse,
         "--lossy is for the way back; give --inverse": lossy and not inverse,
-        "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
+        "--dtype is for --to hf; a save has masters and working copies both": dtype is not None
+        and to in ("pieces", "whole"),
         "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run and rewrite is None and not inverse,
     }
     # Before anything is read: an option that would do nothing is a misunderstanding, which costs more when found late.

@@ -47,7 +47,7 @@ def training_names(
     objects: Mapping[str, Any],
     paths: Mapping[str, KeyPath],
 ) -> TrainingNames | None:
-    """Name the tensors of a folder by its model; None where it does not say which dict that is, or whose state is whose.
+    """Name the tensors of a folder by its model; None where nothing says which dict that is, or whose state is whose.
 
     aliases: other names of tensors. objects: values that are no tensors. paths: of all names, as far as it has any.
     """
