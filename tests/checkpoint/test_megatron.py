@@ -111,7 +111,9 @@ def configuration(model: str) -> Any:
             n_head=of["num_attention_heads"],
             n_positions=6,
             activation_function="gelu",
-            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
     kinds: dict[str, Any] = {
         "llama": transformers.LlamaConfig,
@@ -139,6 +141,14 @@ def configuration(model: str) -> Any:
         tie_word_embeddings=False,
         **experts.get(model, {}),
     )
+
+
+def untrained(model: str) -> Any:
+    """A model of transformers."""
+    import transformers
+
+    maker: Any = transformers.AutoModelForCausalLM
+    return maker.from_config(configuration(model))
 
 
 REWRITES = {
@@ -218,8 +228,6 @@ def groups_of(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
     ],
 )
 def test_training_goes_on_with_the_losses_of_megatron(name: str, layout: str) -> None:
-    import transformers
-
     case, plan = CASES[name], PLANS[layout]
     rewrite = shipped(
         REWRITES[case.model],
@@ -234,7 +242,7 @@ def test_training_goes_on_with_the_losses_of_megatron(name: str, layout: str) ->
     )
 
     def go_on(channel: sw.Channel) -> list[float]:
-        model = transformers.AutoModelForCausalLM.from_config(configuration(case.model))
+        model = untrained(case.model)
         engine = sw.parallelize(
             model,
             plan,
@@ -335,11 +343,11 @@ def test_files_of_hugging_face_become_a_folder_of_megatron(tmp_path: Path, name:
 
 
 def test_an_engine_goes_from_megatron_and_back_to_the_bit(tmp_path: Path) -> None:
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_config(configuration("llama"))
     engine = sw.parallelize(
-        model, sw.Plan(), optimizer=lambda parameters: torch.optim.AdamW(groups_of(parameters)), loss=loss_of
+        untrained("llama"),
+        sw.Plan(),
+        optimizer=lambda parameters: torch.optim.AdamW(groups_of(parameters)),
+        loss=loss_of,
     )
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sw.load(FOLDERS / "llama-1", engine, rewrite=shipped("megatron-llama", parameters=heads))

@@ -142,8 +142,8 @@ def convert(
         source has. A save keeps the configuration.
     dtype: of the model's floats in formats of other programs; see `export_hf`.
     step: the newest save of this step; the default is the newest of all.
-    max_shard_bytes: bytes of the tensors in one file of "hf", "dcp", "torchtitan" and "megatron"; a larger tensor of "hf" has its
-        own file.
+    max_shard_bytes: bytes of the tensors in one file of "hf", "dcp", "torchtitan" and "megatron"; a larger tensor of
+        "hf" has its own file.
     certify: read everything again afterwards, back through the inverse, and write `round-trip.json` next to the
         tensors; see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and
         leaves neither a save nor a folder.

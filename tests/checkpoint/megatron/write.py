@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,11 @@ class NoStream:
         return lambda *_, **__: None
 
 
+def written_by_torch(write: Any, form: Any, *args: Any) -> Any:
+    """A call of torch with its newest argument."""
+    return write(*args, form)
+
+
 def without_cuda() -> None:
     """Let CUDA calls of Megatron do nothing, or the same on the processor."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -75,7 +81,7 @@ def without_cuda() -> None:
             found.replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.") if isinstance(found, str) else found
         )
 
-    torch.Tensor.type = type_of  # type: ignore[assignment]
+    torch.Tensor.type = type_of  # type: ignore[method-assign]
 
 
 class Run:
@@ -99,7 +105,7 @@ class Run:
             from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
             # As torch before 2.7 had it.
-            filesystem_async._write_item = lambda *args: _write_item(*args, SerializationFormat.TORCH_SAVE)
+            filesystem_async._write_item = partial(written_by_torch, _write_item, SerializationFormat.TORCH_SAVE)
 
             fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
         set_state = DistributedOptimizer._set_main_param_and_optimizer_states
