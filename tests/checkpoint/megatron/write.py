@@ -71,7 +71,7 @@ def without_cuda() -> None:
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: NoStream()  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     numpy.product = numpy.prod  # type: ignore[attr-defined]  # older versions of Megatron are for numpy 1
     kind = torch.Tensor.type
 
@@ -81,7 +81,7 @@ def without_cuda() -> None:
             found.replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.") if isinstance(found, str) else found
         )
 
-    torch.Tensor.type = type_of  # type: ignore[method-assign]
+    torch.Tensor.type = type_of  # type: ignore[method-assign, assignment]
 
 
 class Run:
@@ -228,7 +228,7 @@ class Run:
 
             def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 loss = losses.float().mean()
-                return loss, {"loss": loss.detach()}
+                return loss, {"loss": loss.detach().clone()}  # it is divided in place
 
             return output, loss_of
 
