@@ -4,9 +4,11 @@
 """
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -26,6 +30,7 @@ from shardwise.errors import CheckpointError
 from shardwise.rewrite import shipped
 from tests.checkpoint.megatron.cases import CASES, DECAY, LR, MODELS, MORE_STEPS, PADDED, ROWS, STEPS, batch_of
 from tests.checkpoint.megatron.folders import folders
+from tests.properties import tried
 
 FOLDERS = folders()
 IN_BUCKETS = "llama-bf16-3-dp-reshardable"
@@ -435,6 +440,42 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     saved = copy_of("gpt-1", tmp_path)
     (saved / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert "in the format 'zarr', and torch_dist is read" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"param_groups": [{"wd_mult": [], "decoupled_weight_decay": [], "step": 1 << 99999}]}, ""),
+        ({"param_groups": "none", "state": {"common_step": float("nan")}}, ""),
+        ({0: {"optimizer": {"param_groups": [{"wd_mult": 1.0}, {"wd_mult": 1.0}]}}, 1: {}}, "no rule of Megatron"),
+    ],
+)
+def test_common_values_that_make_no_sense_leave_the_optimizer_without_settings(
+    tmp_path: Path, changed: Any, said: str
+) -> None:
+    saved = copy_of("llama-1", tmp_path)
+    common = torch.load(saved / "common.pt", weights_only=False)
+    torch.save({**common, "optimizer": changed}, saved / "common.pt")
+    found = checkpoint.open(saved)
+    assert any(said in note for note in found.contents.notes)
+    assert torch.equal(found.read("output_layer.weight"), reference_of("llama-1")["output_layer.weight"])
+    assert not any(each.endswith("/step") for each in found.tensors)
+
+
+@tried(40)
+@given(st.data())
+def test_damaged_files_are_refused_or_read(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["llama-4-tp-model-space", "legacy-qwen3-4-tp-pp", "qwen3_moe-1"]))
+    with tempfile.TemporaryDirectory() as place:
+        saved = copy_of(name, Path(place))
+        files = sorted(each for each in saved.rglob("*") if each.suffix != ".distcp" and each.is_file())
+        file = data.draw(st.sampled_from(files))
+        changed = bytearray(file.read_bytes())
+        for _ in range(data.draw(st.integers(1, 4))):
+            changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+        file.write_bytes(changed)
+        with contextlib.suppress(CheckpointError):
+            checkpoint.open(saved)
 
 
 def test_legacy_folders_that_cannot_be_joined_are_named(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def read_contents(store: Store, folder: str) -> Contents:
             at += 1 + max((int(match[2]) for name in parts[0] if (match := _LAYER.fullmatch(name))), default=-1)
         num_layers = first.arguments.get("num_layers", at)
         if at != num_layers:
-            raise CheckpointError(f"its stages have {at} layers together, and the model had {num_layers}")
+            raise CheckpointError(f"its stages have {at} layers together, and the model had {num_layers!r:.20}")
         if first.arguments.get("untie_embeddings_and_output_weights") is False:
             tensors.pop("output_layer.weight", None)
         notes: list[str] = []
