@@ -423,6 +423,10 @@ def test_what_megatron_has_no_place_for_is_refused(tmp_path: Path) -> None:
     optimizer.step()
     sw.save(tmp_path / "groups", checkpoint.TorchState(model, optimizer))
     assert "in groups with different settings" in refusal(tmp_path / "groups", to="megatron")
+    optimizer.param_groups[1]["lr"] = 0.1
+    next(iter(optimizer.state.values()))["step"] += 1
+    sw.save(tmp_path / "steps", checkpoint.TorchState(model, optimizer))
+    assert "were updated 1 and 2 times" in refusal(tmp_path / "steps", to="megatron")
 
 
 def copy_of(name: str, folder: Path) -> Path:

@@ -116,7 +116,7 @@ def _common(outputs: Outputs, store: Store | None, step: int | None) -> Archive:
     updates = _updates(outputs, store, counts)
     if not (groups := _groups(outputs)):
         return Archive(value)
-    listed = [group if updates is None else {**group, "step": int(updates)} for group in groups]
+    listed = [group if updates is None else {**group, "step": updates} for group in groups]
     held = counts[:1]
     state = {"common_step": saved_tensor(0, held[0])} if held else {}
     optimizer = {"param_groups": listed, "state": state}
@@ -129,23 +129,25 @@ def _common(outputs: Outputs, store: Store | None, step: int | None) -> Archive:
     return Archive(value, held)
 
 
-def _updates(outputs: Outputs, store: Store | None, counts: Sequence[Piece]) -> float | None:
+def _updates(outputs: Outputs, store: Store | None, counts: Sequence[Piece]) -> int | None:
     """How often the parameters were updated: Megatron has one number for all. Raises CheckpointError for several."""
     if store is None or not counts:
         return None
-    read = {float(each) for each in outputs.reader(store).read(counts)}
-    if len(read) > 1:
+    read = {float(each) for part in outputs.reader(store).read(counts) for each in part}
+    if len(read) > 1 or not all(each.is_integer() for each in read):
         raise CheckpointError(
             f"parameters were updated {' and '.join(f'{each:g}' for each in sorted(read))} times, and Megatron has one "
-            "number for all"
+            "whole number for all"
         )
-    return read.pop()
+    return int(read.pop())
 
 
 def _groups(outputs: Outputs) -> list[dict[str, Any]]:
     """The groups that Megatron makes: of what decays, and of what does not. Raises CheckpointError for others."""
+    if not any(map(split_state_name, outputs.tensors)):
+        return []  # it was never updated
     stored = groups_of_torch(outputs.settings)
-    if not stored and any(split_state_name(name) for name in outputs.tensors):
+    if not stored:
         raise CheckpointError(
             "it has state of an optimizer, and no settings of one, which Megatron needs. Save it with its optimizer, "
             "or convert to hf first, which has weights alone"

@@ -32,7 +32,7 @@ from shardwise.space import Piece
 __all__ = ["is_file", "read_contents"]
 
 _FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?/model(?:_optim)?_rng\.pt")
-_LAYER = re.compile(r"((?:.*\.)?layers\.)(\d{1,9})(\..*)", re.DOTALL)
+_LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d{1,9})(\..*)", re.DOTALL)
 _CUT: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     (re.compile(rf"(?:.*\.)?(?:{pattern})", re.DOTALL), dim)
     for pattern, dim in (
@@ -80,7 +80,7 @@ class _RankFile:
         return {
             name: place
             for name, place in model.items()
-            if isinstance(place, TensorPlace) and not name.endswith("._extra_state")
+            if isinstance(name, str) and isinstance(place, TensorPlace) and not name.endswith("._extra_state")
         }
 
 
