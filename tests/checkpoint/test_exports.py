@@ -199,3 +199,22 @@ def test_paths_that_make_no_sense_leave_the_names_of_the_folder(tmp_path: Path, 
     metadata.planner_data["optim.state.w.exp_avg"] = paths[what]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert checkpoint.open(tmp_path).tensors.keys() == {"model.w", "optim.state.w.exp_avg"}
+
+
+def test_names_that_no_folder_can_have_are_refused_all_at_once(tmp_path: Path) -> None:
+    names = ["../../x", "a//b", "/abs", "nul\0"]
+    checkpoint.save(tmp_path / "ours", {name: torch.ones(2) for name in [*names, "w"]})
+    with pytest.raises(CheckpointError, match="cannot name a folder") as caught:
+        checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="deepspeed-universal")
+    assert len(caught.value.problems) == len(names)
+    assert not (tmp_path / "out").exists()
+    checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="dcp", certify=True)
+
+
+def test_another_dtype_is_that_of_masters_rounded_once(tmp_path: Path) -> None:
+    checkpoint.convert(FOLDERS / "z2-bf16-2", tmp_path / "dcp", to="dcp", dtype="bfloat16", certify=True)
+    source, written = checkpoint.open(FOLDERS / "z2-bf16-2"), checkpoint.open(tmp_path / "dcp")
+    for name in ("embed.weight", "layers.0.norm.bias"):
+        assert torch.equal(written.read(name), source.read(name))
+        assert torch.equal(written.read(name), source.read(f"optimizer/{name}/master").bfloat16())
+    assert not [each for each in written.tensors if each.endswith("/master")]
