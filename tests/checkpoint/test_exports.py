@@ -218,3 +218,13 @@ def test_another_dtype_is_that_of_masters_rounded_once(tmp_path: Path) -> None:
         assert torch.equal(written.read(name), source.read(name))
         assert torch.equal(written.read(name), source.read(f"optimizer/{name}/master").bfloat16())
     assert not [each for each in written.tensors if each.endswith("/master")]
+
+
+def test_a_module_may_be_called_state(tmp_path: Path) -> None:
+    weights = {"state.w": torch.randn(3), "param_groups": torch.randn(2)}
+    moments = {name: {"exp_avg": torch.randn_like(each)} for name, each in weights.items()}
+    groups = [{"params": list(weights), "lr": 0.5}]
+    save_dcp(tmp_path, {"model": weights, "optimizer": {"state": moments, "param_groups": groups}})
+    found = checkpoint.open(tmp_path)
+    assert found.tensors.keys() == {*weights, *(f"optimizer/{name}/exp_avg" for name in weights)}
+    assert all(same_bytes(found.read(name), each) for name, each in weights.items())

@@ -67,7 +67,7 @@ __all__ = [
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
-Hugging Face, or what `torch.distributed.checkpoint` loads.
+Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from.
 """
 
 MAX_SHARD_BYTES = 5 * 10**9

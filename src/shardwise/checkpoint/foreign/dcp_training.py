@@ -13,7 +13,7 @@ whose state it is, names stay as they are in the folder. So they do where severa
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ def training_names(
     """
     places = {name: _stand_in(number, each) for number, (name, each) in enumerate(tensors.items())}
     values: dict[str, Any] = {**objects, **places, **{alias: places[name] for alias, name in aliases.items()}}
-    saved = _SavedOptimizers()
+    saved = _SavedOptimizers(paths.values())
     rest: dict[Any, Any] = {}
     beside: dict[str, StoredTensor] = {}
     # Where weights are at the top, as torchtitan has them, dicts of tensors are none of the model's.
@@ -76,10 +76,9 @@ def training_names(
     except (CheckpointError, AttributeError, TypeError, KeyError):
         return None  # it is nested otherwise than torch's state dicts
     found.name_optimizers()
-    # Weights alone have names of a model where all are in one dict.
-    is_model = bool(found.optimizers) or (
-        not beside and len({paths.get(name, (name, ""))[:-1] for name in places}) == 1
-    )
+    # Weights alone have names of a model where all are in one dict, which is not the outermost.
+    dicts = {paths.get(name, (name,))[:-1] for name in places}
+    is_model = bool(found.optimizers) or (len(dicts) == 1 and dicts != {()})
     if not is_model or any(each.reason for *_, each in found.optimizers):
         return None
     stored = list(tensors.values())
@@ -114,8 +113,10 @@ def _put(nested: dict[Any, Any], path: KeyPath, value: Any) -> None:
 class _SavedOptimizers:
     """The parts of optimizers in a folder, by the path of each optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Iterable[KeyPath]) -> None:
         self.optimizers: dict[KeyPath, _SavedOptimizer] = {}
+        # A module of a model may be called "state", but none has groups as well.
+        self._flattened = {path[:-1] for path in paths if len(path) > 1 and str(path[-1]).startswith(f"{_GROUPS}.")}
 
     def take(self, path: KeyPath, value: Any) -> bool:
         """Take a value over if it belongs to an optimizer."""
@@ -124,8 +125,8 @@ class _SavedOptimizers:
             self._of(path[:-3]).state.setdefault(str(path[-2]), {})[str(last)] = value
         elif len(path) > 3 and path[-3] == _GROUPS and isinstance(path[-2], int):
             self._of(path[:-3]).groups.setdefault(path[-2], {})[str(last)] = value
-        elif len(path) > 1 and isinstance(last, str) and last.startswith((f"{_STATE}.", f"{_GROUPS}.")):
-            kind, _, rest = last.partition(".")
+        elif path[:-1] in self._flattened and str(last).startswith((f"{_STATE}.", f"{_GROUPS}.")):
+            kind, _, rest = str(last).partition(".")
             parameter, _, key = rest.rpartition(".")
             optimizer = self._of(path[:-1])
             (optimizer.state if kind == _STATE else optimizer.settings).setdefault(parameter, {})[key] = value
