@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError
 from tests.checkpoint.deepspeed.load_universal import LOSSES, digest_of, write_universal
 from tests.checkpoint.deepspeed.write import FOLDERS
 from tests.checkpoint.small_states import contents
-from tests.checkpoint.stored_values import random_state, same_bytes
+from tests.checkpoint.stored_values import random_state, same_bytes, save_dcp
 from tests.properties import tried
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -162,3 +162,69 @@ def test_a_folder_is_there_as_a_whole_or_not_at_all(tmp_path: Path, to: Any) -> 
     with pytest.raises(CheckpointError, match="checksum"):
         checkpoint.convert(tmp_path / "ours", tmp_path / "new", to=to)
     assert contents(tmp_path) == before
+
+
+def test_folders_of_torchtitan_are_read_with_the_optimizer(tmp_path: Path) -> None:
+    """Names as in torchtitan 0.3: weights at the top, a flattened optimizer, the trainer's own values."""
+    weights = {"layers.0.w": torch.randn(3, 2), "norm": torch.randn(2), "tied": torch.randn(4)}
+    state = {f"state.{name}.exp_avg": torch.randn_like(each) for name, each in weights.items()}
+    rates = {"layers.0.w": 0.1, "norm": 0.2, "tied": 0.1}
+    groups = {f"param_groups.{name}.lr": rate for name, rate in rates.items()}
+    trainer = {"step": 7, "seen": torch.tensor(3)}
+    save_dcp(tmp_path, {**weights, "optimizer": {**state, **groups}, "train_state": trainer})
+    found = checkpoint.open(tmp_path)
+    assert all(same_bytes(found.read(name), each) for name, each in weights.items())
+    assert all(same_bytes(found.read(f"optimizer/{name}/exp_avg"), state[f"state.{name}.exp_avg"]) for name in weights)
+    assert found.tensors.keys() - weights.keys() == {
+        *(f"optimizer/{name}/exp_avg" for name in weights),
+        "extra/train_state.seen",
+    }
+    assert found.step == 7
+    [optimizer] = found.contents.settings["optimizers"]
+    assert [each["parameters"] for each in optimizer["groups"]] == [["layers.0.w", "tied"], ["norm"]]
+    target = {name: torch.zeros_like(each) for name, each in weights.items()}
+    sw.load(tmp_path, target)
+    assert all(torch.equal(target[name], each) for name, each in weights.items())
+
+
+@pytest.mark.parametrize("what", ["deep", "through a tensor", "other names"])
+def test_paths_that_make_no_sense_leave_the_names_of_the_folder(tmp_path: Path, what: str) -> None:
+    save_dcp(tmp_path, {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": {"exp_avg": torch.ones(2)}}}})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    paths: dict[str, Any] = {
+        "deep": ("a",) * 100_000,
+        "through a tensor": ("optim", "state", "w", "exp_avg", "more"),
+        "other names": ("optim", "state", "v", "exp_avg"),
+    }
+    metadata.planner_data["optim.state.w.exp_avg"] = paths[what]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert checkpoint.open(tmp_path).tensors.keys() == {"model.w", "optim.state.w.exp_avg"}
+
+
+def test_names_that_no_folder_can_have_are_refused_all_at_once(tmp_path: Path) -> None:
+    names = ["../../x", "a//b", "/abs", "nul\0"]
+    checkpoint.save(tmp_path / "ours", {name: torch.ones(2) for name in [*names, "w"]})
+    with pytest.raises(CheckpointError, match="cannot name a folder") as caught:
+        checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="deepspeed-universal")
+    assert len(caught.value.problems) == len(names)
+    assert not (tmp_path / "out").exists()
+    checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="dcp", certify=True)
+
+
+def test_another_dtype_is_that_of_masters_rounded_once(tmp_path: Path) -> None:
+    checkpoint.convert(FOLDERS / "z2-bf16-2", tmp_path / "dcp", to="dcp", dtype="bfloat16", certify=True)
+    source, written = checkpoint.open(FOLDERS / "z2-bf16-2"), checkpoint.open(tmp_path / "dcp")
+    for name in ("embed.weight", "layers.0.norm.bias"):
+        assert torch.equal(written.read(name), source.read(name))
+        assert torch.equal(written.read(name), source.read(f"optimizer/{name}/master").bfloat16())
+    assert not [each for each in written.tensors if each.endswith("/master")]
+
+
+def test_a_module_may_be_called_state(tmp_path: Path) -> None:
+    weights = {"state.w": torch.randn(3), "param_groups": torch.randn(2)}
+    moments = {name: {"exp_avg": torch.randn_like(each)} for name, each in weights.items()}
+    groups = [{"params": list(weights), "lr": 0.5}]
+    save_dcp(tmp_path, {"model": weights, "optimizer": {"state": moments, "param_groups": groups}})
+    found = checkpoint.open(tmp_path)
+    assert found.tensors.keys() == {*weights, *(f"optimizer/{name}/exp_avg" for name in weights)}
+    assert all(same_bytes(found.read(name), each) for name, each in weights.items())

@@ -67,7 +67,7 @@ __all__ = [
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
-Hugging Face, or what `torch.distributed.checkpoint` loads.
+Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from.
 """
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -299,13 +299,13 @@ class Conversion:
         model_only = to == "hf"
         if dtype is not None:
             check_dtype(dtype)
-        # Other programs train masters alone, and make working copies of them.
-        is_training = to not in ("pieces", "whole", "hf")
-        if dtype is not None or is_training:
-            source, masters = with_masters(contents, dtype or "float32")
-        if is_training:
-            kept = {name: each for name, each in source.tensors.items() if name not in masters}
+        if to not in ("pieces", "whole", "hf"):
+            # Other programs train masters alone, and make working copies of them.
+            source, masters = with_masters(contents, "float32")
+            kept = {name: each for name, each in source.tensors.items() if model_name_of_master(name) is None}
             source = replace(source, tensors=kept)
+        elif dtype is not None:
+            source, masters = with_masters(contents, dtype)
         if rewrite is None and to not in ("pieces", "whole"):
             rewrite = without_wrappers(model_of(source))
         view = None

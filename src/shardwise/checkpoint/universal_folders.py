@@ -10,14 +10,16 @@
 What DeepSpeed needs of them: runtime/engine.py, runtime/base_optimizer.py, runtime/zero/stage3.py, version 0.19.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import is_model_name
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named
+from shardwise.checkpoint.local import checked_name
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ordered, saved_tensor
 from shardwise.checkpoint.training_state import groups_of_torch
+from shardwise.errors import CheckpointError
 from shardwise.plan.names import split_state_name
 from shardwise.space import Piece
 
@@ -35,6 +37,7 @@ def universal_files(outputs: Outputs) -> tuple[str, dict[str, ArchiveFile]]:
     """The name of the folder, and its files by name. Raises CheckpointError."""
     groups = _groups(outputs)
     trained = {name for names, _ in groups for name in names}
+    _check_names(trained)
     step = outputs.contents.step or 0
     folder = f"global_step{step}_universal"
     files: dict[str, Archive] = {}
@@ -51,6 +54,21 @@ def universal_files(outputs: Outputs) -> tuple[str, dict[str, ArchiveFile]]:
     files["mp_rank_00_model_states.pt"] = Archive(model, others)
     files["zero_pp_rank_0_mp_rank_00_model_states.pt"] = Archive({**model, "module": ordered()})
     return folder, {f"{folder}/{name}": ArchiveFile((each,)) for name, each in files.items()}
+
+
+def _check_names(parameters: Iterable[str]) -> None:
+    """Raise CheckpointError for names that no folder can have."""
+    problems = []
+    for name in parameters:
+        try:
+            checked_name(f"zero/{name}/fp32.pt")
+        except ValueError:
+            problems.append(
+                f"{name!r:.100} cannot name a folder, and a universal checkpoint has one for each parameter; give it "
+                "another name by a rewrite"
+            )
+    if problems:
+        raise CheckpointError(*problems)
 
 
 Groups = Sequence[tuple[Sequence[str], Mapping[str, Any]]]

@@ -150,7 +150,10 @@ def _paths(value: object) -> dict[str, KeyPath]:
     return {
         name: path
         for name, path in (value.items() if isinstance(value, dict) else ())
-        if isinstance(name, str) and isinstance(path, tuple) and path and all(type(each) in (str, int) for each in path)
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and 0 < len(path) <= _MAX_DEPTH
+        and all(type(each) in (str, int) for each in path)
     }
 
 
@@ -230,6 +233,8 @@ def _unknown(what: str) -> CheckpointError:
 
 
 _METADATA = ".metadata"
+_MAX_DEPTH = 64
+"""Of a value in a state dict: those of torch are three deep."""
 _MAX_OBJECT_BYTES = 1 << 26
 _MAX_OBJECTS_BYTES = 1 << 30
 """Of one object, and of all together; those beyond are skipped."""
@@ -250,7 +255,8 @@ def read_contents(store: Store) -> Contents:
     named = training_names(tensors, aliases, contents.extra.get("objects", {}), metadata.paths)
     if named is None:
         return contents
-    step = named.values.get("step")
+    of_trainer = named.values.get("train_state")
+    step = named.values.get("step", of_trainer.get("step") if isinstance(of_trainer, dict) else None)
     return replace(
         contents,
         tensors=named.tensors,

@@ -12,7 +12,8 @@ What is nested is a value as in a file of `torch.save`, and the rules for those 
 whose state it is, names stay as they are in the folder. So they do where several dicts hold tensors and no optimizer.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.foreign.state_dicts import find_state
 from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
 from shardwise.errors import CheckpointError
+from shardwise.plan.names import beside_name
 
 __all__ = ["KeyPath", "TrainingNames", "training_names"]
 
@@ -53,21 +55,30 @@ def training_names(
     """
     places = {name: _stand_in(number, each) for number, (name, each) in enumerate(tensors.items())}
     values: dict[str, Any] = {**objects, **places, **{alias: places[name] for alias, name in aliases.items()}}
-    saved = _SavedOptimizers()
+    saved = _SavedOptimizers(paths.values())
     rest: dict[Any, Any] = {}
+    beside: dict[str, StoredTensor] = {}
+    # Where weights are at the top, as torchtitan has them, dicts of tensors are none of the model's.
+    at_top = any(len(paths.get(name, (name,))) == 1 and tensors[name].shape for name in tensors)
     try:
         for name, value in values.items():
             path = paths.get(name, (name,))
-            if not saved.take(path, value):
+            if saved.take(path, value):
+                continue
+            if at_top and len(path) > 1 and name in tensors:
+                beside[beside_name(name)] = tensors[name].renamed(beside_name(name))
+            else:
                 _put(rest, path, value)
         for root, optimizer in saved.optimizers.items():
-            _put(rest, root, optimizer.value())
+            for key, value in optimizer.value().items():
+                _put(rest, (*root, key), value)
         found = find_state(rest, "")
     except (CheckpointError, AttributeError, TypeError, KeyError):
         return None  # it is nested otherwise than torch's state dicts
     found.name_optimizers()
-    # Weights alone have names of a model where all are in one dict.
-    is_model = bool(found.optimizers) or len({paths.get(name, (name, ""))[:-1] for name in places}) == 1
+    # Weights alone have names of a model where all are in one dict, which is not the outermost.
+    dicts = {paths.get(name, (name,))[:-1] for name in places}
+    is_model = bool(found.optimizers) or (len(dicts) == 1 and dicts != {()})
     if not is_model or any(each.reason for *_, each in found.optimizers):
         return None
     stored = list(tensors.values())
@@ -76,7 +87,7 @@ def training_names(
         each.settings() for *_, each in found.optimizers if any(group.keys() != {"params"} for group in each.groups)
     ]
     return TrainingNames(
-        tensors={name: stored[place.start].renamed(name) for name, (_, place) in found.tensors.items()},
+        tensors={name: stored[place.start].renamed(name) for name, (_, place) in found.tensors.items()} | beside,
         aliases=found.aliases,
         settings={"ties": dict(found.aliases), "optimizers": named} if named else {},
         values=found.values,
@@ -102,8 +113,10 @@ def _put(nested: dict[Any, Any], path: KeyPath, value: Any) -> None:
 class _SavedOptimizers:
     """The parts of optimizers in a folder, by the path of each optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: Iterable[KeyPath]) -> None:
         self.optimizers: dict[KeyPath, _SavedOptimizer] = {}
+        # A module of a model may be called "state", but none has groups as well.
+        self._flattened = {path[:-1] for path in paths if len(path) > 1 and str(path[-1]).startswith(f"{_GROUPS}.")}
 
     def take(self, path: KeyPath, value: Any) -> bool:
         """Take a value over if it belongs to an optimizer."""
@@ -112,8 +125,8 @@ class _SavedOptimizers:
             self._of(path[:-3]).state.setdefault(str(path[-2]), {})[str(last)] = value
         elif len(path) > 3 and path[-3] == _GROUPS and isinstance(path[-2], int):
             self._of(path[:-3]).groups.setdefault(path[-2], {})[str(last)] = value
-        elif len(path) > 1 and isinstance(last, str) and last.startswith((f"{_STATE}.", f"{_GROUPS}.")):
-            kind, _, rest = last.partition(".")
+        elif path[:-1] in self._flattened and str(last).startswith((f"{_STATE}.", f"{_GROUPS}.")):
+            kind, _, rest = str(last).partition(".")
             parameter, _, key = rest.rpartition(".")
             optimizer = self._of(path[:-1])
             (optimizer.state if kind == _STATE else optimizer.settings).setdefault(parameter, {})[key] = value
@@ -135,14 +148,12 @@ class _SavedOptimizer:
 
     def value(self) -> dict[str, Any]:
         """As `state_dict()` of an optimizer has it, with names in the place of numbers."""
-        if self.groups:
-            groups = [self.groups[number] for number in sorted(self.groups)]
-        else:
+        groups = [self.groups[number] for number in sorted(self.groups)]
+        if not groups:
             # Parameters with the same settings are a group: the flattened form does not say more.
-            groups = []
+            alike: dict[str, dict[str, Any]] = {}
             for parameter, settings in self.settings.items():
-                same = next((each for each in groups if {**each, "params": 0} == {**settings, "params": 0}), None)
-                if same is None:
-                    groups.append(same := {**settings, "params": []})
-                same["params"].append(parameter)
+                key = json.dumps(settings, sort_keys=True, default=repr)
+                alike.setdefault(key, {**settings, "params": []})["params"].append(parameter)
+            groups = list(alike.values())
         return {_STATE: self.state, _GROUPS: groups}

@@ -263,13 +263,14 @@ def _add_weights(found: FoundTensors, file: str, model: Mapping[Any, Any], *, sk
     for name, place in _module(model).items():
         if isinstance(place, UnknownObject) and place.hint:
             found.notes.append(f"{name} is left out: {place.hint}")
-        if not isinstance(place, TensorPlace) or name in skipped:
+        if not isinstance(place, TensorPlace):
             continue
+        # What is skipped here is elsewhere, and so is what it is tied to.
         first = ties.setdefault(place, name) if 0 not in place.shape else name
-        if first == name:
-            found.add(stored_tensor(name, file, place))
-        else:
+        if first != name:
             found.aliases[name] = first
+        elif name not in skipped:
+            found.add(stored_tensor(name, file, place))
     shared = model.get("shared_params")
     if isinstance(shared, dict):
         found.aliases |= shared
