@@ -268,7 +268,7 @@ def test_training_goes_on_with_the_losses_of_megatron(name: str, layout: str) ->
 
     losses = torch.tensor(sw.simulate(plan.mesh.size, go_on)[0], dtype=torch.float64)
     # In float32 the difference is in the order of sums. In 16 bits Megatron rounds gradients and products otherwise.
-    tolerance = 3e-3 if case.bf16 else 1e-5
+    tolerance = 3e-4 if case.bf16 else 1e-6
     torch.testing.assert_close(losses, reference_of(name)["losses"], rtol=tolerance, atol=0)
 
 
