@@ -28,7 +28,18 @@ from shardwise.checkpoint.stores import store_of
 from shardwise.cli import main
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import shipped
-from tests.checkpoint.megatron.cases import CASES, DECAY, LR, MODELS, MORE_STEPS, PADDED, ROWS, STEPS, batch_of
+from tests.checkpoint.megatron.cases import (
+    CASES,
+    DECAY,
+    LR,
+    MODELS,
+    MORE_STEPS,
+    PADDED,
+    ROWS,
+    STEPS,
+    VOCABULARY,
+    batch_of,
+)
 from tests.checkpoint.megatron.folders import folders
 from tests.properties import tried
 
@@ -199,6 +210,26 @@ def test_transformers_computes_what_megatron_does(tmp_path: Path, name: str) -> 
         logits = model(batch_of(0)["input"][:2]).logits
     # The same products in another order of sums.
     torch.testing.assert_close(logits, reference_of(name)["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_vocabulary_loses_its_padding(tmp_path: Path) -> None:
+    sizes = f"axis=0, sizes='[{VOCABULARY},{PADDED - VOCABULARY}]'"
+    cropped = sw.Rewrite(
+        f"""
+        embedding.word_embeddings.weight -> words, unused.0, {sizes}
+        output_layer.weight -> words_out, unused.1, {sizes}
+        words -> embedding.word_embeddings.weight; words_out -> output_layer.weight; unused.$N -> _
+        """
+    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    rewrite = cropped >> shipped("megatron-llama", parameters=heads)
+    checkpoint.convert(FOLDERS / "llama-1", tmp_path / "save", rewrite=rewrite)
+    made, expected = checkpoint.open(tmp_path / "save"), reference_of("llama-1")
+    words = "embedding.word_embeddings.weight"
+    assert torch.equal(made.read("model.embed_tokens.weight"), expected[words][:VOCABULARY])
+    moment = made.read("optimizer/model.embed_tokens.weight/exp_avg_sq")
+    assert torch.equal(moment, expected[f"{words}/exp_avg_sq"][:VOCABULARY])
+    assert torch.equal(made.read("lm_head.weight"), expected["output_layer.weight"][:VOCABULARY])
 
 
 PLANS = {
