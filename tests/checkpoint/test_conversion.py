@@ -11,6 +11,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardwise import checkpoint
 from shardwise.checkpoint import convert, diff, windows
@@ -22,7 +23,7 @@ from tests.checkpoint.stored_values import random_state, save_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-To = Literal["pieces", "whole", "hf"]
+To = Literal["pieces", "whole", "hf", "dcp"]
 
 
 def pieces_of(path: Path) -> dict[str, list[str]]:
@@ -51,7 +52,7 @@ def in_every_form(folder: Path, state: Tensors) -> dict[str, Path]:
 
 
 @pytest.mark.usefixtures("_windows")
-@pytest.mark.parametrize("to", ["pieces", "whole", "hf"])
+@pytest.mark.parametrize("to", ["pieces", "whole", "hf", "dcp"])
 def test_every_form_becomes_every_other_with_the_same_bytes(tmp_path: Path, to: To) -> None:
     state = whole_state(1)
     for name, source in in_every_form(tmp_path, state).items():
@@ -64,6 +65,10 @@ def test_every_form_becomes_every_other_with_the_same_bytes(tmp_path: Path, to: 
         assert report.destination == checkpoint.open(target).location
         if to == "hf":
             assert same(safetensors.torch.load_file(target / "model.safetensors"), state)
+        elif to == "dcp":
+            loaded = {"model": {key: torch.zeros_like(tensor) for key, tensor in state.items()}}
+            load(loaded, checkpoint_id=target, no_dist=True)
+            assert same(loaded["model"], state)
         else:
             assert checkpoint.verify(target).good
             assert rubbish(target) == []

@@ -23,7 +23,11 @@ from tests.checkpoint.deepspeed.model import MORE_STEPS, STEPS, batch_of, groups
 
 FOLDERS = Path(__file__).with_name("deepspeed") / "folders"
 NAMES = sorted(each.name for each in FOLDERS.iterdir() if each.is_dir())
-SAME = {"z2-bf16-2-round-robin": "z2-bf16-2", "universal-z3-bf16-3": "z3-bf16-3"}
+SAME = {
+    "z2-bf16-2-round-robin": "z2-bf16-2",
+    "universal-z3-bf16-3": "z3-bf16-3",
+    "universal-z2-bf16-4": "z2-bf16-4",
+}
 """Folders with the values of others: the order in vectors changes no bit, and neither does DeepSpeed's converter."""
 TP = "z1-bf16-4-tp"
 

@@ -15,7 +15,7 @@ from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.hugging_face_models import build, save
 from tests.checkpoint.small_states import same
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "n_head": 4}
 
 FOR = {
     "expert-stacking": "qwen3_moe",
@@ -24,7 +24,16 @@ FOR = {
     "llama-gate-up": "llama",
     "llama-qkv": "qwen2",
     "llama-vllm": "qwen2",
+    "megatron-gpt2": "gpt2",
+    "megatron-llama": "qwen3",
+    "megatron-mixtral": "mixtral",
+    "megatron-qwen-moe": "qwen3_moe",
 }
+
+
+def from_hub(name: str) -> Rewrite:
+    """A rewrite, in the direction from Hugging Face's names."""
+    return shipped(name).inverse() if name.startswith("megatron-") else shipped(name)
 
 
 def test_every_file_is_one_of_those_that_are_tested_here() -> None:
@@ -43,10 +52,10 @@ def test_a_file_begins_with_what_it_is_for_and_needs_only_what_configurations_sa
 @pytest.mark.parametrize("name", FOR)
 def test_a_rewrite_fits_its_model_and_leads_back(tmp_path: Path, name: str) -> None:
     source = save(build(FOR[name]), tmp_path / "hf", 1 << 30)
-    report = import_hf(source, tmp_path / "save", shipped(name))
+    report = import_hf(source, tmp_path / "save", from_hub(name))
     assert report.certificate is not None
     assert report.certificate.lossy == ()
-    checkpoint.convert(tmp_path / "save", tmp_path / "back", to="hf", rewrite=shipped(name).inverse())
+    checkpoint.convert(tmp_path / "save", tmp_path / "back", to="hf", rewrite=from_hub(name).inverse())
     assert same(tensors_of(tmp_path / "back"), tensors_of(source))
 
 

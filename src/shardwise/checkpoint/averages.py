@@ -113,8 +113,9 @@ def average(
             "optimizer=True (--optimizer) was asked for files of Hugging Face, which hold no such state"
         )
     stores = [store_of(each) for each in sources]
+    # Files of Hugging Face hold the model alone: what is averaged without optimizers is what they would hold.
     conversions = [
-        Conversion.of(store, read_contents(store), None, model_only=not optimizer, config=config, dtype=dtype)
+        Conversion.of(store, read_contents(store), None, to="whole" if optimizer else "hf", config=config, dtype=dtype)
         for store in stores
     ]
     first = conversions[0]
@@ -136,7 +137,9 @@ def average(
     settings = first.outputs.settings if optimizer else {}
     conversion = replace(first, outputs=replace(averaged, contents=contents, settings=settings))
     if to == "hf":
-        made = conversion.to_folder(destination, max_shard_bytes=max_shard_bytes, certify=False, progress=progress)
+        made = conversion.to_folder(
+            destination, "hf", max_shard_bytes=max_shard_bytes, certify=False, progress=progress
+        )
     else:
         made = conversion.to_save(destination, "whole", certify=False, progress=progress)
     return AverageReport(

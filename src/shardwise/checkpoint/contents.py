@@ -10,7 +10,7 @@ Readers of all formats make the same three values, so that load, diff and conver
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.plan.dtypes import itemsize_bytes
@@ -97,13 +97,20 @@ class StoredTensor:
         """The tensor as one piece."""
         return Piece(name=self.name, dtype=self.dtype, global_shape=self.shape)
 
+    def renamed(self, name: str) -> "StoredTensor":
+        """The same under another name."""
+        if name == self.name:
+            return self
+        pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in self.pieces)
+        return replace(self, name=name, pieces=pieces)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """What a checkpoint holds. Formats without a feature leave its field at the default."""
 
     format: str
-    """"shardwise", "safetensors", "dcp", "deepspeed", "torch" or "gguf"."""
+    """"shardwise", "safetensors", "dcp", "deepspeed", "megatron", "torch" or "gguf"."""
     location: str
     """What to call it in messages: the path or address of the save."""
     tensors: Mapping[str, StoredTensor]

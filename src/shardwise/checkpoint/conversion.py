@@ -1,4 +1,4 @@
-"""Conversion: a checkpoint of any format becomes a save of ours, or a folder of Hugging Face files, without a model.
+"""Conversion: a checkpoint of any format becomes a save of ours, or a folder of another format, without a model.
 
 A rewrite gives its tensors other names, shapes and dtypes on the way. The bytes go through two windows, however large
 the tensors are.
@@ -14,13 +14,14 @@ from typing import Any, Literal, Self, get_args
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
+    FolderTarget,
     Progress,
     WrittenCopy,
     check_save,
     leaving_no_folder,
     make_folder,
     make_save,
-    planned_shards,
+    plan_folder,
 )
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.huggingface_files import (
@@ -41,6 +42,7 @@ from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_
 from shardwise.checkpoint.sources import read_contents
 from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.names import MASTER, plain_names, state_name
@@ -62,8 +64,10 @@ __all__ = [
     "without_wrappers",
 ]
 
-ConvertTarget = Literal["pieces", "whole", "hf"]
-"""A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of Hugging Face files."""
+ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
+"""A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
+Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from.
+"""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Tensors in one Hugging Face file: what `save_pretrained` took for long, and hubs advise."""
@@ -131,16 +135,22 @@ def convert(
         `model.safetensors`, or several such files and an index, for Hugging Face readers. It has the model's tensors
         only, each tied one once, under its own name. Without a rewrite that is the name without wrappers around
         modules, such as `torch.compile(layer)`, unless two would have one name.
+        For programs that train, with the state of optimizers and with the values of masters in the place of working
+        copies. "dcp": a folder that `torch.distributed.checkpoint` loads into {"model": ..., "optim": ...} of its
+        `get_state_dict`, flattened or not. "torchtitan": the same under torchtitan's names. "deepspeed-universal": a
+        universal checkpoint, which DeepSpeed loads with `load_universal` under ZeRO of any stage. "megatron": a folder
+        that `dist_checkpointing` of megatron-core loads, of what has Megatron's names.
     rewrite: its outputs are written. The save records it, so that the inverse knows shapes and dtypes: give
         `rewrite.inverse()` to go back. Parameters that it was not given come from `config.json`.
     config: a folder with `config.json` and the files of a tokenizer, or a configuration file. They go before what the
         source has. A save keeps the configuration.
-    dtype: of the floats in "hf"; see `export_hf`.
+    dtype: of the model's floats in formats of other programs; see `export_hf`.
     like: a checkpoint whose form "hf" takes, such as the folder from which a training began: its names and shapes,
         which the outputs must have, its dtypes of floats, the files in which its tensors are, and its configuration and
         tokenizer. `way_back` finds the rewrite that leads there.
     step: the newest save of this step; the default is the newest of all.
-    max_shard_bytes: bytes of the tensors in one file of "hf"; a larger tensor has its own file.
+    max_shard_bytes: bytes of the tensors in one file of "hf", "dcp", "torchtitan" and "megatron"; a larger tensor of
+        "hf" has its own file.
     certify: read everything again afterwards, back through the inverse, and write `round-trip.json` next to the
         tensors; see `Certificate`. What does not come back, though the rewrite loses nothing of it, is an error, and
         leaves neither a save nor a folder.
@@ -149,7 +159,7 @@ def convert(
 
     A save of ours is made by the same rules as `save`: it is the newest of its folder, and older ones stay. It keeps
     step, extra, settings, ties and the words on the layout. The metadata of other formats is its extra. A folder of
-    "hf" must not exist or be empty. Either is there as a whole or not at all. `config.json` and
+    another format must not exist or be empty. Either is there as a whole or not at all. `config.json` and
     `generation_config.json` go along: a save of a folder keeps them in its extra, under "huggingface". The files of a
     tokenizer are in the folder of the saves. Saves of ours are verified as they are read. Memory stays below 64 MiB,
     with a rewrite below 128 MiB, plus names and plans of very many tensors.
@@ -166,15 +176,15 @@ def convert(
         store,
         read_contents(store, step=step),
         rewrite,
-        model_only=to == "hf",
+        to=to,
         config=config,
         dtype=dtype,
         like=None if like is None else Likeness.of(like),
         original=_original_at(original, certify=certify),
     )
-    if to == "hf":
-        return conversion.to_folder(destination, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
-    return conversion.to_save(destination, to, certify=certify, progress=progress)
+    if to == "pieces" or to == "whole":
+        return conversion.to_save(destination, to, certify=certify, progress=progress)
+    return conversion.to_folder(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
 
 
 def preview(
@@ -203,15 +213,16 @@ def preview(
         store,
         read_contents(store, step=step),
         rewrite,
-        model_only=to == "hf",
+        to=to,
         config=config,
         dtype=dtype,
         like=None if like is None else Likeness.of(like),
     )
     assert conversion.outputs.view is not None, "a rewrite was given"
-    if destination is not None and to == "hf":
-        places = conversion.places
-        planned_shards(conversion.outputs, destination, max_shard_bytes=MAX_SHARD_BYTES, places=places)
+    if to != "pieces" and to != "whole":
+        plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES, places=conversion.places)
+        if destination is not None:
+            check_folder(destination)
     elif destination is not None:
         check_save(destination)
     return conversion.outputs.view.checked.explain()
@@ -235,7 +246,7 @@ def _check_target(to: object) -> None:
 
 def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -> None:
     """Raise CheckpointError for a dtype, or a form, that cannot be asked for."""
-    if dtype is not None and to != "hf":
+    if dtype is not None and to in ("pieces", "whole"):
         raise CheckpointError(
             f"dtype={dtype!r} (--dtype) was asked for a save ({to}). A save has masters and working copies both; use "
             "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
@@ -278,13 +289,13 @@ class Conversion:
         contents: Contents,
         rewrite: Rewrite | None,
         *,
-        model_only: bool,
+        to: ConvertTarget,
         config: ConfigPath = None,
         dtype: str | None = None,
         like: Likeness | None = None,
         original: tuple[Store, Contents] | None = None,
     ) -> Self:
-        """Prepare it; `config`, `dtype` and `like`: see `convert`.
+        """Prepare it; `to`, `config`, `dtype` and `like`: see `convert`.
 
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
@@ -292,26 +303,34 @@ class Conversion:
         beside = files_beside(store) if like is None else {**files_beside(store), **like.files}
         given = {**beside, **given_files(config)}
         parameters = parsed_config(given) or files.get(CONFIG)
-        if rewrite is None and model_only:
-            rewrite = without_wrappers(model_of(contents))
+        model_only = to == "hf"
+        masters: tuple[str, ...] = ()
+        source = contents
+        if dtype is not None:
+            check_dtype(dtype)
+        if to not in ("pieces", "whole", "hf"):
+            # Other programs train masters alone, and make working copies of them.
+            source, masters = _with_masters(contents, dict.fromkeys(contents.tensors, "float32"), None)
+            kept = {name: each for name, each in source.tensors.items() if model_name_of_master(name) is None}
+            source = replace(source, tensors=kept)
+        if rewrite is None and to not in ("pieces", "whole"):
+            rewrite = without_wrappers(model_of(source))
 
         def viewed(source: Contents, rewrite: Rewrite | None) -> RewriteView | None:
             if rewrite is None:
                 return None
             return view_for_conversion(source, rewrite, parameters, model_only=model_only)
 
-        if dtype is not None:
-            check_dtype(dtype)
-        view = viewed(contents, rewrite)
-        wanted = _wanted_dtypes(model_of(contents) if view is None else view.contents, dtype, like)
+        view = viewed(source, rewrite)
+        wanted = _wanted_dtypes(model_of(source) if view is None else view.contents, dtype, like)
         # Values come out of masters, which hold more than the working copies.
-        source, masters = _with_masters(contents, wanted, view)
-        view = viewed(source, rewrite) if masters else view
+        source, more = _with_masters(source, wanted, view)
+        view = viewed(source, rewrite) if more else view
         found = (model_of(source) if view is None else view.contents).tensors
         casts = {name: each for name, each in wanted.items() if each != found[name].dtype}
         if casts:
             # Casts are statements behind the rewrite: what reads, casts and writes knows one kind of outputs.
-            statements = _casting(casts, contents.aliases if view is None else view.contents.aliases)
+            statements = _casting(casts, source.aliases if view is None else view.contents.aliases)
             view = viewed(source, statements if view is None else view.checked.rewrite >> statements)
         if view is None:
             outputs = as_they_are(model_of(source) if model_only else source)
@@ -324,7 +343,7 @@ class Conversion:
             files=files,
             outputs=outputs,
             original=original,
-            masters=masters,
+            masters=(*masters, *more),
             cast=tuple(casts),
             places={} if like is None else like.file_of,
         )
@@ -383,19 +402,22 @@ class Conversion:
     def to_folder(
         self,
         destination: Address,
+        to: FolderTarget,
         *,
         max_shard_bytes: int,
         certify: bool,
         progress: Progress,
     ) -> ConvertReport:
-        """Make a folder of Hugging Face files. Raises CheckpointError."""
+        """Make a folder of another format. Raises CheckpointError."""
         # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
         # these.
         certificates: list[Certificate] = []
         added: list[str] = []
+        path = check_folder(destination)
+        plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
         digests = self._digests(certify=certify)
 
-        def finish(store: Store, path: str) -> None:
+        def finish(store: Store) -> None:
             dtype = main_dtype(self.outputs.tensors.values())
             for name, data in files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised):
                 store.create(name, data)
@@ -405,17 +427,8 @@ class Conversion:
                 store.create(CERTIFICATE, certificates[0].pack())
 
         self.outputs.check_agreement(self.store)
-        made = make_folder(
-            self.store,
-            self.outputs,
-            destination,
-            max_shard_bytes=max_shard_bytes,
-            places=self.places,
-            finish=finish,
-            progress=progress,
-            digests=digests,
-        )
-        missing = () if CONFIG in added else (CONFIG,)
+        made = make_folder(self.store, self.outputs, path, plan, finish=finish, progress=progress, digests=digests)
+        missing = (CONFIG,) if to == "hf" and CONFIG not in added else ()
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
 

@@ -12,35 +12,44 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
-from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface_files import ShardFile, check_folder, shards_of, write_folder
+from shardwise.checkpoint.contents import Contents, is_model_name
+from shardwise.checkpoint.dcp_folders import METADATA
+from shardwise.checkpoint.huggingface_files import index_of, shards_of
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.megatron_folders import megatron_files
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
-from shardwise.checkpoint.safetensors_files import DataFile, FileFilling
+from shardwise.checkpoint.safetensors_files import FileFilling
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
+from shardwise.checkpoint.torch_archives import ArchiveFilling
+from shardwise.checkpoint.training_state import TITAN_NAMES, TORCH_NAMES, dcp_folder
+from shardwise.checkpoint.universal_folders import LATEST, universal_files
+from shardwise.checkpoint.whole_folders import PlannedFile, write_folder
 from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 
 __all__ = [
     "Copying",
+    "FolderPlan",
+    "FolderTarget",
     "Progress",
     "WrittenCopy",
     "check_save",
     "leaving_no_folder",
     "make_folder",
     "make_save",
-    "planned_shards",
+    "plan_folder",
 ]
 
 
@@ -81,7 +90,9 @@ def make_save(
             sums = Written([])
             if file.pieces:
                 with storing(store, name, "written"), store.write(name, num_bytes=file.num_bytes) as writer:
-                    sums = copying.fill(file, writer)
+                    filling = FileFilling(file, writer, block_bytes=outputs.contents.block_bytes)
+                    copying.fill(file.pieces, filling)
+                    sums = Written(filling.checksums)
             written.append(sums)
         commit(store, attempt, arrangement, written, _description(outputs, extra))
     except BaseException:
@@ -94,42 +105,102 @@ def make_save(
     )
 
 
-def make_folder(
-    source: Store,
+class Filling(Protocol):
+    """Takes the bytes of a file's pieces, in order, and hands the file to a writer."""
+
+    def write(self, data: memoryview) -> None:
+        """Append the next bytes; `data` may change as soon as this returns."""
+
+    def flush(self) -> None:
+        """Hand everything to the writer."""
+
+
+class FilledFile(PlannedFile, Protocol):
+    """A file with pieces of the outputs."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """In the order of their bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderPlan:
+    """What a folder of another format will have."""
+
+    files: Mapping[str, FilledFile]
+    filling: Callable[[Any, Writer], Filling]
+    """Begins to write one of the files."""
+    last: Mapping[str, bytes]
+    """Small files, which are written last."""
+
+
+FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
+"""Formats of other programs: see `convert`."""
+
+
+def plan_folder(
     outputs: Outputs,
-    destination: Address,
+    to: FolderTarget,
     *,
     max_shard_bytes: int,
     places: Mapping[str, tuple[str, int]],
-    finish: Callable[[Store, str], None],
-    progress: Progress,
-    digests: PassingDigests | None,
-) -> WrittenCopy:
-    """Make a folder of Hugging Face files; `finish` adds others, given the folder as it is made and its path to be.
+    source: Store | None = None,
+) -> FolderPlan:
+    """The folder with the outputs in a format. Raises CheckpointError where it cannot be made.
 
-    places: see `shards_of`. digests: sees all that is read.
-    Raises CheckpointError; then nothing was made.
+    places: of files of Hugging Face, see `shards_of`.
+    source: where the outputs are read, of which some numbers are needed; None: nothing is read, and it stays a plan.
     """
-    path, shards = planned_shards(outputs, destination, max_shard_bytes=max_shard_bytes, places=places)
-    copying = Copying(source, outputs, progress, digests)
-    write_folder(path, shards, copying.fill, lambda store: finish(store, path))
-    return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
-
-
-def planned_shards(
-    outputs: Outputs, destination: Address, *, max_shard_bytes: int, places: Mapping[str, tuple[str, int]]
-) -> tuple[str, list[ShardFile]]:
-    """The path of a folder of Hugging Face files, and the files. Raises CheckpointError where they cannot be made."""
-    path = check_folder(destination)
-    tensors = list(outputs.tensors.values())
-    if not tensors:
+    if not any(is_model_name(name, outputs.contents.format) for name in outputs.tensors):
         raise CheckpointError(
             f"{outputs.contents.location} has no tensor of a model, so that there is nothing to write"
         )
+    if to == "deepspeed-universal":
+        name, files = universal_files(outputs)
+        return FolderPlan(files=files, filling=ArchiveFilling, last={LATEST: name.encode()})
+    if to == "megatron":
+        archives, last = megatron_files(outputs, source, max_file_bytes=max_shard_bytes)
+        return FolderPlan(files=archives, filling=ArchiveFilling, last=last)
+    if to in ("dcp", "torchtitan"):
+        names = TITAN_NAMES if to == "torchtitan" else TORCH_NAMES
+        folder = dcp_folder(outputs, names, max_file_bytes=max_shard_bytes)
+        return FolderPlan(files=folder.files, filling=ArchiveFilling, last={METADATA: folder.metadata})
     metadata = _metadata(outputs.contents)
-    return path, shards_of(
-        tensors, max_bytes=max_shard_bytes, places=places, aliases=outputs.aliases, metadata=metadata
+    tensors = list(outputs.tensors.values())
+    shards = shards_of(tensors, max_bytes=max_shard_bytes, places=places, aliases=outputs.aliases, metadata=metadata)
+    return FolderPlan(
+        files={shard.name: shard.file for shard in shards},
+        filling=partial(FileFilling, block_bytes=outputs.contents.block_bytes),
+        last=index_of(shards),
     )
+
+
+def make_folder(
+    source: Store,
+    outputs: Outputs,
+    path: str,
+    plan: FolderPlan,
+    *,
+    finish: Callable[[Store], None],
+    progress: Progress,
+    digests: PassingDigests | None,
+) -> WrittenCopy:
+    """Make a folder; `finish` adds others to its files, before it gets its name. digests: sees all that is read.
+
+    Raises CheckpointError; then nothing was made.
+    """
+    copying = Copying(source, outputs, progress, digests)
+
+    def fill(file: FilledFile, writer: Writer) -> None:
+        copying.fill(file.pieces, plan.filling(file, writer))
+
+    def end(store: Store) -> None:
+        for name, data in plan.last.items():
+            store.create(name, data)
+        finish(store)
+
+    write_folder(path, plan.files, fill, end)
+    return WrittenCopy(location=path, number=0, read_bytes=copying.read_bytes)
 
 
 def check_save(destination: Address) -> None:
@@ -228,12 +299,14 @@ class Copying:
         """Bytes of data files read so far."""
         return sum(reader.read_bytes for reader in self._readers)
 
-    def fill(self, file: DataFile, writer: Writer) -> Written:
-        """Write a file. Raises CheckpointError for what cannot be read, and OSError for what cannot be written."""
-        filling = FileFilling(file, writer, block_bytes=self._outputs.contents.block_bytes)
+    def fill(self, pieces: Sequence[Piece], filling: Filling) -> None:
+        """Write the pieces of a file.
+
+        Raises CheckpointError for what cannot be read, and OSError for what cannot be written.
+        """
         with ThreadPoolExecutor(1, thread_name_prefix="shardwise-write") as thread:
             writing: Future[int] | None = None
-            for turn, window in enumerate(self._outputs.windows(file.pieces)):
+            for turn, window in enumerate(self._outputs.windows(pieces)):
                 parts = self._readers[turn % 2].read(window)
                 self._see(window, parts)
                 # Not before this one is read: the window before is being written meanwhile. But before the next is
@@ -242,7 +315,6 @@ class Copying:
                 writing = thread.submit(_write, filling, parts)
             self._finish(writing)
         filling.flush()
-        return Written(filling.checksums)
 
     def _see(self, window: Sequence[Piece], parts: Sequence[torch.Tensor]) -> None:
         if self._digests is not None:
@@ -256,7 +328,7 @@ class Copying:
             self._progress(self._done, self._total)
 
 
-def _write(filling: FileFilling, parts: Sequence[torch.Tensor]) -> int:
+def _write(filling: Filling, parts: Sequence[torch.Tensor]) -> int:
     """Write the elements of a window; returns how many bytes they have."""
     num_bytes = 0
     for elements in parts:

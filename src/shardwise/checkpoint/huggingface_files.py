@@ -1,4 +1,4 @@
-"""Hugging Face files: a folder that `from_pretrained` loads, made in one act, and the configuration that goes with it.
+"""Hugging Face files: a folder that `from_pretrained` loads, made and the configuration that goes with it.
 
     model-00001-of-00002.safetensors     tensors, a file up to max_shard_bytes
     model-00002-of-00002.safetensors
@@ -10,21 +10,16 @@ settings. Tokenizers stay where they are: they are large, and about texts.
 The format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
 
-import contextlib
-import errno
 import json
 import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
-from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out, stored_as, unique_keys
-from shardwise.checkpoint.stores import Address, Store, Writer, read_whole, reason
+from shardwise.checkpoint.stores import Store, read_whole, reason
 from shardwise.errors import CheckpointError
 from shardwise.plan.saved_settings import CONFIG, MODEL_FILES
 
@@ -33,17 +28,16 @@ __all__ = [
     "ConfigPath",
     "ShardFile",
     "as_extra",
-    "check_folder",
     "files_beside",
     "files_of",
     "folder_files",
     "given_files",
+    "index_of",
     "kept_files",
     "model_files",
     "parameters_of",
     "parsed_config",
     "shards_of",
-    "write_folder",
 ]
 
 _KEPT = (CONFIG, "generation_config.json")
@@ -222,12 +216,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 """Of a model in one file, which needs no index."""
 
-Fill = Callable[[DataFile, Writer], object]
-"""Writes the bytes of a data file."""
-
-Finish = Callable[[Store], None]
-"""Adds files to the folder when its tensors are there, before it gets its name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardFile:
@@ -294,66 +282,15 @@ def _groups_at(tensors: Sequence[StoredTensor], places: Mapping[str, tuple[str, 
     return list(groups.items())
 
 
-def check_folder(destination: Address) -> str:
-    """The path of a folder that may be made there. Raises CheckpointError for one that holds something, and for others.
-
-    Only local file systems can give a whole folder its name in one act.
-    """
-    if isinstance(destination, LocalStore):
-        destination = destination.location
-    # An object store has no folders, so a reader could see half of them.
-    if not isinstance(destination, str | os.PathLike) or "://" in os.fspath(destination):
-        where = destination if isinstance(destination, str) else getattr(destination, "location", destination)
-        raise CheckpointError(
-            f"{where} is no local folder, and only a local file system can create a folder of Hugging Face files in "
-            "one act. Convert to a local folder and copy it, or convert to whole (--to whole)"
-        )
-    if not os.fspath(destination):
-        raise CheckpointError("an empty path was given; name the folder to make")
-    # The folder behind a link, because rename does not follow one.
-    path = os.path.realpath(destination)
-    _check_empty(path)
-    return path
-
-
-def write_folder(path: str, shards: Sequence[ShardFile], fill: Fill, finish: Finish) -> None:
-    """Make the folder `path` with these files and what `finish` adds, whole or not at all, and durable.
-
-    They are written to a hidden folder next to it, `.<name>.<8 hex digits>.new`, which gets its name at the end. A
-    process that is killed leaves the hidden folder. Raises CheckpointError.
-    """
-    parent, name = os.path.split(path)
-    # In the same parent, so in the same file system: only there rename is one act.
-    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.new")
-    store = LocalStore(temporary)
-    with _making(path, ""):
-        os.makedirs(parent, exist_ok=True)
-        os.mkdir(temporary)  # ours from here on: what an error leaves in it is removed with it
-    try:
-        for shard in shards:
-            with _making(path, shard.name), store.write(shard.name, num_bytes=shard.file.num_bytes) as writer:
-                fill(shard.file, writer)
-        if [shard.name for shard in shards] != [_SINGLE]:
-            with _making(path, _INDEX):
-                store.create(_INDEX, _index(shards))
-        with _making(path, ""):
-            finish(store)
-        with _making(path, ""):
-            os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
-            # The files in it are durable by the store; the name of the folder is data of its parent.
-            _sync(parent)
-    # Also for KeyboardInterrupt: the tensors of a large model are not left on the disk under a hidden name.
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _index(shards: Sequence[ShardFile]) -> bytes:
+def index_of(shards: Sequence[ShardFile]) -> dict[str, bytes]:
+    """The file that says which tensor is in which of several files: name and bytes; none where a model has one file."""
+    if [shard.name for shard in shards] == [_SINGLE]:
+        return {}
     tensors = [(tensor, shard.name) for shard in shards for tensor in shard.tensors]
     total = sum(tensor.num_bytes for tensor, _ in tensors)
     # Both keys are what transformers reads; total_size counts the data without headers, as it does.
     fields = {"metadata": {"total_size": total}, "weight_map": {tensor.name: file for tensor, file in tensors}}
-    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
+    return {_INDEX: (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
 def _check_tensors(tensors: Sequence[StoredTensor]) -> None:
@@ -371,40 +308,3 @@ def _check_tensors(tensors: Sequence[StoredTensor]) -> None:
     ]
     if problems:
         raise CheckpointError(*problems)
-
-
-def _check_empty(path: str) -> None:
-    try:
-        if not os.path.lexists(path):
-            return
-        if os.path.isdir(path):
-            if not os.listdir(path):
-                return
-            what = "a folder that holds something"
-        else:
-            what = "a file"
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked at: {reason(error)}") from error
-    raise CheckpointError(f"{path} is {what}, which is left as it is; name a new folder, or an empty one")
-
-
-@contextlib.contextmanager
-def _making(path: str, file: str) -> Iterator[None]:
-    """Say in our words what the file system refuses."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and not file:
-            # Somebody has made it since the first look: the words for that say more than those of the system.
-            _check_empty(path)
-        where = os.path.join(path, file) if file else path
-        raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # file systems that have nothing to sync there
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -42,7 +42,7 @@ def import_hf(
         what = f"{store.location} is a {kind} checkpoint" if kind else no_checkpoint(store)
         way = "" if kind is None else ", or use convert (shardwise ckpt convert)"
         raise CheckpointError(f"{what}; give a folder of safetensors files{way}")
-    conversion = Conversion.of(store, read_contents(store), rewrite, model_only=False)
+    conversion = Conversion.of(store, read_contents(store), rewrite, to="whole")
     return conversion.to_save(out, "whole", certify=certify, progress=progress)
 
 

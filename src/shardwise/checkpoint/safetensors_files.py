@@ -30,6 +30,7 @@ from shardwise.space import Piece, moves
 __all__ = [
     "DataFile",
     "FileFilling",
+    "JoinedWrites",
     "Sink",
     "TensorEntry",
     "cast_through",
@@ -367,29 +368,20 @@ class Sink(Protocol):
         """Append the next bytes; `data` may change as soon as this returns."""
 
 
-class FileFilling:
-    """Fills a data file with the bytes of its pieces, in order, in chunks of any size; takes their checksums."""
+class JoinedWrites:
+    """Hands bytes to a writer, small ones together: a write costs a call, or a request."""
 
-    def __init__(self, file: DataFile, writer: Writer, *, block_bytes: int) -> None:
-        self.checksums: list[bytes] = []
-        """Of the pieces that are complete."""
+    def __init__(self, writer: Writer) -> None:
         self._writer = writer
-        self._sums = BlockSums(block_bytes)
-        self._sizes = iter(file.sizes)
-        self._left = next(self._sizes, 0)  # bytes of the piece at hand that are still to come
-        self._small = bytearray(file.header)  # what waits to be written together
+        self._small = bytearray()
 
-    def write(self, data: memoryview) -> None:
-        """Append the next bytes."""
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            self._hash(chunk)
-            # Biases and norms are a few bytes each: they are collected, since a write costs a call, or a request.
-            if len(self._small) + len(chunk) < _CHUNK_BYTES:
-                self._small += chunk
-            else:
-                self.flush()
-                self._writer.write(chunk)
+    def write(self, chunk: memoryview) -> None:
+        """Append bytes; they may change as soon as this returns."""
+        if len(self._small) + len(chunk) < _CHUNK_BYTES:
+            self._small += chunk
+        else:
+            self.flush()
+            self._writer.write(chunk)
 
     def flush(self) -> None:
         """Hand everything to the writer."""
@@ -397,6 +389,30 @@ class FileFilling:
             # A copy, for a writer may still hold its view, and a bytearray with a view cannot be cleared.
             self._writer.write(memoryview(bytes(self._small)))
             self._small.clear()
+
+
+class FileFilling:
+    """Fills a data file with the bytes of its pieces, in order, in chunks of any size; takes their checksums."""
+
+    def __init__(self, file: DataFile, writer: Writer, *, block_bytes: int) -> None:
+        self.checksums: list[bytes] = []
+        """Of the pieces that are complete."""
+        self._writes = JoinedWrites(writer)
+        self._sums = BlockSums(block_bytes)
+        self._sizes = iter(file.sizes)
+        self._left = next(self._sizes, 0)  # bytes of the piece at hand that are still to come
+        self._writes.write(memoryview(file.header))
+
+    def write(self, data: memoryview) -> None:
+        """Append the next bytes."""
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            self._hash(chunk)
+            self._writes.write(chunk)
+
+    def flush(self) -> None:
+        """Hand everything to the writer."""
+        self._writes.flush()
 
     def _hash(self, chunk: memoryview) -> None:
         start = 0

@@ -1,4 +1,4 @@
-"""`shardwise ckpt convert SRC DST [--to pieces|whole|hf] [--rewrite FILE] [--inverse] [--dtype DTYPE] ...`."""
+"""`shardwise ckpt convert SRC DST [--to FORMAT] [--rewrite FILE] [--inverse] [--dtype DTYPE] ...`."""
 
 import contextlib
 import time
@@ -13,6 +13,7 @@ from shardwise.cli.exit_verdicts import errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
+    from shardwise.checkpoint.conversion import ConvertTarget
     from shardwise.rewrite import Rewrite
 
 
@@ -32,10 +33,12 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.argument("destination", metavar="DST")
 @click.option(
     "--to",
-    type=click.Choice(["pieces", "whole", "hf"]),
+    type=click.Choice(["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]),
     default="whole",
     show_default=True,
-    help="pieces, whole: a save of shardwise in the folder DST. hf: a new folder DST of Hugging Face files.",
+    help="pieces, whole: a save of shardwise in the folder DST. hf: a new folder DST of Hugging Face files. With the "
+    "state of the optimizer, a new folder DST for torch.distributed.checkpoint (dcp), torchtitan, DeepSpeed "
+    "(deepspeed-universal) or Megatron.",
 )
 @click.option("--step", type=int, help="Read the save of this step (default: the newest).")
 @click.option(
@@ -69,7 +72,8 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
-    help="With --to hf: write floats in this dtype, out of masters where SRC has them (default: as they are stored).",
+    help="With --to hf and other formats: write the model's floats in this dtype, out of masters where SRC has them "
+    "(default: as they are stored; for other programs that train, the masters).",
 )
 @click.option(
     "--dequantise",
@@ -84,7 +88,7 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 def convert(
     source: str,
     destination: str,
-    to: Literal["pieces", "whole", "hf"],
+    to: "ConvertTarget",
     step: int | None,
     rewrite: str | None,
     inverse: bool,
@@ -101,8 +105,8 @@ def convert(
     """Write the checkpoint SRC to DST in another form.
 
     SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save, or a
-    folder of torch.distributed.checkpoint. No model is needed, and memory stays bounded. DST is there as a whole or not
-    at all.
+    folder of torch.distributed.checkpoint or of DeepSpeed. No model is needed, and memory stays bounded. DST is there
+    as a whole or not at all.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
@@ -110,7 +114,8 @@ def convert(
     wrong = {
         "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
         "--lossy is for the way back; give --inverse or --like": lossy and not is_back,
-        "--dtype is for --to hf; a save has masters and working copies both": dtype is not None and to != "hf",
+        "--dtype is for --to hf; a save has masters and working copies both": dtype is not None
+        and to in ("pieces", "whole"),
         "--dequantise is for the way there; leave out --inverse": dequantise is not None and is_back,
         "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run
         and rewrite is None

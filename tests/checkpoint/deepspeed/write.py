@@ -82,7 +82,7 @@ CASES = {
 }
 
 
-UNIVERSAL = ("universal-z3-bf16-3",)
+UNIVERSAL = ("universal-z3-bf16-3", "universal-z2-bf16-4")
 """Made of the folder whose name follows, by DeepSpeed's ds_to_universal."""
 
 

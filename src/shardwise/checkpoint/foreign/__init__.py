@@ -2,6 +2,7 @@
 
     manifest.json, save-00000007/manifest.json    a save of ours
     .metadata                                     `dcp`: what torch.distributed.checkpoint wrote
+    common.pt, iter_*, mp_rank_*/model_optim_rng.pt   `megatron`: what its dist_checkpointing wrote, and its older one
     latest, *mp_rank_*_states.pt                  `deepspeed`: what its save_checkpoint wrote, all stages of ZeRO
     *.safetensors, *.safetensors.index.json       `huggingface`: with or without an index
     pytorch_model*.bin, *.bin.index.json          `torch_folders`: the same, as torch.save wrote it
@@ -18,14 +19,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from shardwise.checkpoint.contents import Contents, printable
-from shardwise.checkpoint.foreign import dcp, deepspeed, gguf, huggingface, torch_folders
+from shardwise.checkpoint.foreign import dcp, deepspeed, gguf, huggingface, megatron, torch_folders
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import OneFile, Store
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = ["Format", "format_of", "no_checkpoint", "read_foreign", "recognise"]
 
-Format = Literal["shardwise", "safetensors", "dcp", "deepspeed", "torch", "gguf"]
+Format = Literal["shardwise", "safetensors", "dcp", "deepspeed", "megatron", "torch", "gguf"]
 
 _MANIFEST = re.compile(r"(save-([0-9]{8}|[1-9][0-9]{8,199})/)?manifest\.json")
 
@@ -48,6 +49,8 @@ def format_of(names: Sequence[str]) -> Format | None:
     # there; and .metadata comes before safetensors, in which torch.distributed.checkpoint can write its data too.
     if any(_MANIFEST.fullmatch(name) for name in names):
         return "shardwise"
+    if megatron.is_megatron(names):
+        return "megatron"
     if ".metadata" in names:
         return "dcp"
     # Before models of Hugging Face: its trainer puts both into one folder, and these have the optimizer too.
@@ -66,6 +69,8 @@ def read_foreign(store: Store) -> Contents:
     kind = recognise(store)
     if kind == "dcp":
         return dcp.read_contents(store)
+    if kind == "megatron":
+        return megatron.read_contents(store)
     if kind == "deepspeed":
         return deepspeed.read_contents(store)
     if kind == "safetensors":
@@ -102,10 +107,9 @@ _KINDS = (
         "name the folder of one save (global_step100)",
     ),
     _kind(
-        r"latest_checkpointed_iteration\.txt|mp_rank_\d+(?:_\d+)*/\w+\.pt",
-        "a checkpoint of Megatron-LM",
-        "export it with Megatron's tools/checkpoint/convert.py, or save it with --ckpt-format torch_dist and name "
-        "the folder of an iteration",
+        r"latest_checkpointed_iteration\.txt|(?:.*/)?common\.pt",
+        "a part of a checkpoint of Megatron",
+        "name the folder of saves with all its files, or the folder of an iteration (iter_0000010)",
     ),
     _kind(
         r"__\d+_\d+\.distcp",

@@ -12,37 +12,55 @@ importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, 
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
+from shardwise.checkpoint.foreign.dcp_training import KeyPath, training_names
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of, row_major_strides
 from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor, ints, read_value
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
+from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
 
-__all__ = ["Blob", "DcpChunk", "Metadata", "SavedTensor", "parse_metadata", "read_contents"]
+__all__ = [
+    "Blob",
+    "DcpChunk",
+    "Metadata",
+    "SavedTensor",
+    "aliases_of",
+    "as_saved",
+    "parse_metadata",
+    "read_contents",
+    "read_metadata",
+]
 
 _RECORDS = frozenset(
     {
+        "BytesIOWriteData",
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "MEM_FORMAT_ENCODING",
         "Metadata",
         "MetadataIndex",
+        "SavePlan",
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
         "_MEM_FORMAT_ENCODING",
         "_StorageInfo",
     }
 )
+_OF_MEGATRON = frozenset({"MCoreMetadata", "MCoreSavePlan", "TensorReformulationMetadata"})
 _OTHERS = frozenset(
     {
         Named("torch", "Size"),
@@ -96,11 +114,16 @@ class Metadata:
     """Names of what is no tensor."""
     blobs: Mapping[tuple[str, tuple[int, ...] | None], Blob]
     """By name and offset of the box; None for objects."""
+    flat: Mapping[str, tuple[int, ...]]
+    """The shapes of tensors whose boxes Megatron saved flat: see `megatron_names.in_shape`."""
+    paths: Mapping[str, KeyPath]
+    """Of names in the state dict that was saved, as far as it is known."""
 
 
 def parse_metadata(data: bytes) -> Metadata:
     """Return what `.metadata` says; raises `CheckpointError` when it is damaged or names what does not belong there."""
-    fields = _record(parse(data, _belongs), "Metadata")
+    root = parse(data, _belongs)
+    fields = _record(root, "MCoreMetadata" if _is_a(root, "MCoreMetadata") else "Metadata")
     tensors: dict[str, SavedTensor] = {}
     objects = []
     for name, value in _mapping(fields.get("state_dict_metadata")).items():
@@ -115,12 +138,30 @@ def parse_metadata(data: bytes) -> Metadata:
         index = _record(key, "MetadataIndex")
         offset = index.get("offset")
         blobs[_text(index.get("fqn")), None if offset is None else ints(offset)] = _blob(_record(value, "_StorageInfo"))
-    return Metadata(tensors, tuple(objects), blobs)
+    flat = {}
+    for name, value in _mapping(fields.get("mcore_data") or {}).items():
+        if (shape := _mapping(value).get("nd_reformulated_orig_global_shape")) is not None:
+            flat[_text(name)] = ints(shape)
+    return Metadata(tensors, tuple(objects), blobs, flat, _paths(fields.get("planner_data")))
+
+
+def _paths(value: object) -> dict[str, KeyPath]:
+    """What planners keep of names; other planners than torch's may keep anything."""
+    return {
+        name: path
+        for name, path in (value.items() if isinstance(value, dict) else ())
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and 0 < len(path) <= _MAX_DEPTH
+        and all(type(each) in (str, int) for each in path)
+    }
 
 
 def _belongs(module: str, name: str) -> bool:
     # By class and not by module: torch has moved these classes between modules of this package.
     if f"{module}.".startswith("torch.distributed.") and name in _RECORDS:
+        return True
+    if module.startswith("megatron.core.dist_checkpointing.") and name in _OF_MEGATRON:
         return True
     return (module == "torch" and name in ITEMSIZE_BYTES) or Named(module, name) in _OTHERS
 
@@ -192,6 +233,8 @@ def _unknown(what: str) -> CheckpointError:
 
 
 _METADATA = ".metadata"
+_MAX_DEPTH = 64
+"""Of a value in a state dict: those of torch are three deep."""
 _MAX_OBJECT_BYTES = 1 << 26
 _MAX_OBJECTS_BYTES = 1 << 30
 """Of one object, and of all together; those beyond are skipped."""
@@ -204,14 +247,41 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    data = read_whole(store, _METADATA)
-    place = f"{store.location}/{_METADATA}"
-    with about(place):
-        metadata = parse_metadata(data)
+    metadata = read_metadata(store)
+    contents = as_saved(metadata, store)
+    aliases = aliases_of(metadata, contents.tensors)
+    tensors = {name: each for name, each in contents.tensors.items() if name not in aliases}
+    contents = replace(contents, tensors=tensors, aliases=aliases)
+    named = training_names(tensors, aliases, contents.extra.get("objects", {}), metadata.paths)
+    if named is None:
+        return contents
+    of_trainer = named.values.get("train_state")
+    step = named.values.get("step", of_trainer.get("step") if isinstance(of_trainer, dict) else None)
+    return replace(
+        contents,
+        tensors=named.tensors,
+        aliases=named.aliases,
+        settings=named.settings,
+        extra={**contents.extra, "objects": packed(named.values, "its values")} if named.values else contents.extra,
+        step=step if type(step) is int else None,
+        notes=named.notes,
+    )
+
+
+def read_metadata(store: Store, folder: str = "") -> Metadata:
+    """Return what `.metadata` says, which is in the store or in a folder of it ("iter_0000010/")."""
+    data = read_whole(store, folder + _METADATA)
+    with about(f"{store.location}/{folder}{_METADATA}"):
+        return parse_metadata(data)
+
+
+def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
+    """Return what a checkpoint with this metadata holds, under the names that it has there: see `read_contents`."""
+    place = f"{store.location}/{folder}{_METADATA}"
     # Files stay open while tensors are looked up: a file has thousands
     # of them, and an object store asks for its size at each open.
     with ExitStack() as stack:
-        files, problems = _opened(store, metadata, stack)
+        files, problems = _opened(store, folder, metadata, stack)
         tensors: dict[str, StoredTensor] = {}
         for name, saved in metadata.tensors.items():
             try:
@@ -224,6 +294,18 @@ def read_contents(store: Store) -> Contents:
     if problems:
         raise CheckpointError(*problems)
     return Contents(format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra)
+
+
+def aliases_of(metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return other names of tensors, whose chunks are at the same places."""
+    first: dict[object, str] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        saved = metadata.tensors[name]
+        places = tuple((chunk, metadata.blobs.get((name, chunk.offset))) for chunk in saved.chunks)
+        if tensor.pieces and (owner := first.setdefault((saved.dtype, saved.shape, places), name)) != name:
+            found[name] = owner
+    return found
 
 
 class _File(OpenFile):
@@ -242,8 +324,8 @@ class _File(OpenFile):
         return self._headers[start]
 
 
-def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], list[str]]:
-    """The data files by name, and what is wrong with those that are not whole."""
+def _opened(store: Store, folder: str, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], list[str]]:
+    """The data files by the name that the metadata has, and what is wrong with those that are not whole."""
     ends: dict[str, int] = {}
     for blob in metadata.blobs.values():
         ends[blob.file] = max(ends.get(blob.file, 0), blob.start + blob.num_bytes)
@@ -251,7 +333,7 @@ def _opened(store: Store, metadata: Metadata, stack: ExitStack) -> tuple[dict[st
     problems: list[str] = []
     for name, end in ends.items():
         try:
-            file = stack.enter_context(_File(store, name))
+            file = stack.enter_context(_File(store, folder + name))
         except CheckpointError as error:
             problems += error.problems
             continue
@@ -294,7 +376,7 @@ def _stored(
             try:
                 with about(f"{file.place}: tensor {name}, bytes {blob.start:,} to {blob.start + blob.num_bytes:,}"):
                     place = _place(name, chunk, blob, file)
-                    pieces += _pieces(name, saved, chunk, place, blob.file)
+                    pieces += _pieces(name, saved, chunk, place, file.name)
             except CheckpointError as error:
                 problems += error.problems
     # What is missing is reported with its file; that the tensor then has holes would say it again.

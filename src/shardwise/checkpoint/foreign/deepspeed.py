@@ -13,7 +13,7 @@ elements of the vectors are whose. The formats: runtime/engine.py, runtime/zero/
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,10 +70,14 @@ def read_contents(store: Store) -> Contents:
         num_cuts = 0 if is_universal(store, folder) else files.tp
         if not num_cuts:
             models = files.model[min(files.model)]
-            _add_weights(found, *models[min(models)], buffers_only=True)
-            if any("zero_pp_rank_" in file for file, _ in models.values()):  # of stage 3
+            file, model = models[min(models)]
+            if "zero_pp_rank_" in file:  # of stage 3
+                _add_weights(found, file, model, skipped=_cut_names(model))
                 _add_frozen(found, models)
-            files.sizes |= add_universal(found, store, folder, models[min(models)][1])
+            else:
+                shapes = shapes_of(model.get("param_shapes") or [])
+                _add_weights(found, file, model, skipped={name for each in shapes for name in each})
+            files.sizes |= add_universal(found, store, folder, model)
         for cut in range(num_cuts):
             shard = FoundTensors()
             _add_layers(shard, files, cut)
@@ -197,7 +201,8 @@ def _read_files(store: Store, folder: str) -> _SavedFiles:
             continue
         data, model, kind = match.groups()
         of_kind = files.model if kind == "model" else files.optim
-        of_kind.setdefault(int(model), {})[int(data or 0)] = folder + name, value
+        # A universal checkpoint for all stages has a second file, without tensors.
+        of_kind.setdefault(int(model), {}).setdefault(int(data or 0), (folder + name, value))
     if not files.model and not problems:
         problems.append(f"{store.location}/{folder} has no file of a model (*_model_states.pt); copy all of the save")
     problems += [
@@ -231,7 +236,7 @@ def _add_rank(found: FoundTensors, files: _SavedFiles, rank: int) -> None:
     models, parts = files.model[rank], files.optim.get(rank, {})
     _, model = models[min(models)]
     stage3 = any("fp32_flat_groups" in _inner(each) for _, each in parts.values())
-    _add_weights(found, *models[min(models)], buffers_only=stage3)
+    _add_weights(found, *models[min(models)], skipped=_cut_names(model) if stage3 else ())
     if stage3:
         _add_frozen(found, models)
     if parts:
@@ -247,20 +252,25 @@ def _inner(part: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return inner
 
 
-def _add_weights(found: FoundTensors, file: str, model: Mapping[Any, Any], *, buffers_only: bool) -> None:
-    buffers = _buffers(model)
+def _cut_names(model: Mapping[Any, Any]) -> set[str]:
+    """Parameters of stage 3, which are in the state dict of the model without elements."""
+    return _module(model).keys() - set(_buffers(model))
+
+
+def _add_weights(found: FoundTensors, file: str, model: Mapping[Any, Any], *, skipped: Collection[str]) -> None:
+    """Add what the state dict of the model has, apart from some names."""
     ties: dict[TensorPlace, str] = {}
     for name, place in _module(model).items():
         if isinstance(place, UnknownObject) and place.hint:
             found.notes.append(f"{name} is left out: {place.hint}")
-        # Under stage 3 parameters are there without elements.
-        if not isinstance(place, TensorPlace) or (buffers_only and name not in buffers):
+        if not isinstance(place, TensorPlace):
             continue
+        # What is skipped here is elsewhere, and so is what it is tied to.
         first = ties.setdefault(place, name) if 0 not in place.shape else name
-        if first == name:
-            found.add(stored_tensor(name, file, place))
-        else:
+        if first != name:
             found.aliases[name] = first
+        elif name not in skipped:
+            found.add(stored_tensor(name, file, place))
     shared = model.get("shared_params")
     if isinstance(shared, dict):
         found.aliases |= shared

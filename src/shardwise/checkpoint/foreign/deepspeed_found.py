@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint.contents import StoredPiece, StoredTensor, can_exist
@@ -58,7 +58,7 @@ class FoundTensors:
     def take(self, shard: "FoundTensors", prefix: str) -> None:
         """Add all that a tensor-parallel rank has, with something before the names of parameters."""
         for name, tensor in shard.tensors.items():
-            self.add(_renamed(tensor, _prefixed(name, prefix)))
+            self.add(tensor.renamed(_prefixed(name, prefix)))
         self.aliases |= {prefix + alias: prefix + name for alias, name in shard.aliases.items()}
         self.value_sizes |= shard.value_sizes
         self.add_groups(shard.groups, [[prefix + name for name in names] for names in shard.trained])
@@ -82,13 +82,6 @@ class FoundTensors:
 def _prefixed(name: str, prefix: str) -> str:
     parameter, key = split_state_name(name) or (name, None)
     return prefix + parameter if key is None else state_name(prefix + parameter, key)
-
-
-def _renamed(tensor: StoredTensor, name: str) -> StoredTensor:
-    if name == tensor.name:
-        return tensor
-    pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in tensor.pieces)
-    return replace(tensor, name=name, pieces=pieces)
 
 
 def shapes_of(groups: object) -> list[Shapes]:

@@ -39,9 +39,9 @@ def optimizer_settings(
 
 def _kind(groups: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
     """The class of torch that has these groups; "" where nothing says it."""
-    decoupled = {group.get("decoupled_weight_decay") for group in groups}
-    if decoupled in ({True}, {False}):
-        return "AdamW" if decoupled == {True} else "Adam"
+    for decoupled, kind in ((True, "AdamW"), (False, "Adam")):
+        if groups and all(group.get("decoupled_weight_decay") is decoupled for group in groups):
+            return kind
     if all(_is_own_adam(group) or _is_older_adam(group) for group in groups):
         chosen = config.get("optimizer")
         chosen = chosen if isinstance(chosen, Mapping) else {}

@@ -26,6 +26,8 @@ __all__ = ["add_universal", "is_universal", "number_at"]
 
 _ZERO = "zero/"
 _STATE = "zero/optimizer_state.pt"
+_MAX_COUNT = 1 << 53
+"""Floats count so far."""
 _NUMBERS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 
 
@@ -39,7 +41,7 @@ def number_at(opened: OpenFile, value: object) -> float | None:
     if isinstance(value, TensorPlace) and not value.shape and value.dtype in _NUMBERS:
         data = opened.read(value.start, itemsize_bytes(value.dtype))
         return float(struct.unpack(_NUMBERS[value.dtype], data)[0])
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < _MAX_COUNT else None
 
 
 def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping[Any, Any]) -> dict[str, int]:

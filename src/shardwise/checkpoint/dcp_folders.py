@@ -1,0 +1,194 @@
+"""Folders of `torch.distributed.checkpoint`, as its loaders read them: archives of chunks, and a `.metadata`.
+
+    model.w (5, 4)       chunks w[0:3], w[3:5]: an archive of torch.save each, one behind the other in __0_0.distcp
+    optim...lr 0.01      an archive without tensors; equal values are there once
+    .metadata            a pickle: each name with its shape, each (name, offset) with its place in a file
+
+A large tensor is cut along its first dim, so that a rank that needs a part of it reads little more. The classes of the
+metadata are named in its pickle and never imported; those are: torch/distributed/checkpoint/metadata.py
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from shardwise.checkpoint.foreign.dcp_training import KeyPath
+from shardwise.checkpoint.foreign.pickle_writer import pickled
+from shardwise.checkpoint.foreign.pickles import MadeObject, Named
+from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, saved_tensor
+from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space import Piece
+
+__all__ = ["METADATA", "DcpFolder", "DcpObject", "DcpTensor", "plan_dcp"]
+
+METADATA = ".metadata"
+
+_MAX_CHUNK_BYTES = 64 << 20
+"""A rank that needs a row of a chunk reads all of it into memory."""
+
+_VERSION = "1.0.0"
+"""Of the metadata, as torch 2.6 to 2.13 write it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    """A tensor that is written."""
+
+    whole: Piece
+    paths: tuple[KeyPath, ...]
+    """Its places in the state dict: one, or those of ties, which share the bytes."""
+    stack: tuple[Piece, ...] = ()
+    """The tensors that it is a stack of, in order; its first dims count them. (): it is a tensor itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpObject:
+    """Anything else: see `pickled`."""
+
+    value: Any
+    path: KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFolder:
+    """The files of a folder."""
+
+    files: Mapping[str, ArchiveFile]
+    metadata: bytes
+    """The file `.metadata`, which goes last."""
+
+
+def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_file_bytes: int) -> DcpFolder:
+    """The folder with these tensors and values; a file is full when the next chunk would bring it over a size."""
+    entries: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    # Archives in the order of the files, each with what it holds: (name, offset), under which places are asked for.
+    archives: list[tuple[Archive, list[tuple[str, tuple[int, ...] | None]]]] = []
+    at: dict[bytes, int] = {}
+    for each in objects:
+        name = _name(each.path)
+        entries[name] = MadeObject(of=_metadata("BytesStorageMetadata"), args=())
+        paths[name] = each.path
+        key = pickled(each.value)
+        if key not in at:
+            at[key] = len(archives)
+            archives.append((Archive(each.value), []))
+        archives[at[key]][1].append((name, None))
+    for tensor in tensors:
+        pairs = list(_chunk_pairs(tensor))
+        chunks = [chunk for chunk, _ in pairs]
+        names = [_name(path) for path in tensor.paths]
+        for name, path in zip(names, tensor.paths, strict=True):
+            entries[name] = _tensor_entry(tensor.whole, chunks)
+            paths[name] = path
+        archives += (
+            (Archive(saved_tensor(0, chunk), [source]), [(name, chunk.offset) for name in names])
+            for chunk, source in pairs
+        )
+    files: list[list[Archive]] = [[]]
+    places: list[tuple[int, int]] = []
+    size = 0
+    for archive, _ in archives:
+        if files[-1] and size + archive.num_bytes > max_file_bytes:
+            files.append([])
+            size = 0
+        places.append((len(files) - 1, len(files[-1])))
+        files[-1].append(archive)
+        size += archive.num_bytes
+    made = {f"__0_{number}.distcp": ArchiveFile(tuple(each)) for number, each in enumerate(files)}
+    starts = [each.starts for each in made.values()]
+    names_of_files = list(made)
+    storage = [
+        (_index(name, offset), _info(names_of_files[file], starts[file][number], archive.num_bytes))
+        for (archive, held), (file, number) in zip(archives, places, strict=True)
+        for name, offset in held
+    ]
+    return DcpFolder(made, _packed(entries, paths, storage))
+
+
+def _name(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def _chunk_pairs(tensor: DcpTensor) -> Iterator[tuple[Piece, Piece]]:
+    """The chunks of a tensor, and the pieces that have their elements."""
+    if not tensor.stack:
+        yield from ((chunk, chunk) for chunk in _chunks(tensor.whole))
+        return
+    shape = tensor.whole.global_shape
+    counts = shape[: len(shape) - len(tensor.stack[0].global_shape)]
+    for index, each in zip(product(*map(range, counts)), tensor.stack, strict=True):
+        for part in _chunks(each):
+            offset, box = (*index, *part.offset), (*[1] * len(index), *part.shape)
+            yield replace(tensor.whole, offset=offset, shape=box), part
+
+
+def _chunks(whole: Piece) -> Iterator[Piece]:
+    """A tensor, cut along its first dim into parts of about equal size."""
+    shape = whole.global_shape
+    num_bytes = whole.num_elements * itemsize_bytes(whole.dtype)
+    count = min(shape[0], math.ceil(num_bytes / _MAX_CHUNK_BYTES)) if shape else 1
+    if count <= 1:
+        yield whole
+        return
+    step = math.ceil(shape[0] / count)
+    for first in range(0, shape[0], step):
+        box = (min(step, shape[0] - first), *shape[1:])
+        offset = (first, *[0] * (len(shape) - 1))
+        yield Piece(name=whole.name, dtype=whole.dtype, global_shape=shape, offset=offset, shape=box)
+
+
+def _metadata(kind: str) -> Named:
+    return Named("torch.distributed.checkpoint.metadata", kind)
+
+
+def _made(of: Named, **fields: Any) -> MadeObject:
+    """An object as pickle makes it: its fields are set, and nothing is called."""
+    return MadeObject(of=of, args=(), state=fields)
+
+
+def _size(sizes: Sequence[int]) -> MadeObject:
+    return MadeObject(of=Named("torch", "Size"), args=(tuple(sizes),))
+
+
+def _tensor_entry(whole: Piece, chunks: Sequence[Piece]) -> MadeObject:
+    layout = MadeObject(of=Named("torch.serialization", "_get_layout"), args=("torch.strided",))
+    contiguous = MadeObject(of=_metadata("_MEM_FORMAT_ENCODING"), args=(0,))
+    properties = MadeObject(
+        of=_metadata("TensorProperties"),
+        args=(),
+        state=(Named("torch", whole.dtype), layout, False, contiguous, False),
+    )
+    boxes = [
+        _made(_metadata("ChunkStorageMetadata"), offsets=_size(each.offset), sizes=_size(each.shape)) for each in chunks
+    ]
+    return _made(
+        _metadata("TensorStorageMetadata"), properties=properties, size=_size(whole.global_shape), chunks=boxes
+    )
+
+
+def _index(name: str, offset: tuple[int, ...] | None) -> MadeObject:
+    return _made(_metadata("MetadataIndex"), fqn=name, offset=None if offset is None else _size(offset), index=None)
+
+
+def _info(file: str, start: int, num_bytes: int) -> MadeObject:
+    kind = Named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    return _made(kind, relative_path=file, offset=start, length=num_bytes)
+
+
+def _packed(
+    entries: Mapping[str, Any], paths: Mapping[str, KeyPath], storage: Sequence[tuple[MadeObject, MadeObject]]
+) -> bytes:
+    return pickled(
+        _made(
+            _metadata("Metadata"),
+            state_dict_metadata=dict(entries),
+            planner_data=dict(paths),
+            # Objects are equal to themselves alone here: no two are of one place.
+            storage_data=dict(storage),
+            storage_meta=None,
+            version=_VERSION,
+        )
+    )

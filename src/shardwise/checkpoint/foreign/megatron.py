@@ -1,0 +1,183 @@
+"""Checkpoints of megatron-core: what its `dist_checkpointing` wrote as `torch_dist`, with the optimizer.
+
+    latest_checkpointed_iteration.txt    "10": the folder of the newest save
+    iter_0000010/.metadata               as torch.distributed.checkpoint has it: see `dcp`, and `megatron_names`
+    iter_0000010/__0_0.distcp            weights, masters, moments
+    iter_0000010/common.pt               arguments, iteration, groups of the optimizer: what all ranks had alike
+    iter_0000010/metadata.json           which format it is
+    iter_0000010/mp_rank_00/...          the older format: see `megatron_legacy`
+
+Source: megatron/core/dist_checkpointing and megatron/core/optimizer of Megatron-LM.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.foreign import dcp, megatron_legacy
+from shardwise.checkpoint.foreign.deepspeed_found import FoundTensors
+from shardwise.checkpoint.foreign.megatron_names import in_shape, is_flat_bucket, model_tensors
+from shardwise.checkpoint.foreign.megatron_optimizer import MegatronOptimizer, arguments_of
+from shardwise.checkpoint.foreign.state_dicts import plain_values
+from shardwise.checkpoint.foreign.torch_files import read_file
+from shardwise.checkpoint.manifest import packed
+from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
+from shardwise.errors import CheckpointError
+from shardwise.plan.names import MASTER, split_state_name, state_name
+
+__all__ = ["is_megatron", "read_contents"]
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_COMMON = "common.pt"
+_BACKEND = "metadata.json"
+_SAVE = re.compile(r"(?:iter_\d{7,}|release)/(.*)", re.DOTALL)
+_EXTRA_STATE = re.compile(r".*\._extra_state/shard_.*", re.DOTALL)
+
+
+def is_megatron(names: Sequence[str]) -> bool:
+    """Whether a folder with files of these names is one of Megatron: of saves, or of one save."""
+    if _LATEST in names:
+        names = [match[1] for match in map(_SAVE.fullmatch, names) if match] or names
+    return {_COMMON, _BACKEND} <= set(names) or any(map(megatron_legacy.is_file, names))
+
+
+def read_contents(store: Store) -> Contents:
+    """Return what the newest save of Megatron in a store holds.
+
+    Parameters have their names in the state dict of the whole model. Raises `CheckpointError`, with all findings, when
+    a file is missing or damaged, and for what is not understood.
+    """
+    folder = _folder_of(store)
+    names = [name.removeprefix(folder) for name in store.names(folder.rstrip("/"))]
+    location = f"{store.location}/{folder}".rstrip("/")
+    if any(map(megatron_legacy.is_file, names)):
+        return megatron_legacy.read_contents(store, folder)
+    _check_backend(store, folder)
+    metadata = dcp.read_metadata(store, folder)
+    in_buckets = any(map(is_flat_bucket, [*metadata.tensors, *metadata.objects]))
+    states = [name for name in metadata.objects if _EXTRA_STATE.fullmatch(name)]
+    # Not even looked at: state of no parameter that has a name, and state of kernels.
+    held = dcp.as_saved(
+        replace(
+            metadata,
+            tensors={name: each for name, each in metadata.tensors.items() if not is_flat_bucket(name)},
+            objects=tuple(name for name in metadata.objects if name not in states and not is_flat_bucket(name)),
+        ),
+        store,
+        folder,
+    )
+    values = _common(store, folder)
+    with about(location):
+        found = FoundTensors()
+        again = dcp.aliases_of(metadata, held.tensors)  # masters that are the weights
+        found.tensors = model_tensors(
+            in_shape(each, metadata.flat[name]) if name in metadata.flat else each
+            for name, each in held.tensors.items()
+            if name not in again
+        )
+        if in_buckets:
+            found.notes.append(
+                "the optimizer is left out: it is in flat buckets that do not name their parameters (dp_reshardable). "
+                "Load the save with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
+            )
+        _tidy_masters(found.tensors)
+        settings = {} if in_buckets else _add_optimizer(found, store, folder, values)
+        if states:
+            found.notes.append(
+                f"{len(states)} objects {states[0]} and so on are left out: scales of FP8 in Transformer Engine"
+            )
+        arguments = arguments_of(values)
+        plain = plain_values({key: each for key, each in values.items() if key != "optimizer"}, found.notes)
+        iteration = values.get("iteration")
+        return replace(
+            held,
+            format="megatron",
+            location=location,
+            tensors=found.tensors,
+            file_sizes={**held.file_sizes, **found.value_sizes},
+            settings=settings,
+            extra={**held.extra, "objects": {**packed(plain, "its values"), **held.extra.get("objects", {})}},
+            step=iteration if type(iteration) is int else None,
+            layout=_layout(arguments),
+            notes=tuple(found.notes),
+        )
+
+
+def _folder_of(store: Store) -> str:
+    """Where the files of the save are in the store: "" or "iter_0000010/"."""
+    names = list(store.names())
+    if _LATEST not in names or _COMMON in names:
+        return ""
+    tag = read_whole(store, _LATEST)[:100].decode(errors="replace").strip()
+    folder = f"iter_{int(tag):07d}/" if tag.isascii() and tag.isdigit() else f"{tag}/"
+    if not any(name.startswith(folder) for name in names):
+        raise CheckpointError(
+            f"{store.location}/{_LATEST} names the save {tag!r}, which is not there; name the folder of a save"
+        )
+    return folder
+
+
+def _check_backend(store: Store, folder: str) -> None:
+    """Refuse what is not in the format of torch.distributed.checkpoint."""
+    place = f"{store.location}/{folder}{_BACKEND}"
+    try:
+        said = json.loads(read_whole(store, folder + _BACKEND))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is not JSON: {error}") from None
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{place} says that tensors are in the format {backend!r:.100}, and torch_dist is read. Load the save with "
+            "a Megatron that knows it, and save it with --ckpt-format torch_dist"
+        )
+
+
+def _common(store: Store, folder: str) -> dict[Any, Any]:
+    """What all ranks had alike."""
+    with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
+        value = read_file(opened.read, opened.size)
+        if not isinstance(value, dict):
+            raise CheckpointError("it is no dict, which Megatron writes")
+        return value
+
+
+def _tidy_masters(tensors: dict[str, StoredTensor]) -> None:
+    """Leave out masters where weights are trained in their own dtype: files may have them a second time."""
+    for name, tensor in list(tensors.items()):
+        master = tensors.get(state_name(name, MASTER))
+        if master is not None and master.dtype == tensor.dtype:
+            del tensors[state_name(name, MASTER)]
+
+
+def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Add how often each parameter was updated; returns the settings of the optimizer."""
+    trained: dict[str, tuple[int, ...]] = {}
+    for name, tensor in found.tensors.items():
+        if (split := split_state_name(name)) is None:
+            continue
+        weight = found.tensors.get(split[0])
+        if weight is None or weight.shape != tensor.shape:
+            held = "no such parameter" if weight is None else f"a parameter of shape {list(weight.shape)}"
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, and the model has {held}")
+        trained[split[0]] = weight.shape
+    with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
+        optimizer = MegatronOptimizer.of(values, arguments_of(values), opened)
+    if optimizer.step is not None:
+        for name in trained:
+            found.add_step(name, optimizer.step)
+    settings = optimizer.settings(trained, found.notes)
+    return {} if settings is None else {"ties": {}, "optimizers": [settings], **optimizer.scale}
+
+
+def _layout(arguments: Mapping[str, Any]) -> str:
+    """The layout that wrote it, in words."""
+    kinds = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+    }
+    sizes = {short: arguments.get(name) for short, name in kinds.items()}
+    return " ".join(f"{short}={size}" for short, size in sizes.items() if type(size) is int)
