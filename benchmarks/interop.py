@@ -285,13 +285,15 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
     num_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes_of(arguments.mb * 10**6).values())
     names = [name for name in RUNS if name not in arguments.without]
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-", dir=arguments.folder) as folder:
         found = measure(Path(folder), num_bytes, arguments.rounds, names)
     text = report(found, num_bytes)
     print(text)
     if arguments.write:
         made = shlex.join(["python", "-m", "benchmarks.interop", *sys.argv[1:]])
-        head = f"Made by `{made}` on {date.today()}: {os.cpu_count()} cores, torch {torch.__version__}."
+        machine = f"{os.cpu_count()} cores, a load of {load:.1f} before it began, priority {os.nice(0)}"
+        head = f"Made by `{made}` on {date.today()}: {machine}, torch {torch.__version__}."
         asked, full = text.split("\n\n")
         RESULTS.write_text("\n\n".join(("# From DeepSpeed to other systems", head, asked, NOTES, full)) + "\n")
 
