@@ -271,7 +271,7 @@ class _AveragedOutputs(Outputs):
         window: GrowingBuffer | None = None,
         digests: PassingDigests | None = None,
     ) -> OutputReader:
-        """A reader of means; it reads all checkpoints one after the other, and nobody certifies them."""
+        """A reader of means; it reads all checkpoints one after the other. Averages have no certificates."""
         return _MeanReader(self, batch or GrowingBuffer(), window or GrowingBuffer(WINDOW_BYTES))
 
     def compare(self, from_first: Collection[str]) -> tuple[str, ...]:

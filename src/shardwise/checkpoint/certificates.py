@@ -428,7 +428,7 @@ def _cast_of_nans(checked: Checked, tensor: StoredTensor) -> tuple[str, str] | N
 def _completed(
     known: Mapping[str, str], digests: Callable[[Outputs], dict[str, str]], outputs: Outputs
 ) -> dict[str, str]:
-    """The digests of all outputs, some of which are known; only the others are read."""
+    """The digests of all outputs. Some are known; only the others are read."""
     rest = {name: each for name, each in outputs.tensors.items() if name not in known}
     found = {**known, **digests(replace(outputs, tensors=rest))}
     return {name: found[name] for name in outputs.tensors}

@@ -101,7 +101,7 @@ class Written:
             ends.append(ends[-1] + CHECKSUM_BYTES * -(-num_bytes // block_bytes))
         if ends[-1] != len(data):
             raise CheckpointError(
-                f"a rank has reported {len(data)} bytes of checksums for a file whose blocks have {ends[-1]}; its "
+                f"a rank has reported {len(data)} bytes of checksums for a file whose blocks have {ends[-1]}. Its "
                 "memory is broken, or it runs another version of shardwise"
             )
         return cls([data[start:stop] for start, stop in pairwise(ends)])

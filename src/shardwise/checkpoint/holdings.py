@@ -52,7 +52,7 @@ def without_state(held: Held) -> Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What all ranks have told."""
+    """What all ranks say of what they hold."""
 
     pieces: Sequence[bytes]
     """What each rank holds, as `pack_pieces` packs it."""
@@ -99,7 +99,7 @@ class Holdings:
 
     @classmethod
     def of(cls, channel: Channel, held: Held, told: RankFacts, rewriting: StateRewriting | None) -> "Holdings":
-        """All ranks call it together; raises the same error on all. held: what this rank holds, as it told."""
+        """All ranks call it together; raises the same error on all. held: what this rank holds, as it says."""
         texts, ties, order = told.pieces, told.ties, told.order
         if rewriting is not None:
             became = rewriting.apply(channel, held, texts, ties, told.layout, order)

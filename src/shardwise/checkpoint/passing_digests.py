@@ -1,7 +1,7 @@
 """Passing digests: sha256 of a checkpoint's tensors, of blocks that are read for something else anyway.
 
 A sum takes the bytes of a tensor from the first to the last. Blocks that come in another order pass by unseen, and so
-do those that come again. A tensor whose last byte was not reached has no digest, and is to be read for one.
+do those that come again. A tensor whose last byte was not reached has no digest, and has to be read for one.
 """
 
 import hashlib

@@ -165,8 +165,8 @@ def _stretches(each: PlacedDelivery, changed: frozenset[int]) -> Iterator[Delive
 def tell(channel: Channel, sums: Sums, awaited: Sums, *, by_taker: bool = False) -> tuple[Sums, int]:
     """Each giver tells its takers the checksums of its streams; `by_taker`: each taker tells its givers.
 
-    sums: what this rank tells. awaited: its own of those that it is told, which are as many.
-    Returns what it is told, and how many bytes came in messages.
+    sums: what this rank tells. awaited: its own of those that come, which are as many.
+    Returns what came, and how many bytes came in messages.
     """
     own = channel.rank
     came = {ends: torch.empty(len(each), dtype=torch.uint8) for ends, each in awaited.items() if ends != (own, own)}

@@ -39,7 +39,7 @@ def _recorded(contents: Contents) -> Rewrite:
         )
         if loads := _several(contents):
             raise CheckpointError(
-                f"the values of {contents.location} came by {len(loads)} loads, each of which left some as they were: "
+                f"the values of {contents.location} came by {len(loads)} loads, and each left some as they were: "
                 f"{'; then '.join(loads)}. No single record undoes these; {named}"
             )
         raise CheckpointError(f"{contents.location} does not say which rewrite made it; {named}")

@@ -68,9 +68,9 @@ class StreamReport:
     digest: str
     """Of what receivers hold now (xxh3); both ends of every stream have computed it from their own tensors."""
     casts: tuple[str, ...]
-    """Dtypes of which something was cast, as "float32 -> bfloat16": the target says the second."""
+    """Casts that were made, as "float32 -> bfloat16": the target says the second."""
     unwanted: tuple[str, ...]
-    """Tensors of the source of which no receiver wants anything, in the order of the model."""
+    """Tensors of the source that no receiver wants any part of, in the order of the model."""
     _layouts: "_StreamLayouts" = field(repr=False, compare=False)
     """What the next call need not find out again, if it is given this report as `last`."""
 
@@ -172,7 +172,7 @@ class _StreamLayouts:
     key: bytes
     """The same on all ranks, and on none after another call."""
     digests: Sequence[bytes]
-    """Of what each rank had told."""
+    """Of what each rank had said."""
     told: RankFacts
     rewriting: StateRewriting | None
     sources: Mapping[Piece, Piece]

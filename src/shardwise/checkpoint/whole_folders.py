@@ -16,7 +16,7 @@ __all__ = ["PlannedFile", "check_folder", "write_folder"]
 
 
 class PlannedFile(Protocol):
-    """A file of which is known how long it will be."""
+    """A file whose length is known before it is written."""
 
     @property
     def num_bytes(self) -> int:

@@ -72,8 +72,8 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
-    help="With --to hf and other formats: write the model's floats in this dtype, out of masters where SRC has them "
-    "(default: as they are stored; for other programs that train, the masters).",
+    help="With --to hf and other formats: write the model's floats in this dtype, out of masters where SRC has them. "
+    "By default they are written as stored; for other programs that train, the masters are.",
 )
 @click.option(
     "--dequantise",

@@ -159,7 +159,7 @@ class PeerLink:
         return True
 
     def knows_signature(self, digest: int) -> bool:
-        """Whether the other side has been told the text of a digest."""
+        """Whether the other side knows the text of a digest."""
         return digest in self._sent_digests
 
     def tell_segment(self, segment: SharedSegment) -> None:

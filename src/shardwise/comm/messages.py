@@ -263,7 +263,7 @@ class Outbound:
         constant: bool = False,
         pairs: GlooPairs | None = None,
     ) -> None:
-        """constant: nobody writes to the source again. pairs: for a message to one rank of another host that does not
+        """constant: no one writes to the source again. pairs: for a message to one rank of another host that does not
         fit into a frame."""
         self.targets = targets
         self.lane = lane

@@ -113,7 +113,7 @@ class ValueExchange:
     def trade(
         self, signature: Signature, content: Content, destinations: Sequence[int], sources: Sequence[int]
     ) -> tuple[dict[int, Content], int | None]:
-        """Send these bytes, which nobody changes, to some ranks, and take what others send, by world rank.
+        """Send these bytes, which stay as they are, to some ranks, and take what others send, by world rank.
 
         Also the rank that came last; None where all had come before this one.
         """

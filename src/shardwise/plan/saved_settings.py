@@ -44,7 +44,7 @@ BEFORE = "before"
 """Under this key such a record has the text of the rewrite that had made what was rewritten."""
 
 SEVERAL = "several"
-"""Under this key it has the texts of several loads, each of which left some values as they were."""
+"""Under this key it has the texts of several loads that each left some values as they were."""
 
 KEPT = "kept"
 """Under this key settings name parameters that a load leaves as they are. No save has it, see `ADDED`."""

@@ -341,9 +341,9 @@ class _Expansion:
         digits = [bindings[self.bound.index(each)] for each in pattern.variables if each in self.bound]
         if count in (None, len(found)) or len(digits) < len(pattern.variables):
             return ""
-        many = f"{done[0][0]} is parted into {count}, and the target has {len(found)} names like {pattern.text}"
+        many = f"{done[0][0]} is split into {count}, and the target has {len(found)} names like {pattern.text}"
         gap = _gap_of(pattern, digits, found)
-        return f"{many}: {gap}" if gap else f"{many}, the last of which is {found[-1]}"
+        return f"{many}: {gap}" if gap else f"{many}, the last one {found[-1]}"
 
     def _counted(self, pattern: NamePattern, bindings: Sequence[str], done: Sequence[tuple[str, ...]]) -> _Matches:
         """What the star of a right name stands for in a row where no target says it: the indices of a dim that goes."""

@@ -71,7 +71,7 @@ def is_flat_bucket(name: str) -> bool:
 
 
 def in_shape(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """A tensor in its shape, of which boxes were saved flat: (X, Y) in boxes of (x, y) as (X / x, Y / y, x y).
+    """A tensor in its shape, whose boxes were saved flat: (X, Y) in boxes of (x, y) as (X / x, Y / y, x y).
 
     So Megatron wrote the distributed optimizer in model space, where a data rank has a run of a box.
     """
@@ -204,7 +204,7 @@ def is_megatron_name(name: str) -> bool:
 
 
 def linear_of(name: str) -> str | None:
-    """The linear layer, or a stack of some, of which a stored tensor is the weight; None for other tensors."""
+    """The linear layer, or a stack of some, whose weight a stored tensor is; None for other tensors."""
     return match[1] if (match := _LINEAR.fullmatch(name)) else None
 
 
@@ -223,9 +223,9 @@ class StackedTensors:
 
 
 def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StackedTensors]:
-    """What `model_tensors` has made of files: their stacks, by name. Layers that are not all alike stay on their own.
+    """What `model_tensors` has made of files: their stacks, by name. Layers that are not all alike stay apart.
 
-    Raises CheckpointError for experts of which some are missing.
+    Raises CheckpointError where some experts are missing.
     """
     alone = {name: StackedTensors((), (name,)) for name in tensors}
     made: dict[str, StackedTensors] = {}

@@ -71,7 +71,7 @@ class MegatronOptimizer:
         names = self._members(shapes)
         if names is None:
             notes.append(
-                f"the settings of the optimizer are left out: the files do not say which parameters each of its "
+                f"the settings of the optimizer are left out. The files do not say which parameters each of its "
                 f"{len(self.groups)} groups has, and no rule of Megatron leads to them"
             )
             return None

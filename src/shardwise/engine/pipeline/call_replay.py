@@ -239,7 +239,7 @@ def fits(
 def _fits_one_new(
     output: OutcomeTensor, result: Any, used: Sequence[torch.Tensor], versions: Sequence[int]
 ) -> list[torch.Tensor] | None:
-    """The same for one tensor in memory of its own, the most frequent result."""
+    """The same for one new tensor that shares no memory, the most frequent result."""
     if type(result) is not torch.Tensor or not _is_alike(output, result, used):
         return None
     memory = storage_of(result)

@@ -126,7 +126,7 @@ def _num_host_bytes(content: torch.Tensor | None) -> int:
     return content.numel() * content.element_size()
 
 
-class _Form(NamedTuple):
+class _ContentForm(NamedTuple):
     """What a header says of the form of its content."""
 
     has_content: bool
@@ -438,13 +438,13 @@ def _packed_form(dtype: torch.dtype | None, maker: str, shape: tuple[int, ...], 
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _form_of(packed: bytes) -> _Form | None:
+def _form_of(packed: bytes) -> _ContentForm | None:
     """What `_packed_form` has packed; None for bytes that it never gives."""
     has_content, num_dims, dtype, maker, *sizes = _FORM.unpack(packed)
     is_dtype = not has_content or isinstance(getattr(torch, _text(dtype), None), torch.dtype)
     if num_dims > _MAX_DIMS or min(sizes) < 0 or not is_dtype:
         return None
-    return _Form(
+    return _ContentForm(
         has_content=bool(has_content),
         dtype=torch_dtype(_text(dtype)) if has_content else torch.float32,
         maker=_text(maker),
