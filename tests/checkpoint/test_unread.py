@@ -26,10 +26,6 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
         ["global_step5/mp_rank_00_model_states.pt", "zero_to_fp32.py"],
         ["but global_step5 in it holds one: name it"],
     ),
-    "Megatron": (
-        ["latest_checkpointed_iteration.txt", "iter_0000100/mp_rank_00_001/model_optim_rng.pt"],
-        ["a checkpoint of Megatron-LM", "--ckpt-format torch_dist"],
-    ),
     "Megatron as DCP": (
         ["latest_checkpointed_iteration.txt", "iter_0000100/.metadata", "iter_0000100/__0_0.distcp"],
         ["but iter_0000100 in it holds one: name it"],

@@ -150,6 +150,6 @@ def test_a_target_with_more_or_fewer_experts_shows_which_stand_where() -> None:
         "note: line 1: l.$L.e.*.w stands for 3 names in 1 place, for 4 where l.1.e.0.w is",
     )
     message = problem("all -> e.*.w, stack=0", {"all": (4, *A)}, {f"e.{number}.w": A for number in (0, 1, 3)})
-    assert message == "all is parted into 4, and the target has 3 names like e.*.w: e.2.w is not there, and e.3.w is"
+    assert message == "all is split into 4, and the target has 3 names like e.*.w: e.2.w is not there, and e.3.w is"
     message = problem("all -> e.*.w, stack=0", {"all": (4, *A)}, {f"e.{number}.w": A for number in range(3)})
-    assert message == "all is parted into 4, and the target has 3 names like e.*.w, the last of which is e.2.w"
+    assert message == "all is split into 4, and the target has 3 names like e.*.w, the last one e.2.w"
