@@ -75,6 +75,7 @@ bench-gpu: setup
 bench-interop: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.interop --write
+	$(BIN)/python -m benchmarks.stream --write
 
 bench-hybrid: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
