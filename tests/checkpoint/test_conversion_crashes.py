@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore, convert, huggingface_files, safetensors_files, windows
+from shardwise.checkpoint import LocalStore, convert, safetensors_files, whole_folders, windows
 from shardwise.errors import CheckpointError
 from tests.checkpoint.cut_tensors import save_sharded, tensors_of
 from tests.checkpoint.faulty import Counting, Died, DyingAt, FailingAt, Mode, really_dying
@@ -87,7 +87,7 @@ def _killed(source: Path, target: Path, n: int, mode: Mode) -> None:
             return really_dying(LocalStore(path), n, mode=mode)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface_files, "LocalStore", Dying)
+        patch.setattr(whole_folders, "LocalStore", Dying)
         convert(source, target, to="hf", max_shard_bytes=200)
 
 

@@ -301,7 +301,7 @@ def test_values_of_several_loads_are_said_to_be_so(tmp_path: Path) -> None:
     sw.load(tmp_path / "named", engine, rewrite=sw.Rewrite("e -> layers.1.experts"), strict=False)
     sw.save(tmp_path / "save", engine)
     message = refused(tmp_path / "save", tmp_path / "out", "--to", "hf", "--like", source)
-    assert "came by 3 loads, each of which left some as they were: one by `m.$L.q, m.$L.k, m.$L.v ->" in message
+    assert "came by 3 loads, and each left some as they were: one by `m.$L.q, m.$L.k, m.$L.v ->" in message
     assert "then one without a rewrite; then one by `e -> layers.1.experts`" in message
     (tmp_path / "r.rewrite").write_text(str(REWRITE))
     words = ("--to", "hf", "--rewrite", tmp_path / "r.rewrite", "--inverse", "--like", source)

@@ -99,7 +99,7 @@ def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
 
 def test_every_flag_that_a_message_names_is_one() -> None:
     flags = {"--nproc-per-node"}  # of torchrun
-    flags |= {"--ckpt-format", "--local-dir"}  # of Megatron-LM, of hf download
+    flags |= {"--ckpt-format", "--dist-ckpt-optim-fully-reshardable", "--saver", "--local-dir"}  # Megatron-LM, hf
     commands = [main]
     while commands:
         command = commands.pop()

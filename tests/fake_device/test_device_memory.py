@@ -147,7 +147,9 @@ def test_stages_of_a_pipeline_hold_the_activations_of_their_microbatches(
         # Buckets of biases take turns with those of matrices: less than two of the larger ones may be kept.
         assert 0.97 * at_rest(planned) < rest - DIGEST_BYTES < at_rest(planned) + 1000
         total = at_rest(planned) + DIGEST_BYTES + planned.gathered_bytes + expected
-        assert rest + peak == pytest.approx(total, rel=0.02)
+        # A message that the other rank has taken at once is not kept.
+        message = ROWS * WIDTH * dtype.itemsize
+        assert 0.98 * total - message < rest + peak < 1.02 * total
 
 
 def allocations_of_a_step(

@@ -376,7 +376,7 @@ class Conversion:
         return self._report(made, files=(*kept, *beside), certificate=certificate)
 
     def _digests(self, *, certify: bool) -> PassingDigests | None:
-        """What takes the digests of the source as it is read; None where nobody asks for them."""
+        """What takes the digests of the source as it is read; None where they are not asked for."""
         return PassingDigests(self.outputs.contents) if certify else None
 
     def _certified_save(self, store: Store, made: WrittenCopy, digests: PassingDigests) -> Certificate:

@@ -149,7 +149,7 @@ def plan_folder(
     """The folder with the outputs in a format. Raises CheckpointError where it cannot be made.
 
     places: of files of Hugging Face, see `shards_of`.
-    source: where the outputs are read, of which some numbers are needed; None: nothing is read, and it stays a plan.
+    source: where the outputs are read: some formats need numbers of them. None: nothing is read, and it stays a plan.
     """
     if not any(is_model_name(name, outputs.contents.format) for name in outputs.tensors):
         raise CheckpointError(

@@ -150,7 +150,7 @@ def _groups(outputs: Outputs) -> list[dict[str, Any]]:
     if not stored:
         raise CheckpointError(
             "it has state of an optimizer, and no settings of one, which Megatron needs. Save it with its optimizer, "
-            "or convert to hf first, which has weights alone"
+            "or write the weights alone (--to hf) and convert those"
         )
     found: dict[bool, dict[str, Any]] = {}
     for names, settings in stored:
@@ -162,6 +162,6 @@ def _groups(outputs: Outputs) -> list[dict[str, Any]]:
                 kind = "parameters of several dims" if decayed else "biases and parameters of one dim"
                 raise CheckpointError(
                     f"the optimizer has {kind} in groups with different settings, and Megatron has them in one. Make "
-                    "their groups alike, or convert to hf first, which has weights alone"
+                    "their groups alike, or write the weights alone (--to hf) and convert those"
                 )
     return [group_of_megatron(found[each], decayed=each) for each in (True, False) if each in found]

@@ -179,7 +179,7 @@ class DeviceChannel:
         self._name = ".".join(map(str, control.members))
         self._lines: dict[str, DeviceLine] = {} if whole is None else whole._lines
         self.unwaited: set[_DeviceWork] = set() if whole is None else whole.unwaited
-        """Transfers for which nobody has waited; those that have ended may be gone."""
+        """Transfers without a wait so far; those that have ended may be gone."""
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -284,8 +284,8 @@ class DeviceChannel:
     def close(self) -> None:
         """See `Channel.close`. The communicators belong to the first channel; those made by `over` hold nothing.
 
-        Waits for what nobody has waited for: the backend would, without an end. Raises what ended a transfer, if no
-        call has: the program has read numbers that mean nothing.
+        Waits for transfers without a wait so far: the backend would, without an end. Raises what ended a transfer, if
+        no call has: the program has read numbers that mean nothing.
         """
         if self._whole is not None:
             if self.control is self._whole.control:  # the same ranks, which add in the other way

@@ -153,7 +153,7 @@ class Switchboard:
     ) -> list[Outbound]:
         """Messages with the same bytes to some world ranks; `window_share` such messages share the slots.
 
-        constant: nobody writes to the source again, so that nothing has to be copied.
+        constant: no one writes to the source again, so that nothing has to be copied.
         """
         stamp = self._stamp(signature)
         targets = [(self._links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]

@@ -55,6 +55,11 @@ def tiny(kind: str) -> nn.Module:
             setattr(config, name, 0.0)
     config.apply_spec_augment = False
     model: nn.Module = getattr(tf, auto).from_config(config).double()
+    # Newer versions of transformers carry plans for more models. These here are to be inferred.
+    for each_module in model.modules():
+        vars(each_module).update(_tp_plan={})
+        if (inner := getattr(each_module, "config", None)) is not None:
+            inner.base_model_tp_plan = None
     with torch.no_grad():
         for each in model.parameters():
             each.add_(torch.randn_like(each) * 0.05)
