@@ -1,4 +1,4 @@
-"""Verification of other formats: the CRC-32 of archives of torch.save, and honest words where there are no checksums."""
+"""Verification of other formats: CRC-32 in archives of torch.save, and honest words where there are no checksums."""
 
 import io
 import shutil
