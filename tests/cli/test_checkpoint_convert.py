@@ -46,7 +46,7 @@ def test_convert_to_hugging_face_files_says_what_it_left_out(saved: Path, tmp_pa
     assert "2 tensors of optimizers left out, of them 1 master\n" in result.stdout
     assert list(safetensors.torch.load_file(tmp_path / "hf/model.safetensors")) == ["w"]
     result = ckpt("convert", tmp_path / "hf", tmp_path / "back", "--to", "pieces")
-    assert "1 tensor, 48 B, unverified (safetensors has no checksums), in " in result.stdout
+    assert "1 tensor, 48 B, unverified (only saves of shardwise are compared as they are read), in " in result.stdout
 
 
 def test_errors_are_one_paragraph(saved: Path, tmp_path: Path) -> None:

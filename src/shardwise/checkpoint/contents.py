@@ -138,8 +138,8 @@ class Contents:
 
     @property
     def verifiable(self) -> bool:
-        """Whether there are checksums."""
-        # No other format has checksums.
+        """Whether all blocks have checksums, which every read compares."""
+        # Of other formats archives of torch.save have some, of whole storages: `verify` alone reads these.
         return self.format == "shardwise"
 
     @property

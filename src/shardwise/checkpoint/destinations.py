@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from shardwise.checkpoint.megatron_folders import megatron_files
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
-from shardwise.checkpoint.safetensors_files import FileFilling
+from shardwise.checkpoint.safetensors_files import DataFile, FileFilling, JoinedWrites
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
@@ -170,9 +169,16 @@ def plan_folder(
     shards = shards_of(tensors, max_bytes=max_shard_bytes, places=places, aliases=outputs.aliases, metadata=metadata)
     return FolderPlan(
         files={shard.name: shard.file for shard in shards},
-        filling=partial(FileFilling, block_bytes=outputs.contents.block_bytes),
+        filling=_begun,
         last=index_of(shards),
     )
+
+
+def _begun(file: DataFile, writer: Writer) -> JoinedWrites:
+    """A file that has its header, and whose checksums nobody asks for."""
+    writes = JoinedWrites(writer)
+    writes.write(memoryview(file.header))
+    return writes
 
 
 def make_folder(

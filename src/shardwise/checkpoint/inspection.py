@@ -1,4 +1,4 @@
-"""Inspection: look into a checkpoint of any format and read any part of it, and verify every byte of a save.
+"""Inspection: look into a checkpoint of any format and read any part of it, and verify every byte.
 
 Both work in one process. A saver that keeps the newest only may remove a save while it is read. Then missing files are
 no damage: the error says so (`was_removed`), or the newer save is taken.
@@ -6,20 +6,22 @@ no damage: the error says so (`was_removed`), or the newer save is taken.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.blocks import num_blocks
-from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
+from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.foreign import recognise
+from shardwise.checkpoint.foreign.archive_sums import check_archives, has_archives
 from shardwise.checkpoint.manifest import MANIFEST, unpacked
 from shardwise.checkpoint.read_plan import BlockSpan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
 from shardwise.checkpoint.saves import folder_of, list_saves, read_save, select, strays
 from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
-from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.stores import Address, OpenFile, Store, is_value, store_of
 from shardwise.checkpoint.windows import ReadTarget
 from shardwise.comm import Channel, alone
 from shardwise.comm.local_tensors import torch_dtype
@@ -165,14 +167,18 @@ class VerifyReport:
     """Tensors of the save; a tied one counts once."""
     verified_bytes: int
     """Bytes that were compared with checksums."""
+    unverified_bytes: int = 0
+    """Bytes that were read and have no checksum: all of them are there, and nobody can tell whether they changed."""
+    unverified_files: tuple[str, ...] = ()
+    """Files that have such bytes."""
     findings: tuple[str, ...]
-    """Everything that is wrong with the save; empty when it is whole."""
+    """Everything that is wrong with the save; empty when nothing is."""
     notes: tuple[str, ...]
     """What is in the folder and no part of a save: torn saves, files of attempts that were interrupted."""
 
     @property
     def good(self) -> bool:
-        """Whether the save is as it was written."""
+        """Whether nothing is wrong: all is there, and what has checksums is as it was written."""
         return not self.findings
 
 
@@ -181,8 +187,10 @@ def verify(
 ) -> VerifyReport:
     """Read every byte of the newest save at `path` (or the newest of `step`) and compare it with what was written.
 
+    Of other formats the archives of torch.save have checksums, of each part. Where there are none, the bytes of all
+    tensors are read, and the report counts them apart: `unverified_bytes`.
     progress: called with the number of bytes after each batch. Memory stays bounded.
-    Raises CheckpointError when there is no save, its manifest is damaged, or it is of a format without checksums.
+    Raises CheckpointError when there is no save, or its metadata is damaged.
     """
     store = store_of(path)
     report = with_contents(store, step, lambda contents: _verified(store, contents, progress))
@@ -192,13 +200,13 @@ def verify(
 def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_bytes: None) -> list[VerifyReport]:
     """Verify every committed save at `path`, oldest first; see `verify`. What cannot be read of one is a finding.
 
-    The notes are in the last report. Saves that are removed meanwhile are left out.
-    Raises CheckpointError when there is no save, or `path` holds a checkpoint of a format without checksums.
+    The notes are in the last report. Saves that are removed meanwhile are left out. Of another format it is the one
+    checkpoint that `verify` takes.
+    Raises CheckpointError when there is no save.
     """
     store = store_of(path)
-    # `list_saves` below would say that there is no save; this says that there is a checkpoint without checksums.
     if recognise(store) not in (None, "shardwise"):
-        _check_verifiable(read_contents(store))
+        return [verify(path, progress=progress)]
     # For its errors: a folder without a save has words of its own.
     select(store)
     reports = []
@@ -222,17 +230,8 @@ def _unreadable(location: str, error: CheckpointError) -> VerifyReport:
     )
 
 
-def _check_verifiable(contents: Contents) -> None:
-    if not contents.verifiable:
-        raise CheckpointError(
-            f"{contents.location} is a {contents.format} checkpoint, which carries no checksums; convert it "
-            "(shardwise ckpt convert) to have them from then on"
-        )
-
-
 def _verified(store: Store, contents: Contents, progress: Callable[[int], None]) -> VerifyReport:
     """The report on one save, without notes. Raises CheckpointError when it was removed meanwhile."""
-    _check_verifiable(contents)
     stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
     # Files that are missing or truncated are one finding each, not one for every block in them.
     sound, findings = _sound_files(store, contents)
@@ -245,19 +244,31 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
         for tensor in contents.tensors.values()
         if tensor.name not in held and tensor.num_bytes
     ]
-    verified_bytes = 0
-    for more, num_bytes in _damage(store, contents, [piece for piece in stored if piece.file in sound]):
+    # Numbers of pickles are stored in names, and were verified with the pickles.
+    files = {name for name in sound if not is_value(name)}
+    archives = set() if contents.verifiable else {name for name in files if _is_archive(store, name)}
+    others = [piece for piece in stored if piece.file in files - archives]
+    num_bytes = {True: 0, False: 0}
+    unverified = set() if contents.verifiable else {piece.file for piece in others}
+    for more, read_bytes, has_sum, name in chain(
+        chain.from_iterable(_archive_damage(store, contents, name) for name in sorted(archives)),
+        ((*each, contents.verifiable, "") for each in _damage(store, contents, others)),
+    ):
         findings += more
-        verified_bytes += num_bytes
-        progress(num_bytes)
+        num_bytes[has_sum] += read_bytes
+        if name and not has_sum:
+            unverified.add(name)
+        progress(read_bytes)
     # Only with findings: a save that was removed after its last byte was read has been verified.
     if findings and was_removed(store, contents):
         raise CheckpointError(f"{contents.location} was removed while it was verified")
     return VerifyReport(
         location=contents.location,
-        num_files=len(contents.file_sizes),
+        num_files=sum(not is_value(name) for name in contents.file_sizes),
         num_tensors=len(contents.tensors),
-        verified_bytes=verified_bytes,
+        verified_bytes=num_bytes[True],
+        unverified_bytes=num_bytes[False],
+        unverified_files=tuple(sorted(unverified)),
         findings=tuple(findings),
         notes=(),
     )
@@ -277,10 +288,41 @@ def _sound_files(store: Store, contents: Contents) -> tuple[set[str], list[str]]
     return sound, findings
 
 
-def _tensors_in(contents: Contents, file: str) -> str:
-    """Which tensors have pieces in a file, in few words."""
-    names = [name for name, tensor in contents.tensors.items() if any(piece.file == file for piece in tensor.pieces)]
-    return f"pieces of {few_of(names, quotes=False)}"
+def _tensors_in(contents: Contents, file: str, start: int = 0, stop: int = MAX_INDEX) -> str:
+    """Which tensors have pieces in a file, or in these bytes of it, in few words."""
+    names = [
+        name
+        for name, tensor in contents.tensors.items()
+        if any(
+            piece.file == file and start < piece.start + piece.num_bytes and piece.start < stop
+            for piece in tensor.pieces
+        )
+    ]
+    return f"pieces of {few_of(names, quotes=False)}" if names else "no tensor"
+
+
+def _is_archive(store: Store, name: str) -> bool:
+    with OpenFile(store, name) as file:
+        return has_archives(file.read, file.size)
+
+
+def _archive_damage(store: Store, contents: Contents, name: str) -> Iterator[tuple[list[str], int, bool, str]]:
+    """Of each part of the archives in a file: damage, bytes, whether it has a checksum, and the name of the file."""
+    place = f"{store.location}/{name}"
+    try:
+        with OpenFile(store, name) as file:
+            for part in check_archives(file.read, file.size):
+                stop = part.start + part.num_bytes
+                found = []
+                if part.good is False:
+                    held = _tensors_in(contents, name, part.start, stop)
+                    found = [
+                        f"{place} is damaged: its part {part.name}, bytes {part.start} to {stop}, does not have the "
+                        f"checksum recorded when it was written; it holds {held}"
+                    ]
+                yield found, part.num_bytes, part.good is not None, name
+    except CheckpointError as error:
+        yield [f"{place} is damaged: {each.removeprefix(f'{place} ')}" for each in error.problems], 0, True, name
 
 
 def _damage(store: Store, contents: Contents, stored: list[StoredPiece]) -> Iterator[tuple[list[str], int]]:

@@ -16,7 +16,7 @@ import torch
 from shardwise.checkpoint.contents import Contents, StoredPiece, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match
-from shardwise.checkpoint.read_plan import ReadPlan, count_exact_ranges, missing, plan_reads
+from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadTraffic, read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import check_file
 from shardwise.checkpoint.rewrite_agreement import Located, compare_numbers, locate, view_for_load, without_place
@@ -34,7 +34,7 @@ from shardwise.checkpoint.states import (
     wrong_rewrite,
 )
 from shardwise.checkpoint.stores import Address, Store
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.windows import ReadTarget, is_in_strips
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.comm.processes import channel_of, given_or_default
@@ -44,9 +44,6 @@ from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
-
-_STRIP_BYTES = 16 << 10
-"""Below so many bytes a read costs more than the bytes that it brings."""
 
 _READ_LIMIT = 1.05
 """Without verification no rank reads more than so many times what it needs."""
@@ -340,8 +337,7 @@ def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence
 
     That is done only where no rank reads noticeably more than it needs.
     """
-    num_ranges, num_bytes = count_exact_ranges(stored, wanted)
-    thin = num_bytes < num_ranges * _STRIP_BYTES
+    thin, num_bytes = is_in_strips(stored, wanted)
     exact = plan.read_bytes <= _READ_LIMIT * num_bytes
     # All decide alike: otherwise some would wait for rounds that others do not make.
     purpose = "which ranks read thin strips"

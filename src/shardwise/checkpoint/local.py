@@ -27,6 +27,8 @@ _NO_RESERVING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 """What `posix_fallocate` answers on file systems that cannot do it."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)
 """What `fsync` of a folder answers on file systems that have nothing to sync there."""
+_WRITE_BYTES = 1 << 20
+"""So much is written at a time. Measured on ext4: calls of 8 MiB take up to twice the time of the processor."""
 _BEGIN_BYTES = 8 << 20
 """After so many bytes the disk is asked to begin."""
 _SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -379,7 +381,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 def _write_all(descriptor: int, data: memoryview) -> None:
     num_written = 0
     while num_written < data.nbytes:
-        num_written += os.write(descriptor, data.cast("B")[num_written:])
+        num_written += os.write(descriptor, data.cast("B")[num_written : num_written + _WRITE_BYTES])
 
 
 def _begin_writing_back(descriptor: int, start: int, num_bytes: int) -> None:

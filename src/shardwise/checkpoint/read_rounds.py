@@ -21,20 +21,17 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan, exact_ranges
+from shardwise.checkpoint.read_plan import BlockSpan, ReadPlan
 from shardwise.checkpoint.reading import BatchReader, batches_of, buffer_bytes, elements_of
 from shardwise.checkpoint.safetensors_files import plain_bytes
-from shardwise.checkpoint.state_pieces import bytes_of
-from shardwise.checkpoint.stores import Reader, Store, open_data, reason
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.windows import ReadTarget, fill_exactly
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, MismatchError
 from shardwise.moving.copies import parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
-from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import Run, moves
 from shardwise.space.moves import runs_of
 
 __all__ = ["ReadTraffic", "read_exactly", "read_in_rounds"]
@@ -379,42 +376,6 @@ def read_exactly(
 
     Raises the same CheckpointError on all ranks.
     """
-    readers: dict[str, Reader] = {}
-    read_bytes = 0
-    name = ""
-    with agreed(channel, purpose="verdict on the bytes read"):
-        try:
-            for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
-                piece, name = stored[ordinal], stored[ordinal].file
-                # Open until the end: pieces of one file come one after the other, but wanted pieces change between
-                # files.
-                if name not in readers:
-                    readers[name] = open_data(store, name)
-                dtype = torch_dtype(piece.piece.dtype)
-                start = piece.start + source.start * dtype.itemsize
-                _read_run(readers[name], start, piece.piece.dtype, targets[index], target)
-                read_bytes += source.num_elements * dtype.itemsize
-        except (OSError, EOFError) as error:
-            raise CheckpointError(
-                f"{store.location}/{name} cannot be read: {reason(error)}. The target may be partly overwritten; load "
-                "a good checkpoint before you use it"
-            ) from error
-        finally:
-            for reader in readers.values():
-                reader.close()
+    with agreed(channel, purpose="verdict on the bytes read"), _naming_damage(is_late=True):
+        read_bytes = fill_exactly(store, stored, targets)
     return ReadTraffic(read_bytes=read_bytes, received_bytes=0, in_place=False)
-
-
-def _read_run(reader: Reader, start: int, dtype: str, target: ReadTarget, run: Run) -> None:
-    """Read a run of a wanted piece's elements, which begins at byte `start` of a file."""
-    if (memory := target.memory(dtype)) is not None:
-        reader.read_into(bytes_of(plain_bytes(memory, run.start, run.stop)), start)
-        return
-    piece, itemsize = target.source, itemsize_bytes(dtype)
-    step = ROUND_BYTES // itemsize
-    for first in range(run.start, run.stop, step):
-        last = min(first + step, run.stop)
-        elements = torch.empty(last - first, dtype=torch_dtype(dtype))
-        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - run.start) * itemsize)
-        found = moves(piece.within(piece.elements.start + first, piece.elements.start + last), piece)
-        target.fill(found, parts_of(elements, found))

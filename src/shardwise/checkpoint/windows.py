@@ -19,16 +19,17 @@ import torch
 from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.passing_digests import PassingDigests
-from shardwise.checkpoint.read_plan import plan_reads
+from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
-from shardwise.checkpoint.safetensors_files import cast_through, is_plain
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
+from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.checkpoint.stores import Reader, Store, open_data, reason
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import number_of
-from shardwise.space import Move, Piece, check_cover
+from shardwise.space import Move, Piece, Run, check_cover, moves
 
 __all__ = [
     "BATCH_BYTES",
@@ -39,6 +40,8 @@ __all__ = [
     "ReadTarget",
     "Stretch",
     "check_whole",
+    "fill_exactly",
+    "is_in_strips",
     "joined",
     "padding_value",
     "part_of_piece",
@@ -57,6 +60,10 @@ LARGE_WINDOW_BYTES = 32 << 20
 
 BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
+
+
+_STRIP_BYTES = 16 << 10
+"""Below so many bytes a read costs more than the bytes that it brings."""
 
 
 Stretch = tuple[int, int, int]
@@ -252,6 +259,55 @@ def joined(targets: Iterable[ReadTarget]) -> list[ReadTarget]:
     return [row.target() for row in rows]
 
 
+def fill_exactly(
+    store: Store, stored: Sequence[StoredPiece], targets: Sequence[ReadTarget], digests: PassingDigests | None = None
+) -> int:
+    """Fill targets from just the byte ranges that they need, unverified; returns how many bytes were read.
+
+    digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
+    """
+    readers: dict[str, Reader] = {}
+    read_bytes = 0
+    name = ""
+    try:
+        for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
+            piece, name = stored[ordinal], stored[ordinal].file
+            # Open until the end: pieces of one file come one after the other, but wanted pieces change between files.
+            if name not in readers:
+                readers[name] = open_data(store, name)
+            num_skipped = source.start * itemsize_bytes(piece.piece.dtype)
+            elements = _read_run(readers[name], piece.start + num_skipped, piece.piece.dtype, targets[index], target)
+            if digests is not None and elements is not None:
+                digests.see(piece.piece, elements, num_skipped)
+            read_bytes += source.num_elements * itemsize_bytes(piece.piece.dtype)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{store.location}/{name} cannot be read: {reason(error)}") from error
+    finally:
+        for reader in readers.values():
+            reader.close()
+    return read_bytes
+
+
+def _read_run(reader: Reader, start: int, dtype: str, target: ReadTarget, run: Run) -> torch.Tensor | None:
+    """Read a run of a wanted piece's elements, which begins at byte `start` of a file.
+
+    Returns the bytes where they are in the target as in the file.
+    """
+    if (memory := target.memory(dtype)) is not None:
+        data = plain_bytes(memory, run.start, run.stop)
+        reader.read_into(bytes_of(data), start)
+        return data
+    piece, itemsize = target.source, itemsize_bytes(dtype)
+    step = WINDOW_BYTES // itemsize
+    for first in range(run.start, run.stop, step):
+        last = min(first + step, run.stop)
+        elements = torch.empty(last - first, dtype=torch_dtype(dtype))
+        reader.read_into(bytes_of(elements.view(torch.uint8)), start + (first - run.start) * itemsize)
+        found = moves(piece.within(piece.elements.start + first, piece.elements.start + last), piece)
+        target.fill(found, parts_of(elements, found))
+    return None
+
+
 TargetsOf = Callable[[Piece, torch.Tensor], Iterable[ReadTarget | PaddingTarget]]
 """The stored pieces, and the padding, that make up a piece, and where in its memory each goes."""
 
@@ -307,8 +363,27 @@ class PieceReader:
         # Scales before the elements that are multiplied by them.
         if scales := targets_of_scales(targets):
             self._fill(scales)
-        self._fill(targets)
+        self._fill(self._not_straight(targets))
         return parts
+
+    def _not_straight(self, targets: Sequence[ReadTarget]) -> list[ReadTarget]:
+        """Fill those whose bytes can be read straight to where they belong; returns the others.
+
+        That saves a copy, and the blocks around what is needed. Where blocks are verified they are read as a whole, and
+        a store that is far reads many at a time.
+        """
+        if self.contents.verifiable or self._store.parallel_reads > 1:
+            return list(targets)
+        straight, others = list[ReadTarget](), list[ReadTarget]()
+        for target in targets:
+            stored = self._stored(target.source.name)
+            # All pieces of a tensor are stored in its dtype.
+            is_plain_copy = stored and target.memory(stored[0].piece.dtype) is not None
+            is_straight = is_plain_copy and not is_in_strips(stored, [target.source])[0]
+            (straight if is_straight else others).append(target)
+        stored = [each for name in {target.source.name for target in straight} for each in self._stored(name)]
+        self.read_bytes += fill_exactly(self._store, stored, straight, self._digests)
+        return others
 
     def _fill(self, targets: Sequence[ReadTarget]) -> None:
         wanted = [target.source for target in targets]
@@ -348,6 +423,12 @@ class PieceReader:
             parts.append(memory[start : start + num_bytes].view(torch_dtype(piece.dtype)))
             start += aligned(num_bytes)
         return parts
+
+
+def is_in_strips(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[bool, int]:
+    """Whether pieces are stored in ranges so short that it costs more to read each alone, and their bytes."""
+    num_ranges, num_bytes = count_exact_ranges(stored, wanted)
+    return num_bytes < num_ranges * _STRIP_BYTES, num_bytes
 
 
 def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:

@@ -106,7 +106,7 @@ def _closing(report: "AverageReport") -> str:
         lines.append(f"with {', '.join(report.files)}")
     if report.missing:
         lines.append(f"without {', '.join(report.missing)}, which from_pretrained needs: give it with --config")
-    how = "verified" if report.verified else "not all verified (other formats have no checksums)"
+    how = "verified" if report.verified else "not all verified (only saves of ours are, as they are read)"
     lines.append(
         f"{plural(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: {report.num_averaged} averaged in "
         f"{report.accumulate}, {report.num_equal} equal in all; {how}"

@@ -224,7 +224,10 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
 def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None:
     """Read every byte of the newest save at PATH, or of all, and compare it with its checksum.
 
-    Exit codes: 0 what was read is as it was written, 1 it is not, or cannot be read, 2 wrong usage.
+    Archives of torch.save have checksums too. Of files that have none all bytes of tensors are read, and the answer
+    says that nobody can tell whether they are as they were written.
+
+    Exit codes: 0 nothing is wrong with what was read, 1 something is, or it cannot be read, 2 wrong usage.
     """
     if verifies_all and step is not None:
         raise click.UsageError("--all verifies the saves of all steps; leave out --step")
@@ -257,12 +260,20 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
 
 
 def _print_report(report: "VerifyReport") -> None:
+    from shardwise.errors import few_of
     from shardwise.train.quantities import size
 
     if report.good:
+        held = f"{plural(report.num_tensors, 'tensor')}, {size(report.verified_bytes + report.unverified_bytes)} in "
+        held += plural(report.num_files, "file")
+        if not report.unverified_bytes:
+            click.echo(f"{report.location} is as it was written: {held}")
+            return
+        compared = f"{size(report.verified_bytes)} are as they were written. " if report.verified_bytes else ""
         click.echo(
-            f"{report.location} is as it was written: {plural(report.num_tensors, 'tensor')}, "
-            f"{size(report.verified_bytes)} in {plural(report.num_files, 'file')}"
+            f"{report.location} is complete: {held}. {compared}{size(report.unverified_bytes)} have no checksums "
+            f"({few_of(list(report.unverified_files), quotes=False)}): nobody can tell whether they are as they were "
+            "written. `shardwise ckpt convert` gives them checksums from then on"
         )
         return
     click.echo(

@@ -234,7 +234,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
             f"without {', '.join(report.missing)}, which SRC does not have and from_pretrained needs: give it with "
             "--config FILE_OR_DIR"
         )
-    how = "verified" if report.verified else f"unverified ({report.source_format} has no checksums)"
+    how = "verified" if report.verified else "unverified (only saves of shardwise are compared as they are read)"
     speed = f"{size(int(report.num_bytes / max(seconds, 1e-3)))}/s"
     lines.append(
         f"{plural(report.num_tensors, 'tensor')}, {size(report.num_bytes)}, {how}, in {seconds:.1f} s ({speed})"

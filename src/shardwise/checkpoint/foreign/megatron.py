@@ -69,7 +69,7 @@ def read_contents(store: Store) -> Contents:
         store,
         folder,
     )
-    values = _common(store, folder)
+    values, common_bytes = _common(store, folder)
     with about(location):
         found = FoundTensors()
         again = dcp.aliases_of(metadata, held.tensors)  # masters that are the weights
@@ -97,7 +97,7 @@ def read_contents(store: Store) -> Contents:
             format="megatron",
             location=location,
             tensors=found.tensors,
-            file_sizes={**held.file_sizes, **found.value_sizes},
+            file_sizes={**held.file_sizes, folder + _COMMON: common_bytes, **found.value_sizes},
             settings=settings,
             extra={**held.extra, "objects": {**packed(plain, "its values"), **held.extra.get("objects", {})}},
             step=iteration if type(iteration) is int else None,
@@ -135,13 +135,13 @@ def _check_backend(store: Store, folder: str) -> None:
         )
 
 
-def _common(store: Store, folder: str) -> dict[Any, Any]:
-    """What all ranks had alike."""
+def _common(store: Store, folder: str) -> tuple[dict[Any, Any], int]:
+    """What all ranks had alike, and the bytes of its file."""
     with OpenFile(store, folder + _COMMON) as opened, about(opened.place):
         value = read_file(opened.read, opened.size)
         if not isinstance(value, dict):
             raise CheckpointError("it is no dict, which Megatron writes")
-        return value
+        return value, opened.size
 
 
 def _tidy_masters(tensors: dict[str, StoredTensor]) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["SIGNATURE", "Read", "ZipParts"]
+__all__ = ["END", "END_64", "LOCATOR", "SIGNATURE", "Read", "ZipParts"]
 
 SIGNATURE = b"PK\x03\x04"
 """The first bytes of an archive."""
@@ -34,9 +34,12 @@ _MAX_NAME_BYTES = 512
 _MAX_PART_BYTES = 1 << 28
 """Of a part that is read as a whole: a million tensors take less."""
 
-_END = struct.Struct("<4s4H2LH")
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
+END = struct.Struct("<4s4H2LH")
+"""The end record: its last fields are bytes and first byte of the directory, and bytes of a comment."""
+END_64 = struct.Struct("<4sQ2H2L4Q")
+"""The same with numbers of 64 bits, before it."""
+LOCATOR = struct.Struct("<4sLQL")
+"""Between the two: where the one of 64 bits is."""
 _ENTRY = struct.Struct("<4s4B4HL2L5H2L")
 _HEADER = struct.Struct("<4s5H3L2H")
 _UNKNOWN = 0xFFFFFFFF
@@ -92,10 +95,15 @@ class ZipParts:
         if size > _MAX_PART_BYTES:
             raise CheckpointError(f"its part {name} has {size:,} bytes, and at most {_MAX_PART_BYTES:,} are read")
         data = self._bytes(start, size)
-        # Zero: torch.serialization.set_crc32_options(False) writes no checksums.
-        if self._parts[name].crc not in (0, zlib.crc32(data)):
+        if self.is_sum_of(name, zlib.crc32(data)) is False:
             _damaged(f"its part {name} does not have its checksum")
         return data
+
+    def is_sum_of(self, name: str, crc: int) -> bool | None:
+        """Whether the bytes of a part have this checksum by the directory; None where it has none."""
+        recorded = self._parts[name].crc
+        # Zero: torch.serialization.set_crc32_options(False) writes no checksums.
+        return recorded == crc or (None if recorded == 0 else False)
 
     def place(self, name: str) -> tuple[int, int]:
         """The first byte of a part, and the number of its bytes."""
@@ -166,14 +174,14 @@ class ZipParts:
         tail = self._tail
         if at < 0:
             # After it there may be a comment, which torch writes none of.
-            num_bytes = min(self._size, _MAX_COMMENT_BYTES + _END.size)
+            num_bytes = min(self._size, _MAX_COMMENT_BYTES + END.size)
             tail = self._bytes(self._size - num_bytes, num_bytes)
             at = tail.rfind(b"PK\x05\x06")
         if at < 0:
             _damaged("it has no directory at its end")
-        _, disk, first_disk, here, count, num_bytes, start, comment_bytes = _END.unpack_from(tail, at)
+        _, disk, first_disk, here, count, num_bytes, start, comment_bytes = END.unpack_from(tail, at)
         end = self._size - len(tail) + at
-        if at + _END.size + comment_bytes != len(tail) or disk or first_disk or here != count:
+        if at + END.size + comment_bytes != len(tail) or disk or first_disk or here != count:
             _damaged("its end record does not fit the file")
         # torch writes the record of 64 bits always, a long archive needs it.
         long = self._end_record_64(end)
@@ -187,13 +195,13 @@ class ZipParts:
         return long
 
     def _end_record_64(self, end: int) -> tuple[int, int, int, int] | None:
-        at = end - _LOCATOR.size
-        if at < 0 or (locator := self._bytes(at, _LOCATOR.size))[:4] != b"PK\x06\x07":
+        at = end - LOCATOR.size
+        if at < 0 or (locator := self._bytes(at, LOCATOR.size))[:4] != b"PK\x06\x07":
             return None
-        _, _, record, disks = _LOCATOR.unpack(locator)
-        if disks > 1 or record + _END_64.size > at:
+        _, _, record, disks = LOCATOR.unpack(locator)
+        if disks > 1 or record + END_64.size > at:
             _damaged("its end record does not fit the file")
-        fields = _END_64.unpack(self._bytes(record, _END_64.size))
+        fields = END_64.unpack(self._bytes(record, END_64.size))
         signature, _, _, _, disk, first_disk, here, count, num_bytes, start = fields
         if signature != b"PK\x06\x06" or disk or first_disk or here != count:
             _damaged("its end record does not fit the file")

@@ -1,0 +1,78 @@
+"""Conversions that read files straight into their windows write the bytes of those that read blocks, and read less."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import windows
+
+ZERO3 = Path(__file__).parent / "deepspeed" / "folders" / "z3-bf16-3"
+NEVER, ALWAYS = 1 << 40, 0
+"""Ranges that are too short to be read alone: all of them, and none."""
+
+
+def written(folder: Path) -> tuple[bytes, object]:
+    """The tensors, and what the certificate says of each."""
+    certificate = json.loads((folder / "round-trip.json").read_text())
+    return (folder / "model.safetensors").read_bytes(), [each for each in certificate.values() if type(each) is list]
+
+
+@pytest.mark.parametrize(
+    "rewrite", [None, "embed.weight^T -> embed.weight; shift -> shift, dtype='float64'; frozen.weight -> cold.weight"]
+)
+def test_zero3_is_the_same_by_ranges_and_by_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewrite: str | None
+) -> None:
+    made: dict[int, tuple[bytes, object]] = {}
+    for strip_bytes in (NEVER, ALWAYS):
+        monkeypatch.setattr(windows, "_STRIP_BYTES", strip_bytes)
+        target = tmp_path / str(strip_bytes)
+        report = checkpoint.convert(
+            ZERO3, target, to="hf", rewrite=None if rewrite is None else sw.Rewrite(rewrite), certify=True
+        )
+        made[strip_bytes] = written(target)
+        if rewrite is None and strip_bytes == ALWAYS:
+            assert report.read_bytes == report.num_bytes
+    assert made[NEVER] == made[ALWAYS]
+    assert made[ALWAYS][1]
+
+
+def test_long_ranges_are_read_straight_and_columns_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of fused tensors are stretches of their sources; columns are strips, and go by way of a batch."""
+    tensors = {name: torch.randn(256, 128) for name in ("a", "b", "c", "d")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    straight: list[str] = []
+    fill = windows.fill_exactly
+
+    def spy(store: object, stored: object, targets: list[windows.ReadTarget], digests: object = None) -> int:
+        straight.extend(target.source.name for target in targets)
+        return fill(store, stored, targets, digests)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(windows, "fill_exactly", spy)
+    rewrite = sw.Rewrite("a, b -> rows, axis=0; c, d -> columns, axis=1")
+    report = checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "hf", to="hf", rewrite=rewrite)
+    assert sorted(straight) == ["a", "b"]
+    assert report.read_bytes == report.num_bytes
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(found["rows"], torch.cat([tensors["a"], tensors["b"]]))
+    assert torch.equal(found["columns"], torch.cat([tensors["c"], tensors["d"]], dim=1))
+
+
+def test_a_file_that_ends_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.randn(256, 128)}, path)
+    fill = windows.fill_exactly
+
+    def cut(*arguments: object) -> int:
+        path.write_bytes(path.read_bytes()[:-1])
+        return fill(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(windows, "fill_exactly", cut)
+    with pytest.raises(sw.errors.CheckpointError, match=r"model\.safetensors cannot be read: .*ends"):
+        checkpoint.convert(path, tmp_path / "hf", to="hf")
+    assert not (tmp_path / "hf").exists()
