@@ -559,10 +559,16 @@ class GradPerMicrobatch(Passes):
         self._runs = []  # free before taking the new ones
         self._scratch_views.clear()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
+        dtypes, counts, starts = [], [], [0]
         for pending in self._pending:
-            dtype = torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches))
-            count = pending.bucket.counts[self._owners.rank]
-            self._runs.append(torch.zeros(count, dtype=dtype, device=self._owners.device))
+            dtypes.append(torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches)))
+            counts.append(pending.bucket.counts[self._owners.rank])
+            # Where torch would begin a new tensor: kernels round by that.
+            starts.append(starts[-1] + -(-counts[-1] * dtypes[-1].itemsize // 64) * 64)
+        # In one memory, so that few calls of torch divide them and take their norm.
+        memory = torch.zeros(starts[-1], dtype=torch.uint8, device=self._owners.device)
+        for start, dtype, count in zip(starts, dtypes, counts, strict=False):
+            self._runs.append(memory[start : start + count * dtype.itemsize].view(dtype))
 
     # Gradients that come after their bucket -----------------------------------------------------------------------
 
