@@ -278,7 +278,12 @@ class GradPerMicrobatch(Passes):
         # none.
         for pending in () if starts_when_complete else self._pending:
             pending.quiet = {name: parameters[name] for name in _small(pending.bucket)}
-        quiet = {name for pending in self._pending for name in pending.quiet}
+        self._quiet = {
+            at: {name: each for pending in held for name, each in pending.quiet.items()}
+            for at, held in self._by_stage.items()
+        }
+        """The same of all buckets of a stage."""
+        quiet = set().union(*self._quiet.values())
         self.collectors = Collectors({name: parameters[name] for name in self._of if name not in quiet}, self)
 
     # What the engine and ties across stages ask -------------------------------------------------------------------
@@ -403,10 +408,12 @@ class GradPerMicrobatch(Passes):
         for pending in [each for at in stages for each in self._by_stage.get(at, ())]:
             if not pending.is_launched:
                 self._launch(pending)
-            for name, gradient in take_gradients(pending.quiet).items():
+            self._open(pending)
+        # Of all buckets at once: there is seldom one.
+        for at in stages:
+            for name, gradient in take_gradients(self._quiet.get(at, {})).items():
                 self._touched.add(name)
                 self._stray(name, gradient)
-            self._open(pending)
 
     def finish(self, indices: Sequence[int]) -> None:
         """Reduce these buckets now: nothing more comes in this microbatch. Numbers count trainable buckets that are
