@@ -138,12 +138,12 @@ def on_gradient(tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> Non
     if type(tensor) is not torch.Tensor:
         tensor.register_hook(do)
     elif (hooks := tensor._backward_hooks) is None:
-        # What torch does there, but for a handle to take the hook off again: it costs twice as much as the hook. The
-        # hook is its own key; those of handles are numbers.
-        tensor._backward_hooks = OrderedDict({do: do})
+        # What torch does there, but for a handle to take the hook off again: it costs twice as much as the hook.
+        # Handles have small numbers as keys, and no addresses.
+        tensor._backward_hooks = OrderedDict({id(do): do})
         tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
     else:
-        hooks[do] = do
+        hooks[id(do)] = do
 
 
 def at_end_of_backward(do: Callable[[], None]) -> None:
