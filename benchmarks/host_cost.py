@@ -33,7 +33,7 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks.markdown import markdown
-from benchmarks.silence import Silence
+from benchmarks.silence import DONE, Silence
 from shardwise.comm import Channel, Work, alone
 
 RESULTS = Path(__file__).parent / "results" / "host-cost.md"
@@ -137,9 +137,10 @@ class Zeros(Silence):
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
-        """Write the own part, and zeros for the others where the memory is new (stage 3)."""
+        """Write the own part; where the memory is new (stage 3) nothing but zeros, as FSDP2's group writes nothing."""
         if purpose.startswith("parameters of unit"):
             output.zero_()
+            return DONE
         return super().all_gather(output, input, purpose=purpose, counts=counts)
 
 

@@ -16,6 +16,10 @@ class _Done:
         """Nothing is in flight."""
 
 
+DONE = _Done()
+"""A transfer that has ended."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Silence:
     """A `Channel` of `size` ranks on which this rank hears itself only.
@@ -57,7 +61,7 @@ class Silence:
         own = self._own(output, counts)
         if own.data_ptr() != input.data_ptr():
             own.copy_(input)
-        return _Done()
+        return DONE
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -66,15 +70,15 @@ class Silence:
         own = self._own(input, counts)
         if own.data_ptr() != output.data_ptr():
             output.copy_(own)
-        return _Done()
+        return DONE
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """Send nothing."""
-        return _Done()
+        return DONE
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """Leave the tensor as it is."""
-        return _Done()
+        return DONE
 
     def abort(self, reason: str) -> None:
         """Nobody listens."""

@@ -133,6 +133,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def on_gradient(tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> None:
+    """Call `do` with the gradient of a tensor that an operation gave, as `tensor.register_hook` does."""
+    if type(tensor) is not torch.Tensor:
+        tensor.register_hook(do)
+    elif (hooks := tensor._backward_hooks) is None:
+        # What torch does there, but for a handle to take the hook off again: it costs twice as much as the hook.
+        # Handles have small numbers as keys, and no addresses.
+        tensor._backward_hooks = OrderedDict({id(do): do})
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    else:
+        hooks[id(do)] = do
+
+
 def at_end_of_backward(do: Callable[[], None]) -> None:
     """Call `do` at the end of the backward in this thread. A backward inside of another has its own end."""
     torch.autograd.Variable._execution_engine.queue_callback(do)

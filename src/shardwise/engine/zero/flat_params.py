@@ -108,6 +108,12 @@ class ShardedBucket(WholeBucket):
         """Whether this rank reads the peers' runs without their doing: they must not write meanwhile."""
         return bool(self._sources)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The addresses where the elements begin and end, while they are gathered."""
+        start = self.working.data_ptr()
+        return start, start + self._num_bytes
+
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """See `WholeBucket`."""
         self._write_owned(self.part, slot, values)

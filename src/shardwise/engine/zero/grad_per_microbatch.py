@@ -278,7 +278,12 @@ class GradPerMicrobatch(Passes):
         # none.
         for pending in () if starts_when_complete else self._pending:
             pending.quiet = {name: parameters[name] for name in _small(pending.bucket)}
-        quiet = {name for pending in self._pending for name in pending.quiet}
+        self._quiet = {
+            at: {name: each for pending in held for name, each in pending.quiet.items()}
+            for at, held in self._by_stage.items()
+        }
+        """The same of all buckets of a stage."""
+        quiet = set().union(*self._quiet.values())
         self.collectors = Collectors({name: parameters[name] for name in self._of if name not in quiet}, self)
 
     # What the engine and ties across stages ask -------------------------------------------------------------------
@@ -403,10 +408,12 @@ class GradPerMicrobatch(Passes):
         for pending in [each for at in stages for each in self._by_stage.get(at, ())]:
             if not pending.is_launched:
                 self._launch(pending)
-            for name, gradient in take_gradients(pending.quiet).items():
+            self._open(pending)
+        # Of all buckets at once: there is seldom one.
+        for at in stages:
+            for name, gradient in take_gradients(self._quiet.get(at, {})).items():
                 self._touched.add(name)
                 self._stray(name, gradient)
-            self._open(pending)
 
     def finish(self, indices: Sequence[int]) -> None:
         """Reduce these buckets now: nothing more comes in this microbatch. Numbers count trainable buckets that are
@@ -559,10 +566,16 @@ class GradPerMicrobatch(Passes):
         self._runs = []  # free before taking the new ones
         self._scratch_views.clear()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
+        dtypes, counts, starts = [], [], [0]
         for pending in self._pending:
-            dtype = torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches))
-            count = pending.bucket.counts[self._owners.rank]
-            self._runs.append(torch.zeros(count, dtype=dtype, device=self._owners.device))
+            dtypes.append(torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches)))
+            counts.append(pending.bucket.counts[self._owners.rank])
+            # Where torch would begin a new tensor: kernels round by that.
+            starts.append(starts[-1] + -(-counts[-1] * dtypes[-1].itemsize // 64) * 64)
+        # In one memory, so that few calls of torch divide them and take their norm.
+        memory = torch.zeros(starts[-1], dtype=torch.uint8, device=self._owners.device)
+        for start, dtype, count in zip(starts, dtypes, counts, strict=False):
+            self._runs.append(memory[start : start + count * dtype.itemsize].view(dtype))
 
     # Gradients that come after their bucket -----------------------------------------------------------------------
 

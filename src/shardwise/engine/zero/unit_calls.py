@@ -101,7 +101,10 @@ class Backward(enum.Enum):
 class UnitCall:
     """One call of a module whose backward needs its units again."""
 
-    __slots__ = ("_watcher", "backward", "entered", "is_noticed", "left", "microbatch", "starts_graph", "units")
+    __slots__ = (
+        *("_watcher", "backward", "entered", "has_hooks", "is_noticed", "left", "microbatch", "spans_around"),
+        *("starts_graph", "units"),
+    )
 
     def __init__(self, watcher: _Watcher, units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
         self.units = units
@@ -109,6 +112,10 @@ class UnitCall:
         self.entered = entered
         """When its forward began, and ended, in the count of all calls."""
         self.left = entered
+        self.has_hooks = False
+        """Whether the hooks of saved tensors were installed for it."""
+        self.spans_around: tuple[tuple[int, int, UnitCall], ...] = ()
+        """During its forward: the memory of the calls around it."""
         self.starts_graph = False
         """Whether the graph of the backward begins with an input of the call."""
         self.is_noticed = True

@@ -88,11 +88,10 @@ class Unshard(Passes):
         """The number of a bucket, by its first parameter."""
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
         self._resident: list[GatheredUnit] = []
-        self._calls: list[UnitCall] = []
-        """The calls whose forward runs now, from the outside in."""
+        self._spans: tuple[tuple[int, int, UnitCall], ...] = ()
+        """Of the calls whose forward runs now, from the inside out: where the memory of their units begins and ends."""
         self._copy: Copy | None = None
         """The last copy of a parameter that a forward got instead of a view."""
-        self._unit_at = {storage: unit for unit in self.units for storage in unit.storages}
         self.is_in_pass = False
         """Whether all data ranks run the model: a step, an evaluation or a prediction goes on."""
         self._trains = False
@@ -341,34 +340,35 @@ class Unshard(Passes):
                 "read whole tensors with sw.full(engine)"
             )
 
-    @contextmanager
-    def saving(self, call: UnitCall) -> Iterator[None]:
-        """What autograd saves of parameters inside begins the backward of the call when it is asked for."""
-        self._calls.append(call)
+    def begin_saving(self, call: UnitCall) -> None:
+        """From here to `end_saving`: what autograd saves of parameters begins the backward of the call when it is asked
+        for. The units are gathered all the time."""
+        # Two functions and no context: every call of a module comes here.
+        call.spans_around = self._spans
+        self._spans = (*[(*each.span, call) for unit in call.units for each in unit.buckets], *self._spans)
         # Hooks of others (activation checkpoints) stay alone: torch calls the innermost hooks only. Around a unit in a
-        # unit ours are installed already, and find the inner call in `_calls`.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        try:
-            if hooks is None:
-                if "torch._dynamo" in sys.modules:
-                    _keep_hooks_eager()
-                with torch.autograd.graph.saved_tensors_hooks(self._pack, unpack):
-                    yield
-            else:
-                yield
-        finally:
-            self._calls.pop()
-            call.left = self._num_calls
+        # unit ours are installed already, and find the inner call in `_spans`.
+        call.has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if call.has_hooks:
+            if "torch._dynamo" in sys.modules:
+                _keep_hooks_eager()
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, unpack)
+
+    def end_saving(self, call: UnitCall) -> None:
+        """The forward of a call ends, by a return or by an error."""
+        if call.has_hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._spans, call.spans_around = call.spans_around, ()
+        call.left = self._num_calls
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        if (found := self._unit_at.get(tensor.untyped_storage()._cdata)) is None:  # an activation, as most are
-            return tensor
-        # By the storage, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has the
-        # unit: its backward begins and ends within that of the calls around it.
-        for call in reversed(self._calls):
-            if found in call.units:
+        # By the place in memory, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has
+        # the unit: its backward begins and ends within that of the calls around it.
+        place = tensor.data_ptr()
+        for start, stop, call in self._spans:
+            if start <= place < stop:
                 return tensor, call
-        return tensor
+        return tensor  # an activation, as most are
 
     @contextmanager
     def holding(self, parameter: nn.Parameter) -> Iterator[None]:
@@ -397,19 +397,20 @@ class Unshard(Passes):
     def enter(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
         """Gather the units; `leave` follows, whatever happens in between. See `using`."""
         for unit in units:
-            self._note_use(unit, phase, call, begins=True)
+            if self._trains and phase == FORWARD:
+                self._note_use(unit, call, begins=True)
             self.use(unit, phase)
 
     def leave(self, units: Sequence[GatheredUnit], phase: str, call: UnitCall | None = None) -> None:
         """Somebody has used the units."""
         for unit in units:
-            self._note_use(unit, phase, call, begins=False)
+            if self._trains and phase == FORWARD:
+                self._note_use(unit, call, begins=False)
             self.drop(unit, phase)
 
-    def _note_use(self, unit: GatheredUnit, phase: str, call: UnitCall | None, *, begins: bool) -> None:
+    def _note_use(self, unit: GatheredUnit, call: UnitCall | None, *, begins: bool) -> None:
         # The order of the forwards, from which `gathers_in` foretells the traffic of an update.
-        if self._trains and phase == FORWARD:
-            self._uses.setdefault(self._microbatch(), []).append((unit.number, begins, call))
+        self._uses.setdefault(self._microbatch(), []).append((unit.number, begins, call))
 
     def use(self, unit: GatheredUnit, phase: str) -> None:
         """Somebody needs the unit from now on."""

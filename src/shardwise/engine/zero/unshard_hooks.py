@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.pipeline.nested import tensors_in, transform
-from shardwise.engine.wrapping import Forward, in_backward
+from shardwise.engine.wrapping import Forward, in_backward, on_gradient
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.zero.unit_calls import GatheredUnit
@@ -80,19 +80,20 @@ def run_gathered(
         if each.requires_grad:
             if each.grad_fn is not None:
                 # Autograd runs what was made last first: all nodes of the call come before the one that made its input.
-                each.register_hook(call.end)
+                on_gradient(each, call.end)
             elif not isinstance(each, nn.Parameter):  # its gradient may be complete before those of parameters
                 call.starts_graph = True
     unshard.enter(units, FORWARD, call)
+    unshard.begin_saving(call)
     try:
-        with unshard.saving(call):
-            output = _without_memory_of_units(unshard, units, forward(*args, **kwargs))
+        output = _without_memory_of_units(unshard, units, forward(*args, **kwargs))
     finally:
+        unshard.end_saving(call)
         unshard.leave(units, FORWARD, call)
     found = [output] if type(output) is torch.Tensor else tensors_in(output)
     outputs = [each for each in found if each.requires_grad and each.grad_fn is not None]
     for each in outputs:
-        each.register_hook(call.begin)
+        on_gradient(each, call.begin)
     # A call whose outputs are all without a graph (its unit is frozen, or they are numbers) has no backward, and a
     # reduction that waited for it would come only with the end of the microbatch.
     if outputs:
@@ -123,7 +124,7 @@ def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], ou
                 return copy
         return leaf
 
-    return transform(output, copied)
+    return copied(output) if type(output) is torch.Tensor else transform(output, copied)
 
 
 def _is_recomputed() -> bool:
