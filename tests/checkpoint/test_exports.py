@@ -222,7 +222,7 @@ def test_what_would_have_one_name_is_refused(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "optimizer/w/exp_avg": torch.ones(2)}
     state |= {"step": torch.ones(2), "optimizer.state.w.exp_avg": torch.zeros(2)}
     checkpoint.save(tmp_path / "ours", state, step=3)
-    with pytest.raises(CheckpointError, match="would have 'optimizer.state.w.exp_avg', 'step' twice"):
+    with pytest.raises(CheckpointError, match=r"would have 'optimizer\.state\.w\.exp_avg', 'step' twice"):
         checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="torchtitan")
     checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="dcp", certify=True)
 

@@ -509,7 +509,7 @@ def test_a_rewrite_that_does_not_fit_is_refused_by_all() -> None:
 def test_a_rewrite_does_not_write_over_what_it_still_reads() -> None:
     tensors = {"a": torch.zeros(2), "b": torch.ones(2)}
     swap = sw.Rewrite("a -> t; b -> a; t -> b")
-    with pytest.raises(PlanError, match="would be written into memory of .*, which is read; clone\\(\\) one"):
+    with pytest.raises(PlanError, match=r"would be written into memory of .*, which is read; clone\(\) one"):
         sw.simulate(1, lambda channel: sw.stream(tensors, tensors, channel=channel, rewrite=swap))
     target = {name: tensor.clone() for name, tensor in tensors.items()}
     sw.simulate(1, lambda channel: sw.stream(tensors, target, channel=channel, rewrite=swap))

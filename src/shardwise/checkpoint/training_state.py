@@ -57,7 +57,7 @@ def groups_of_torch(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], 
 
 
 def check_owners(outputs: Outputs) -> None:
-    """Raise CheckpointError for state of parameters that are not written: no program could give it to one of its own."""
+    """Raise CheckpointError for state of parameters that are not written, which no program could load."""
     split = filter(None, map(split_state_name, outputs.tensors))
     if lost := sorted({parameter for parameter, _ in split} - outputs.tensors.keys()):
         raise CheckpointError(

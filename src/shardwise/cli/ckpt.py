@@ -31,8 +31,8 @@ def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
     """List the saves at PATH, and the tensors of the newest.
 
     PATH is a folder or an address: of saves, of one save, of safetensors files, of torch.distributed.checkpoint, of
-    DeepSpeed, of Megatron, or of a model that torch.save wrote. It may be one safetensors file, or one file of torch.save (.pt, .pth, .ckpt, .bin),
-    or one GGUF file.
+    DeepSpeed, of Megatron, or of a model that torch.save wrote. It may be one safetensors file, or one file of
+    torch.save (.pt, .pth, .ckpt, .bin), or one GGUF file.
     """
     with errors_in_words(debug=debug):
         from shardwise import checkpoint
@@ -195,8 +195,9 @@ def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: boo
     """Compare the checkpoints A and B tensor by tensor, whatever their formats and layouts.
 
     Each is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save or GGUF,
-    or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron. Elements are equal when all their bits are; where dtypes differ, values are
-    compared. Pieces of two saves of ours with equal checksums are not read: `verify` tells whether the files are sound.
+    or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron. Elements are equal when all their bits are;
+    where dtypes differ, values are compared. Pieces of two saves of ours with equal checksums are not read: `verify`
+    tells whether the files are sound.
 
     Exit codes, as diff(1) has them: 0 the same, 1 different, 2 trouble, 130 stopped by Ctrl-C.
     """

@@ -105,8 +105,8 @@ def convert(
     """Write the checkpoint SRC to DST in another form.
 
     SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save or GGUF,
-    or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron. No model is needed, and memory stays bounded. DST is there
-    as a whole or not at all.
+    or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron. No model is needed, and memory stays bounded.
+    DST is there as a whole or not at all.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
