@@ -203,7 +203,7 @@ def test_verify_shows_how_far_it_is_on_a_terminal_and_leaves_one_line(saves: Pat
 
 
 def test_a_diff_that_is_stopped_early_does_not_say_that_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(name: str, *others: object) -> object:
+    def stop(name: str, *others: Any) -> Any:
         if name == "shardwise" and others[2] == ("checkpoint",):
             raise KeyboardInterrupt
         return found(name, *others)
