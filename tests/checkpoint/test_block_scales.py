@@ -296,6 +296,13 @@ def test_layers_and_experts_that_are_alike_are_one_statement(tmp_path: Path) -> 
     assert {name for name in found.tensors if name.endswith(("_scale", "_inv"))} == {"m.1_scale"}
 
 
+def test_a_number_is_dequantised(tmp_path: Path) -> None:
+    sw.save(tmp_path, {"w": torch.tensor(3.0).to(torch.float8_e4m3fn), "w_scale": torch.tensor(0.5)})
+    state = {"w": torch.zeros((), dtype=torch.bfloat16)}
+    sw.load(tmp_path, state, rewrite=checkpoint.dequantising(tmp_path))
+    assert state["w"] == 1.5
+
+
 def test_scales_that_do_not_go_together_with_their_elements_are_all_told(tmp_path: Path) -> None:
     elements, scales = stored((8, 8), (4, 4), torch.float32)
     sw.save(

@@ -188,6 +188,18 @@ def test_what_is_missing_or_does_not_belong_together_is_refused(tmp_path: Path) 
     assert f"{saved}/{part}" in refusal(saved)
 
 
+def test_weights_that_are_in_no_file_are_refused(tmp_path: Path) -> None:
+    saved = copy_of("z3-bf16-3", tmp_path)
+    for rank in range(3):
+        (saved / OPTIM.format(rank)).unlink()
+    assert "weights of mp_rank_00 in files of the optimizer (*_optim_states.pt), and none is there" in refusal(saved)
+    saved = copy_of("universal-z2-bf16-4", tmp_path).with_name("global_step3_universal")
+    (saved / "zero" / "layers.0.up.bias" / "exp_avg.pt").unlink()
+    shutil.rmtree(saved / "zero" / "layers.1.up.weight")
+    missing = {line.partition(": ")[2].partition(";")[0] for line in refusal(saved).splitlines()[1:]}
+    assert missing == {f"zero/layers.{each}.pt is missing" for each in ("0.up.bias/exp_avg", "1.up.weight/fp32")}
+
+
 def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
     saved = copy_of("z2-bf16-2", tmp_path)
     part = saved / OPTIM.format(1)

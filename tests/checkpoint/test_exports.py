@@ -211,6 +211,22 @@ def test_names_that_no_folder_can_have_are_refused_all_at_once(tmp_path: Path) -
     checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="dcp", certify=True)
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_state_of_no_parameter_is_refused(tmp_path: Path, to: Any) -> None:
+    checkpoint.save(tmp_path / "ours", {"w": torch.ones(2), "optimizer/0/exp_avg": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="the optimizer has state of '0', and no tensor is called so"):
+        checkpoint.convert(tmp_path / "ours", tmp_path / "out", to=to)
+
+
+def test_what_would_have_one_name_is_refused(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "optimizer/w/exp_avg": torch.ones(2)}
+    state |= {"step": torch.ones(2), "optimizer.state.w.exp_avg": torch.zeros(2)}
+    checkpoint.save(tmp_path / "ours", state, step=3)
+    with pytest.raises(CheckpointError, match=r"would have 'optimizer\.state\.w\.exp_avg', 'step' twice"):
+        checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="torchtitan")
+    checkpoint.convert(tmp_path / "ours", tmp_path / "out", to="dcp", certify=True)
+
+
 def test_another_dtype_is_that_of_masters_rounded_once(tmp_path: Path) -> None:
     checkpoint.convert(FOLDERS / "z2-bf16-2", tmp_path / "dcp", to="dcp", dtype="bfloat16", certify=True)
     source, written = checkpoint.open(FOLDERS / "z2-bf16-2"), checkpoint.open(tmp_path / "dcp")

@@ -473,6 +473,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (saved.parent / "latest_checkpointed_iteration.txt").write_text("7")
     assert "names the save '7', which is not there" in refusal(saved.parent)
     saved = copy_of("gpt-1", tmp_path)
+    (saved / "common.pt").unlink()
+    assert "common.pt is missing, which Megatron writes; copy all of the save" in refusal(saved)
+    (saved / "metadata.json").write_text("{}")
+    assert checkpoint.open(saved).contents.format == "dcp"
+    saved = copy_of("qwen2-2-pp", tmp_path)
     (saved / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     assert "in the format 'zarr', and torch_dist is read" in refusal(saved)
 

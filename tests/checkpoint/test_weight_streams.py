@@ -506,6 +506,16 @@ def test_a_rewrite_that_does_not_fit_is_refused_by_all() -> None:
     assert "nothing" in text
 
 
+def test_a_rewrite_does_not_write_over_what_it_still_reads() -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.ones(2)}
+    swap = sw.Rewrite("a -> t; b -> a; t -> b")
+    with pytest.raises(PlanError, match=r"would be written into memory of .*, which is read; clone\(\) one"):
+        sw.simulate(1, lambda channel: sw.stream(tensors, tensors, channel=channel, rewrite=swap))
+    target = {name: tensor.clone() for name, tensor in tensors.items()}
+    sw.simulate(1, lambda channel: sw.stream(tensors, target, channel=channel, rewrite=swap))
+    assert [each.tolist() for each in target.values()] == [[1, 1], [0, 0]]
+
+
 def test_that_nobody_wants_anything_is_refused() -> None:
     text = refused(PlanError, lambda channel: {"source": {"w": torch.ones(2)}})
     assert text == "no rank wants anything; give the tensors to fill as the target of the receivers"

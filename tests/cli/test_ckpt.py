@@ -1,5 +1,6 @@
 """`shardwise ckpt`: what is in a checkpoint, and whether it is whole."""
 
+import builtins
 import json
 import re
 from pathlib import Path
@@ -202,6 +203,18 @@ def test_verify_shows_how_far_it_is_on_a_terminal_and_leaves_one_line(saves: Pat
     assert code == 0
     assert out.endswith("is as it was written: 2 tensors, 2.4 MB in 2 files\n")
     assert "2.4/2.4 MB" in shown
+
+
+def test_a_diff_that_is_stopped_early_does_not_say_that_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(name: str, *others: Any) -> Any:
+        if name == "shardwise" and others[2] == ("checkpoint",):
+            raise KeyboardInterrupt
+        return found(name, *others)
+
+    found = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", stop)
+    result = CliRunner().invoke(main, ["ckpt", "diff", "a", "b"])
+    assert (result.exit_code, result.stderr) == (130, "stopped by Ctrl-C\n")
 
 
 def test_a_diff_of_equal_checkpoints_returns(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_errors_are_one_paragraph(saved: Path, tmp_path: Path) -> None:
         (2, ["--set", "a=1"], "name one with --rewrite"),
         (2, ["--rewrite", "llama-qkv", "--set", "a"], "'a' is not of the form name=value"),
         (2, ["--dry-run"], "name one with --rewrite"),
+        (2, ["--rewrite", "llama-qkv", *HEADS, "--like", saved], "give --inverse, --to hf or --certify"),
         (
             2,
             ["--rewrite", "llama-qkv", *HEADS, "--set", "num_atention_heads=4"],

@@ -252,7 +252,7 @@ def _check_form(to: ConvertTarget, *, dtype: str | None, like: Address | None) -
             "--dtype with files of Hugging Face (hf). A rewrite casts single tensors: a -> a, dtype='bfloat16'"
         )
     if like is not None and to != "hf":
-        raise CheckpointError(f"like={like} was asked for a save ({to}); only files of Hugging Face (hf) take a form")
+        raise CheckpointError(f"like={like} (--like) was asked for {to}; only files of Hugging Face (hf) take a form")
     if like is not None and dtype is not None:
         raise CheckpointError(
             f"dtype={dtype!r} (--dtype) and like={like} (--like) were asked for, and both say dtypes; leave one out"

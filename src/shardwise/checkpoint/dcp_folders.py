@@ -9,6 +9,7 @@ metadata are named in its pickle and never imported; those are: torch/distribute
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,6 +19,7 @@ from shardwise.checkpoint.foreign.dcp_training import KeyPath
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, saved_tensor
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
@@ -61,7 +63,16 @@ class DcpFolder:
 
 
 def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_file_bytes: int) -> DcpFolder:
-    """The folder with these tensors and values; a file is full when the next chunk would bring it over a size."""
+    """The folder with these tensors and values; a file is full when the next chunk would bring it over a size.
+
+    Raises CheckpointError where two of them would have one name.
+    """
+    counts = Counter(_name(path) for each in tensors for path in each.paths) + Counter(_name(e.path) for e in objects)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise CheckpointError(
+            f"the folder would have {few_of(twice)} twice, as a tensor of the model and as what other programs keep "
+            "under this name; give the tensor another name by a rewrite"
+        )
     entries: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     # Archives in the order of the files, each with what it holds: (name, offset), under which places are asked for.

@@ -19,10 +19,11 @@ from shardwise.checkpoint.contents import is_model_name
 from shardwise.checkpoint.dcp_folders import DcpFolder, DcpObject, DcpTensor, plan_dcp
 from shardwise.checkpoint.foreign.dcp_training import KeyPath
 from shardwise.checkpoint.outputs import Outputs
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.names import split_state_name
 from shardwise.plan.saved_settings import stored_optimizers, take_over
 
-__all__ = ["TITAN_NAMES", "TORCH_NAMES", "StateDictNames", "dcp_folder", "groups_of_torch"]
+__all__ = ["TITAN_NAMES", "TORCH_NAMES", "StateDictNames", "check_owners", "dcp_folder", "groups_of_torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,20 @@ def groups_of_torch(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], 
     return found
 
 
+def check_owners(outputs: Outputs) -> None:
+    """Raise CheckpointError for state of parameters that are not written, which no program could load."""
+    split = filter(None, map(split_state_name, outputs.tensors))
+    if lost := sorted({parameter for parameter, _ in split} - outputs.tensors.keys()):
+        raise CheckpointError(
+            f"the optimizer has state of {few_of(lost)}, and no tensor is called so, so that no program could load it. "
+            "If these are numbers, save again with named_parameters() given to the optimizer. For the weights alone, "
+            "convert to hf first (--to hf), and then that folder"
+        )
+
+
 def dcp_folder(outputs: Outputs, names: StateDictNames, *, max_file_bytes: int) -> DcpFolder:
     """The folder of `torch.distributed.checkpoint` with what is written of a checkpoint. Raises CheckpointError."""
+    check_owners(outputs)
     ties: dict[str, list[str]] = {}
     for alias, name in outputs.aliases.items():
         ties.setdefault(name, []).append(alias)

@@ -18,7 +18,7 @@ from shardwise.checkpoint.foreign.pickles import MadeObject, Named
 from shardwise.checkpoint.local import checked_name
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ordered, saved_tensor
-from shardwise.checkpoint.training_state import groups_of_torch
+from shardwise.checkpoint.training_state import check_owners, groups_of_torch
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import split_state_name
 from shardwise.space import Piece
@@ -35,6 +35,7 @@ _STEP = "step"
 
 def universal_files(outputs: Outputs) -> tuple[str, dict[str, ArchiveFile]]:
     """The name of the folder, and its files by name. Raises CheckpointError."""
+    check_owners(outputs)
     groups = _groups(outputs)
     trained = {name for names, _ in groups for name in names}
     _check_names(trained)

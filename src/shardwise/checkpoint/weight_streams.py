@@ -153,7 +153,7 @@ class _GivenStream:
             held = without_state(held)
         wanted = hold(target or {}, what="the target")  # type: ignore[arg-type]  # it is a mapping
         check_targets(wanted)
-        if findings := findings_of(held.tensors, wanted.tensors):
+        if findings := findings_of(held.tensors, wanted.tensors, renamed=rewrite is not None):
             raise PlanError(*findings)
         request = json.dumps([bool(held.tensors), None if rewrite is None else rewrite.to_record()])
         texts = [request.encode(), *facts_of(source or {}, held), pack_pieces(list(wanted.tensors))]

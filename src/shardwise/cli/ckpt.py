@@ -30,9 +30,9 @@ def ckpt() -> None:
 def ls(path: str, step: int | None, as_json: bool, debug: bool) -> None:
     """List the saves at PATH, and the tensors of the newest.
 
-    PATH is a folder or an address: of saves, of one save, of safetensors files, of torch.distributed.checkpoint, or of
-    a model that torch.save wrote. It may be one safetensors file, or one file of torch.save (.pt, .pth, .ckpt, .bin),
-    or one GGUF file.
+    PATH is a folder or an address: of saves, of one save, of safetensors files, of torch.distributed.checkpoint, of
+    DeepSpeed, of Megatron, or of a model that torch.save wrote. It may be one safetensors file, or one file of
+    torch.save (.pt, .pth, .ckpt, .bin), or one GGUF file.
     """
     with errors_in_words(debug=debug):
         from shardwise import checkpoint
@@ -194,15 +194,16 @@ DIFFERENT, TROUBLE = 1, 2
 def diff(a: str, b: str, step_a: int | None, step_b: int | None, model_only: bool, as_json: bool, debug: bool) -> None:
     """Compare the checkpoints A and B tensor by tensor, whatever their formats and layouts.
 
-    Each is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save, or a
-    folder of torch.distributed.checkpoint. Elements are equal when all their bits are; where dtypes differ, values are
-    compared. Pieces of two saves of ours with equal checksums are not read: `verify` tells whether the files are sound.
+    Each is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save or GGUF,
+    or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron. Elements are equal when all their bits are;
+    where dtypes differ, values are compared. Pieces of two saves of ours with equal checksums are not read: `verify`
+    tells whether the files are sound.
 
     Exit codes, as diff(1) has them: 0 the same, 1 different, 2 trouble, 130 stopped by Ctrl-C.
     """
-    from shardwise import checkpoint
-
     try:
+        from shardwise import checkpoint
+
         with byte_progress("comparing") as progress:
             found = checkpoint.diff(a, b, step_a=step_a, step_b=step_b, model_only=model_only, progress=progress)
         click.echo(json.dumps(found.to_json(), indent=1) if as_json else str(found))

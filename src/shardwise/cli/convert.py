@@ -104,9 +104,9 @@ def convert(
 ) -> None:
     """Write the checkpoint SRC to DST in another form.
 
-    SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save, or a
-    folder of torch.distributed.checkpoint or of DeepSpeed. No model is needed, and memory stays bounded. DST is there
-    as a whole or not at all.
+    SRC is a checkpoint of shardwise, a folder of Hugging Face files, a safetensors file, a file of torch.save or GGUF,
+    or a folder of torch.distributed.checkpoint, DeepSpeed or Megatron. No model is needed, and memory stays bounded.
+    DST is there as a whole or not at all.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.
     """
@@ -116,6 +116,9 @@ def convert(
         "--lossy is for the way back; give --inverse or --like": lossy and not is_back,
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None
         and to in ("pieces", "whole"),
+        "--like leads back, or is the form of --to hf; give --inverse, --to hf or --certify": like is not None
+        and to != "hf"
+        and not (is_back or certify),
         "--dequantise is for the way there; leave out --inverse": dequantise is not None and is_back,
         "--dry-run shows the effect of a rewrite; name one with --rewrite": dry_run
         and rewrite is None

@@ -99,8 +99,13 @@ def _wrong_arguments(source: object, target: object, max_bytes: object) -> list[
     return found
 
 
-def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None]) -> list[str]:
-    """What of this rank's tensors does not fit their pieces."""
+def findings_of(
+    source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, torch.Tensor | None], *, renamed: bool = False
+) -> list[str]:
+    """What of this rank's tensors does not fit their pieces.
+
+    renamed: a piece of the target has other elements than the piece of the source that is called like it.
+    """
     if not (isinstance(source, Mapping) and isinstance(target, Mapping)):
         return []
     found = [text for piece, tensor in source.items() for text in _faults(piece, tensor, "held")]
@@ -119,7 +124,8 @@ def findings_of(source: Mapping[Piece, torch.Tensor], target: Mapping[Piece, tor
     written = {
         piece: tensor
         for piece, tensor in target.items()
-        if tensor is not None and not (piece in source and _are_one(tensor, source[piece]))  # what stays as it is
+        # What stays as it is.
+        if tensor is not None and (renamed or piece not in source or not _are_one(tensor, source[piece]))
     }
     return [*_read_and_written(source, written), *_written_twice(written)] if written else []
 

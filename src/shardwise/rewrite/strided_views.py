@@ -58,7 +58,7 @@ def scales_of(dtypes: Sequence[str]) -> Scales | None:
     if len(dtypes) < 2 or not dtypes[1].startswith(_SCALED):
         return None
     block, source = dtypes[1][len(_SCALED) :].split(" ", 1)
-    return Scales(source, tuple(map(int, block.split(","))))
+    return Scales(source, tuple(map(int, filter(None, block.split(",")))))
 
 
 def with_scales_named(dtypes: tuple[str, ...], names: Sequence[str]) -> tuple[str, ...]:

@@ -68,6 +68,7 @@ def read_foreign(store: Store) -> Contents:
     """Return what a checkpoint of another format holds; raises `CheckpointError`, with all findings."""
     kind = recognise(store)
     if kind == "dcp":
+        megatron.check_common(store)
         return dcp.read_contents(store)
     if kind == "megatron":
         return megatron.read_contents(store)
@@ -189,7 +190,7 @@ def _folder_in_words(names: Sequence[str]) -> str:
         verb = "holds one: name it" if len(holders) == 1 else "hold one each: name one of them"
         return f"but {few_of(holders, quotes=False)} in it {verb}"
     shown = few_of([printable(name) for name in names], quotes=False)
-    return _known(names) or f"it has {shown}; saves of shardwise, safetensors and torch.distributed.checkpoint are read"
+    return _known(names) or f"it has {shown}; name the folder or the file of a checkpoint"
 
 
 def _known(names: Sequence[str]) -> str:

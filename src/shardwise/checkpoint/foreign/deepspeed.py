@@ -71,7 +71,7 @@ def read_contents(store: Store) -> Contents:
         if not num_cuts:
             models = files.model[min(files.model)]
             file, model = models[min(models)]
-            if "zero_pp_rank_" in file:  # of stage 3
+            if _is_of_stage3(file):
                 _add_weights(found, file, model, skipped=_cut_names(model))
                 _add_frozen(found, models)
             else:
@@ -234,7 +234,12 @@ def _counts_in(value: object) -> Iterable[TensorPlace]:
 def _add_rank(found: FoundTensors, files: _SavedFiles, rank: int) -> None:
     """Add what one model-parallel rank has."""
     models, parts = files.model[rank], files.optim.get(rank, {})
-    _, model = models[min(models)]
+    file, model = models[min(models)]
+    if not parts and _is_of_stage3(file):
+        raise CheckpointError(
+            f"stage 3 has the weights of mp_rank_{rank:02d} in files of the optimizer (*_optim_states.pt), and none is "
+            "there; copy all of the save"
+        )
     stage3 = any("fp32_flat_groups" in _inner(each) for _, each in parts.values())
     _add_weights(found, *models[min(models)], skipped=_cut_names(model) if stage3 else ())
     if stage3:
@@ -243,6 +248,11 @@ def _add_rank(found: FoundTensors, files: _SavedFiles, rank: int) -> None:
         _add_vectors(found, files, rank, stage3=stage3)
     elif model.get("optimizer") is not None:
         _add_whole_optimizer(found, files, *models[min(models)])
+
+
+def _is_of_stage3(file: str) -> bool:
+    """Whether a file of the model is one of stage 3, which has a file for each data rank, without weights."""
+    return "zero_pp_rank_" in file
 
 
 def _inner(part: Mapping[Any, Any]) -> Mapping[Any, Any]:

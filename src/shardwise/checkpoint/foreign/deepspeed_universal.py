@@ -49,12 +49,15 @@ def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping
     sizes: dict[str, int] = {}
     problems: list[str] = []
     steps: dict[str, float] = {}
-    shapes = {name: shape for each in shapes_of(model.get("param_shapes") or []) for name, shape in each.items()}
+    groups = shapes_of(model.get("param_shapes") or [])
+    shapes = {name: shape for each in groups for name, shape in each.items()}
+    keys: dict[str, set[str]] = {}
     for file in store.names(f"{folder}zero"):
         name, _, last = file.removeprefix(folder + _ZERO).rpartition("/")
         key = last.removesuffix(".pt")
         if not name or name in found.aliases or key == last:
             continue
+        keys.setdefault(name, set()).add(key)
         try:
             with OpenFile(store, file) as opened, about(opened.place):
                 value = read_file(opened.read, opened.size)
@@ -70,6 +73,13 @@ def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping
                 sizes[file] = opened.size
         except CheckpointError as error:
             problems += error.problems
+    for group in groups:
+        states = set().union(*(keys.get(name, ()) for name in group))
+        for name in (each for each in group if each not in found.aliases):
+            has = keys.get(name, set())
+            # One that was never updated has no state, and one that has some has what all of its group have.
+            asked = {"fp32"} | (states if has - {"fp32"} else set())
+            problems += [f"{_ZERO}{name}/{key}.pt is missing; copy all of the save" for key in sorted(asked - has)]
     if problems:
         raise CheckpointError(*problems)
     _add_groups(found, store, folder, model, steps)

@@ -28,7 +28,7 @@ from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import MASTER, split_state_name, state_name
 
-__all__ = ["is_megatron", "read_contents"]
+__all__ = ["check_common", "is_megatron", "read_contents"]
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
@@ -42,6 +42,15 @@ def is_megatron(names: Sequence[str]) -> bool:
     if _LATEST in names:
         names = [match[1] for match in map(_SAVE.fullmatch, names) if match] or names
     return {_COMMON, _BACKEND} <= set(names) or any(map(megatron_legacy.is_file, names))
+
+
+def check_common(store: Store) -> None:
+    """Raise CheckpointError for a save of Megatron without `common.pt`, which looks like one of torch alone."""
+    try:
+        _check_backend(store, "")
+    except CheckpointError:  # another program's
+        return
+    raise CheckpointError(f"{store.location}/{_COMMON} is missing, which Megatron writes; copy all of the save")
 
 
 def read_contents(store: Store) -> Contents:
