@@ -261,8 +261,9 @@ twice as many bytes of moments. `copy the weights` copies the Hugging Face file 
 and all runs end with their bytes on the disk (fsync). Every run is a process of its own, whose time begins after its
 imports, on files in the page cache; runs take turns, each round beginning with another one. Ratios are medians over
 rounds of the ratio within a round. Bytes read are the kernel's rchar; `zero_to_fp32` maps its files instead, which does
-not count there. Its tensors and ours are compared once, bit by bit. The certificate reads the source and the written
-files once more each. `--to dcp` and `--to deepspeed-universal` write the moments too: three times the bytes."""
+not count there. Its tensors and ours are compared once, bit by bit. The certificate reads the written files once more,
+and has the digests of the source from the conversion. `--to dcp` and `--to deepspeed-universal` write the moments too:
+three times the bytes."""
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "GGUF": (["q4.gguf"], ["a folder of models of llama.cpp (GGUF)", "name the file of one"]),
     "Lightning": (["epoch=1.ckpt"], ["a folder of files that torch.save may have written", "name the file"]),
     "Llama": (["consolidated.00.pth", "params.json"], ["a folder of files that torch.save may have written"]),
-    "anything": (["a.txt", "b\n.txt", "c", "d"], [r"it has a.txt, b\n.txt, c and 1 more; name the folder or the file of a"]),
+    "anything": (["a.txt", "b\n.txt", "c", "d"], [r"it has a.txt, b\n.txt, c and 1 more; name the folder or the file"]),
     "runs": (
         ["one/save-00000001/manifest.json", "two/model.safetensors", "three/x.txt"],
         ["but one, two in it hold one each: name one of them"],

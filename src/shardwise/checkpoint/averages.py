@@ -65,7 +65,7 @@ class AverageReport:
     read_bytes: int
     """Bytes of data files that were read to write them."""
     verified: bool
-    """Whether all bytes of all sources were compared with checksums. Of other formats than ours only `verify` does that."""
+    """Whether all bytes of all sources were compared with checksums, which only saves of ours are."""
     left_out: tuple[str, ...] = ()
     """Tensors of the first source that are not the model's, where only the model was averaged."""
     files: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ class ConvertReport:
     read_bytes: int
     """Bytes of data files that were read to write them."""
     verified: bool
-    """Whether all bytes were compared with checksums as they were read. Of other formats than ours only `verify` does that."""
+    """Whether all bytes were compared with checksums as they were read, which only saves of ours are."""
     aliases: Mapping[str, str]
     """Other names of tensors (ties): alias -> the name under which the tensor was written, once."""
     left_out: tuple[str, ...] = ()

@@ -62,6 +62,8 @@ BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
 
 
+_MAX_OPEN_FILES = 64
+
 _STRIP_BYTES = 16 << 10
 """Below so many bytes a read costs more than the bytes that it brings."""
 
@@ -273,7 +275,10 @@ def fill_exactly(
         for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
             piece, name = stored[ordinal], stored[ordinal].file
             # Open until the end: pieces of one file come one after the other, but wanted pieces change between files.
+            # But not all of a save of a thousand ranks, which has more files than a process may have open.
             if name not in readers:
+                while len(readers) >= _MAX_OPEN_FILES:
+                    readers.popitem()[1].close()
                 readers[name] = open_data(store, name)
             num_skipped = source.start * itemsize_bytes(piece.piece.dtype)
             elements = _read_run(readers[name], piece.start + num_skipped, piece.piece.dtype, targets[index], target)
