@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shardwise import checkpoint
 from shardwise.checkpoint.contents import Contents
@@ -92,7 +92,7 @@ def test_a_changed_byte_anywhere_is_never_called_as_written(tmp_path: Path) -> N
 
 def test_archives_of_one_file_are_told_apart(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="in a single process"):
-        dcp.save(state(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+        save_dcp(state(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     (path,) = (tmp_path / "dcp").glob("*.distcp")
     contents = checkpoint.open(tmp_path / "dcp").contents
     assert verify(tmp_path / "dcp")[0] == 0
