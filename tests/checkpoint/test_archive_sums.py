@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shardwise import checkpoint
 from shardwise.checkpoint.contents import Contents
@@ -92,7 +92,7 @@ def test_a_changed_byte_anywhere_is_never_called_as_written(tmp_path: Path) -> N
 
 def test_archives_of_one_file_are_told_apart(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="in a single process"):
-        save(state(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+        save_dcp(state(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     (path,) = (tmp_path / "dcp").glob("*.distcp")
     contents = checkpoint.open(tmp_path / "dcp").contents
     assert verify(tmp_path / "dcp")[0] == 0
@@ -132,7 +132,7 @@ def test_archives_without_checksums_are_read_and_said_to_have_none(tmp_path: Pat
     assert (report.good, report.unverified_files) == (True, ("x.pt",))
     assert report.unverified_bytes >= sum(each.numel() * each.element_size() for each in state().values())
     code, shown = verify(path)
-    assert (code, "nobody can tell" in shown) == (0, True)
+    assert (code, "no one can tell" in shown) == (0, True)
 
 
 def test_formats_without_checksums_are_complete_or_not(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_formats_without_checksums_are_complete_or_not(tmp_path: Path) -> None:
     assert checkpoint.verify_all(tmp_path / "x.safetensors") == [report]
     for name in ("single/legacy.pth", "small.gguf"):
         code, shown = verify(FILES / name)
-        assert (code, "nobody can tell" in shown) == (0, True)
+        assert (code, "no one can tell" in shown) == (0, True)
     data = (tmp_path / "x.safetensors").read_bytes()
     (tmp_path / "x.safetensors").write_bytes(data[:-1])
     assert verify(tmp_path / "x.safetensors")[0] == 1

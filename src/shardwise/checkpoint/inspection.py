@@ -168,7 +168,7 @@ class VerifyReport:
     verified_bytes: int
     """Bytes that were compared with checksums."""
     unverified_bytes: int = 0
-    """Bytes that were read and have no checksum: all of them are there, and nobody can tell whether they changed."""
+    """Bytes that were read and have no checksum: all of them are there, and no one can tell whether they changed."""
     unverified_files: tuple[str, ...] = ()
     """Files that have such bytes."""
     findings: tuple[str, ...]

@@ -226,7 +226,7 @@ def verify(path: str, step: int | None, verifies_all: bool, debug: bool) -> None
     """Read every byte of the newest save at PATH, or of all, and compare it with its checksum.
 
     Archives of torch.save have checksums too. Of files that have none all bytes of tensors are read, and the answer
-    says that nobody can tell whether they are as they were written.
+    says that no one can tell whether they are as they were written.
 
     Exit codes: 0 nothing is wrong with what was read, 1 something is, or it cannot be read, 2 wrong usage.
     """
@@ -273,7 +273,7 @@ def _print_report(report: "VerifyReport") -> None:
         compared = f"{size(report.verified_bytes)} are as they were written. " if report.verified_bytes else ""
         click.echo(
             f"{report.location} is complete: {held}. {compared}{size(report.unverified_bytes)} have no checksums "
-            f"({few_of(list(report.unverified_files), quotes=False)}): nobody can tell whether they are as they were "
+            f"({few_of(list(report.unverified_files), quotes=False)}): no one can tell whether they are as they were "
             "written. `shardwise ckpt convert` gives them checksums from then on"
         )
         return
