@@ -70,8 +70,8 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
     counts = Counter(_name(path) for each in tensors for path in each.paths) + Counter(_name(e.path) for e in objects)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise CheckpointError(
-            f"the folder would have {few_of(twice)} twice, as a tensor of the model and as what other programs keep "
-            "under this name; give the tensor another name by a rewrite"
+            f"the folder would have {few_of(twice)} twice: as a tensor of the model, and as what other programs keep "
+            "under this name. Give the tensor another name by a rewrite"
         )
     entries: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}

@@ -175,7 +175,7 @@ def plan_folder(
 
 
 def _begun(file: DataFile, writer: Writer) -> JoinedWrites:
-    """A file that has its header, and whose checksums nobody asks for."""
+    """A file that has its header, and takes no checksums."""
     writes = JoinedWrites(writer)
     writes.write(memoryview(file.header))
     return writes

@@ -5,7 +5,7 @@ A file has one archive, or as data of torch.distributed.checkpoint several, one 
     parts, directory, end record | parts, directory, end record | parts, directory, end record
                                  ^ first byte of the last archive, as its end record says
 
-So archives are found from the last one on, and whoever reads the file needs no metadata for it.
+So archives are found from the last one on, without metadata.
 """
 
 import zlib
