@@ -154,7 +154,7 @@ class Taken:
 
 
 def run(name: str, source: Path, destination: Path) -> Taken:
-    """Do it in this process, of which it is the only work."""
+    """Do it in this process, which does nothing else."""
     if name == THEIRS:
         import deepspeed.utils.zero_to_fp32  # noqa: F401 - before the time begins
     torch.set_num_threads(1)

@@ -63,7 +63,7 @@ class Taken:
 
 
 def run(name: str, source: Path, destination: Path) -> Taken:
-    """Do it in this process, of which it is the only work."""
+    """Do it in this process, which does nothing else."""
     begun = time.perf_counter()
     RUNS[name](source, destination)
     seconds = time.perf_counter() - begun

@@ -183,7 +183,7 @@ def test_what_does_not_come_back_is_an_error_and_leaves_neither_folder_nor_save(
     checkpoint.convert(tmp_path / "a", tmp_path / "hf", to="hf")
 
     def damaged(read: Callable[..., Contents]) -> Callable[..., Contents]:
-        """Reads what was written, the last byte of which is another by then."""
+        """Reads what was written, after its last byte was changed."""
 
         def reading(store: LocalStore, *others: Any) -> Contents:
             file = max(Path(store.location).rglob("*.safetensors"), key=lambda each: each.stat().st_mtime_ns)

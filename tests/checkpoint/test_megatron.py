@@ -341,7 +341,7 @@ def test_what_is_written_has_the_names_and_shapes_that_megatron_has_written(tmp_
     assert set(theirs.objects) <= set(ours.objects)
     parameters = {each for each in source.tensors if "/" not in each}
     for each in source.tensors.keys() - {f"optimizer/{parameter}/master" for parameter in parameters}:
-        # Weights are masters, of which Megatron makes the working copies.
+        # Weights are masters. Megatron makes the working copies of them.
         master = f"optimizer/{each}/master"
         assert torch.equal(made.read(each), source.read(master if master in source.tensors else each)), each
     assert made.tensors.keys() == {each for each in source.tensors if not each.endswith("/master")}

@@ -85,7 +85,7 @@ class _Run(Interpreter):
 
 @dataclass(slots=True)
 class _Following(_Run):
-    """[1] Tensors hold numbers, each of which no other element has."""
+    """[1] Tensors hold numbers that differ from element to element."""
 
     layings: list[_Laying] = field(default_factory=list)
     tensor_of: list[int] = field(default_factory=list)

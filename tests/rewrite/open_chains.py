@@ -49,7 +49,7 @@ class _Writer:
         return f"l.{self.count}.w" if self.random.random() < 0.5 else f"n{self.count}"
 
     def layout(self, shape: Shape) -> Shape:
-        """None, an even cut of a dim for some ranks, or a cut of which nothing more is known."""
+        """None, an even cut of a dim for some ranks, or a cut that nothing more is known about."""
         kind, dims = self.random.random(), [dim for dim, size in enumerate(shape) if size % 2 == 0]
         if not dims or kind < 0.35:
             return ()
@@ -167,7 +167,7 @@ class _Writer:
 
 
 def open_chain(seed: int) -> OpenChain:
-    """A chain of up to nine statements, at least one of which leaves a degree open."""
+    """A chain of up to nine statements; at least one leaves a degree open."""
     drawn = random.Random(seed)
     while True:
         writer = _Writer(drawn)

@@ -170,18 +170,8 @@ def convert(
     check_arguments(
         rewrite=rewrite, config=config, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify}
     )
-    _check_form(to, dtype=dtype, like=like)
-    store = store_of(source)
-    conversion = Conversion.of(
-        store,
-        read_contents(store, step=step),
-        rewrite,
-        to=to,
-        config=config,
-        dtype=dtype,
-        like=None if like is None else Likeness.of(like),
-        original=_original_at(original, certify=certify),
-    )
+    conversion = _planned(source, to, rewrite, config, dtype, like, step)
+    conversion = replace(conversion, original=_original_at(original, certify=certify))
     if to == "pieces" or to == "whole":
         return conversion.to_save(destination, to, certify=certify, progress=progress)
     return conversion.to_folder(destination, to, max_shard_bytes=max_shard_bytes, certify=certify, progress=progress)
@@ -207,17 +197,7 @@ def preview(
     check_arguments(rewrite=rewrite, config=config, step=step, flags={})
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
-    _check_form(to, dtype=dtype, like=like)
-    store = store_of(source)
-    conversion = Conversion.of(
-        store,
-        read_contents(store, step=step),
-        rewrite,
-        to=to,
-        config=config,
-        dtype=dtype,
-        like=None if like is None else Likeness.of(like),
-    )
+    conversion = _planned(source, to, rewrite, config, dtype, like, step)
     assert conversion.outputs.view is not None, "a rewrite was given"
     if to != "pieces" and to != "whole":
         plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES, places=conversion.places)
@@ -226,6 +206,22 @@ def preview(
     elif destination is not None:
         check_save(destination)
     return conversion.outputs.view.checked.explain()
+
+
+def _planned(
+    source: Address,
+    to: ConvertTarget,
+    rewrite: Rewrite | None,
+    config: ConfigPath,
+    dtype: str | None,
+    like: Address | None,
+    step: int | None,
+) -> "Conversion":
+    _check_form(to, dtype=dtype, like=like)
+    store = store_of(source)
+    form = None if like is None else Likeness.of(like)
+    contents = read_contents(store, step=step)
+    return Conversion.of(store, contents, rewrite, to=to, config=config, dtype=dtype, like=form)
 
 
 def _original_at(original: Address | None, *, certify: bool) -> tuple[Store, Contents] | None:

@@ -174,7 +174,7 @@ class Fusings:
         """
         found = {}
         for name, node in outputs.items():
-            # Optimizer state that goes along is laid out like its parameter, of which it is said.
+            # Optimizer state that goes along is laid out like its parameter, whose statement says it.
             fused = {leaf: self._of[leaf] for leaf in node.leaves if leaf in self._of}
             fused = {leaf: each for leaf, each in fused.items() if each.where is not None and each.layout_lasting}
             kept = {leaf for leaf in node.leaves if leaf not in self._of and sources[leaf].recorded}
@@ -197,7 +197,7 @@ class Fusings:
                 for leaf in node.leaves
             ]
             layouts += self._layouts_of_sources(node, metas)
-            # A dim of which they say different things, as of parts that lie beside each other, is none of them.
+            # Where they say different things of a dim, as neighbouring parts may, it is none of them.
             if layouts:
                 found[name] = tuple([dim[0] if len(set(dim)) == 1 else 0 for dim in zip(*layouts, strict=True)])
         return found

@@ -177,7 +177,7 @@ class Run:
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def model_of(self) -> Any:
-        """The model, of which a stage has a part."""
+        """The part of the model that a stage has."""
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 

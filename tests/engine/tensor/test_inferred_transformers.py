@@ -55,7 +55,7 @@ def tiny(kind: str) -> nn.Module:
             setattr(config, name, 0.0)
     config.apply_spec_augment = False
     model: nn.Module = getattr(tf, auto).from_config(config).double()
-    # Newer versions of transformers carry plans for more models. These here are to be inferred.
+    # Newer versions of transformers carry plans for more models. These tests infer them.
     for each_module in model.modules():
         vars(each_module).update(_tp_plan={})
         if (inner := getattr(each_module, "config", None)) is not None:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor, around_of
+from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor, around_of, spec_of
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import TensorSlot
-from shardwise.engine.pipeline.stage_values import Spec, StageTensor, ViewMemory
+from shardwise.engine.pipeline.stage_values import StageTensor, ViewMemory
 from shardwise.engine.pipeline.staged_calls import StagedCall, storage_of
 
 # A program whose arguments never repeat would else fill the memory of the rank.
@@ -136,18 +136,13 @@ def _read(seen: SeenCall, call: StagedCall, flow: MicrobatchFlow, values: Iterab
         kind = type(leaf)
         if kind in _TENSORS:
             tensor = leaf if kind is StageTensor else flow.adopted(leaf)
-            if type(tensor) is StageTensor:
-                value = tensor.value
-                if not value.has_known_shape:
-                    raise _TooLittleSaidError
-                spec = value.spec
-            else:
-                spec = Spec.of(tensor)
+            if type(tensor) is StageTensor and not tensor.value.has_known_shape:
+                raise _TooLittleSaidError
             at = next((at for at, each in enumerate(tensors) if each is tensor), len(tensors)) if tensors else 0
             if at == len(tensors):
                 tensors.append(tensor)
             seen.positions.append(at)
-            tokens += (at, spec)
+            tokens += (at, spec_of(tensor))
         elif kind in _PLAIN:
             # The type too: Python takes 1, 1.0 and True for equal.
             tokens.append(kind)
