@@ -3,6 +3,8 @@
     device   | step on bucket 0 | step on bucket 1 | step on bucket 2 |
     link                        | gather bucket 0 ...... | gather bucket 1 ..| gather bucket 2
 
+Where masters are on the host, the host steps, and a bucket moves up to the device (and on) while the next one is updated.
+
 The norm of the whole gradient is known before the first step, so nothing else holds a bucket back. `optimizer.step()`
 is then called once for each bucket, with the masters of that bucket in its groups. This must change nothing: a double
 of the optimizer is tried before. One call is made where each is seen: by a hook, a `step` on the object, or a count
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.optimizers import updates_apart
+from shardwise.engine.optimizers import on_host, updates_apart
 from shardwise.engine.plain_calls import counts_steps
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import FlatParams
@@ -38,6 +40,10 @@ class BucketUpdates:
 
     def run(self, counters: Counters) -> None:
         """Step all optimizers on the gradients of the masters, and publish the masters."""
+        with on_host(self._optimizers, applies=self._buffers.is_offloaded):
+            self._run(counters)
+
+    def _run(self, counters: Counters) -> None:
         if self._parts is None:
             self._parts = self._find_parts()
         if not self._parts or any(map(counts_steps, self._optimizers)):
@@ -61,7 +67,7 @@ class BucketUpdates:
     def _find_parts(self) -> dict[int, _Part]:
         if not self._buffers.publishes_in_parts:
             return {}
-        device = self._buffers.buckets[0].working.device
+        device = self._buffers.buckets[0].master.device
         # Not asked of other ranks: they publish in the same order, whether or not they step in parts.
         if not all(updates_apart(each, device) for each in self._optimizers):
             return {}

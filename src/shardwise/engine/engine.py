@@ -71,6 +71,7 @@ from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
@@ -99,6 +100,7 @@ class Engine(Generic[Model_co]):
         channels: EngineChannels,
         buffers: FlatParams,
         gradients: GradReduce,
+        host_gradients: HostGradients | None,
         ties: StageTies,
         model_buffers: ModelBuffers,
         optimizers: tuple[KnownOptimizer, ...],
@@ -130,6 +132,7 @@ class Engine(Generic[Model_co]):
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
+        self._host_gradients = host_gradients
         self._ties = ties
         self._sizes = sizes
         self._model_buffers = model_buffers
@@ -252,6 +255,8 @@ class Engine(Generic[Model_co]):
             self._has_gradients = False
             # May lay out the arena anew, under the views that `gradients()` gave: so it gives none from here on.
             self._gradients.begin(num_microbatches)
+            if self._host_gradients is not None:
+                self._host_gradients.begin(self._divisor(weighting), scale)
             self._ties.begin(num_microbatches)
             self._writes.begin()
             factors: Sequence[Weight] = weighting.factors(self._channels.everyone.rank)
@@ -538,6 +543,8 @@ class Engine(Generic[Model_co]):
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
         # over tp of the parts is enough and sends 1/d of the elements.
         sum_over_ranks([owned[name] for name, _ in self._masters if name in self._summed.names], self._channels.tensor)
+        if self._host_gradients is not None:
+            self._host_gradients.send_rest()
         return owned
 
     # [4] ------------------------------------------------------------------------------------------------------------
@@ -552,6 +559,7 @@ class Engine(Generic[Model_co]):
     ) -> RankFigures:
         """What this rank gives to the loss and the norm of a step."""
         mine = self._gradients.touched & gradients.keys() if self._has_whole_gradients else frozenset()
+        scaling, is_mean = self._computation.loss_scale, self._host_gradients is not None
         return RankFigures(
             losses=losses,
             weighting=weighting,
@@ -562,13 +570,17 @@ class Engine(Generic[Model_co]):
             parts=self._gradients.parts,
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.
-            divisor=weighting.num_microbatches if self.plan.merge.average else self._channels.everyone.size,
-            scale=None if self._computation.loss_scale is None else self._computation.loss_scale.value,
+            divisor=1 if is_mean else self._divisor(weighting),
+            scale=None if scaling is None or is_mean else scaling.value,
             # One process has no gradient for a parameter that no microbatch used, and its norm then has one term
             # fewer. The zeros that stand here in its place would not change the sum, but may change the order in which
             # torch groups it.
             used={at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine} if mine else {},
         )
+
+    def _divisor(self, weighting: Weighting) -> int:
+        """What makes a mean of the sum of all gradients."""
+        return weighting.num_microbatches if self.plan.merge.average else self._channels.everyone.size
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
@@ -623,7 +635,9 @@ class Engine(Generic[Model_co]):
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
         # also looks for optimizers that cannot leave out a step by themselves.
         found_inf = figures.found_inf
-        if not (can_skip_on_device(self.optimizers) and touched <= self._updated):
+        # So does one whose masters are on the host.
+        is_on_host = self._host_gradients is not None
+        if is_on_host or not (can_skip_on_device(self.optimizers) and touched <= self._updated):
             found_inf = None
         if found_inf is None:
             figures.check()
@@ -632,13 +646,17 @@ class Engine(Generic[Model_co]):
                 self.counters.count(figures)
                 return
         self.counters.count(figures)
+        parts = [self._gradients.parts]
+        if self._host_gradients is not None:
+            gradients = self._host_gradients.arrived(self._owned)
+            parts.append(self._host_gradients.parts)
         for name, master in self._masters:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
             master.grad = gradients[name] if name in touched else None
         # Every rank clips its own part by the one norm of the whole gradient.
-        if self.plan.clip_grad_norm is not None:
-            figures.clip(self._gradients.parts, self.plan.clip_grad_norm)
+        for each in parts if self.plan.clip_grad_norm is not None else ():
+            figures.clip(each, self.plan.clip_grad_norm)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         with self._plain_calls.engine_step(), skipping(self.optimizers, found_inf), self.recorder.updating():
             self._bucket_updates.run(self.counters)

@@ -164,10 +164,23 @@ def clip(parts: Sequence[torch.Tensor], *, norm: float, max_norm: float, dtype: 
     if parts:
         # In the dtype that torch would have: min(1, max / (norm + 1e-6)) is rounded in it.
         total = torch.full((), norm, dtype=dtype, device=parts[0].device)
-        torch._foreach_mul_(list(parts), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        if factor != 1:  # a pass over memory that changes nothing
+            torch._foreach_mul_(list(parts), factor)
 
 
 # On a device: the host reads none of these ------------------------------------------------------------------------
+
+
+def divide_on_device(
+    parts: Sequence[torch.Tensor], divisor: int, scale: torch.Tensor | None, kept: KeptNumbers
+) -> None:
+    """Divide gradients in place, by the number and by the scale of the losses if there is one."""
+    if scale is not None:
+        place = kept.place("divisor", dtype=scale.dtype)
+        torch._foreach_div_(list(parts), torch.mul(scale, divisor, out=place))
+    elif divisor > 1:
+        torch._foreach_div_(list(parts), divisor)
 
 
 def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torch.Tensor) -> None:

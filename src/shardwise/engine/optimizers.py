@@ -448,6 +448,40 @@ def skipping(optimizers: Sequence[torch.optim.Optimizer], found_inf: torch.Tenso
                 vars(optimizer).pop(name, None)
 
 
+@contextmanager
+def on_host(optimizers: Sequence[torch.optim.Optimizer], *, applies: bool) -> Iterator[None]:
+    """Steps inside are on masters in the host's memory, if it `applies`: by torch's fused kernels for the CPU where the
+    settings do not decide, with what the settings have on a device brought here."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    for group in (group for optimizer in optimizers if applies for group in _fusable(optimizer)):
+        changed.append((group, "fused", None))
+        group["fused"] = True
+    for group in (group for optimizer in optimizers if applies for group in optimizer.param_groups):
+        for key, value in [(key, value) for key, value in group.items() if key == "capturable" or torch.is_tensor(value)]:
+            here = value.cpu() if torch.is_tensor(value) else False  # torch captures no step on the CPU
+            if here is not value:
+                changed.append((group, key, value))
+                group[key] = here
+    try:
+        yield
+    finally:
+        # The settings stay the user's: schedulers, checkpoints and a relayout to a plan without a host see them.
+        for group, key, value in changed:
+            if torch.is_tensor(value):
+                value.copy_(group[key])
+            group[key] = value
+
+
+def _fusable(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+    """The groups that leave open whether torch's optimizer updates in one pass over memory, and in which it can."""
+    if type(optimizer).step.__module__.startswith("torch.optim."):
+        for group in optimizer.param_groups:
+            is_open = "fused" in group and group["fused"] is None
+            if is_open and not group.get("foreach") and not group.get("differentiable"):
+                if all(map(torch.is_floating_point, group["params"])):
+                    yield group
+
+
 @torch.no_grad()
 def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owned: Sequence[Owned]) -> None:
     """Put the owned masters in the place of the model's parameters: same groups, same settings, state cut along.
@@ -503,7 +537,8 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
     run, master = owned.segment.run, owned.parameter
 
     def cut(key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
+        # torch leaves `step` where it is; on the host its updates read no other.
+        if not isinstance(value, torch.Tensor) or (key == "step" and master.device.type != "cpu"):
             return value
         if key in not_along or value.shape != spec.global_shape:
             return value.to(master.device)

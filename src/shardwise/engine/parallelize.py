@@ -42,6 +42,7 @@ from shardwise.engine.optimizers import (
     describe_settings,
     find_whole_keys,
     know,
+    on_host,
     swap,
 )
 from shardwise.engine.pipeline.crossings import GradientKinds
@@ -67,6 +68,7 @@ from shardwise.engine.tensor.tensor_decision import (
 )
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Placement, Plan
@@ -179,13 +181,20 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     check_coverage(optimizers, inventory)
     # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
     # would train, and badly.
-    if plan.mesh.tp > 1:
-        check_elementwise(optimizers, channel.device, instead="Leave mesh.tp at 1")
-    elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
-        check_elementwise(optimizers, channel.device)
-    elif _num_owners(plan) > 1:
-        check_apart(optimizers, channel.device)
+    home = _home(plan, channel.device)
+    with on_host(optimizers, applies=home != channel.device):
+        if plan.mesh.tp > 1:
+            check_elementwise(optimizers, home, instead="Leave mesh.tp at 1")
+        elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
+            check_elementwise(optimizers, home)
+        elif _num_owners(plan) > 1:
+            check_apart(optimizers, home)
     return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
+
+
+def _home(plan: Plan, device: torch.device) -> torch.device:
+    """Where masters are, and optimizers update them."""
+    return device if plan.sharding.offload is None else torch.device("cpu")
 
 
 def _num_owners(plan: Plan) -> int:
@@ -319,6 +328,13 @@ def _build(
     # then the proof, which watches both. The runner comes last: all of that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
     TensorParallel(model, decision.plan, channels.tensor)
+    cut = [spec.name for spec in held.specs if spec.portion is not None]
+    summed = SummedGradients(held.parameters, cut=cut, summed=decision.plan.summed, named=decision.plan.named)
+    host_gradients = None
+    if tensors.buffers.is_offloaded:
+        host_gradients = HostGradients(
+            tensors.buffers, channel.device, summed.may_change if channels.tensor.size > 1 else None
+        )
     gradients, passes = install(
         model,
         tensors.layout,
@@ -328,6 +344,7 @@ def _build(
         owners=channels.owners,
         replicas=channels.replicas,
         counters=counters,
+        taker=host_gradients,
     )
     proof = Proof(
         model,
@@ -338,8 +355,6 @@ def _build(
         is_followed=lambda: passes.is_followed,
         is_local=lambda name: placement.num_stages == 1 or any(_is_within(name, each) for each in placement.modules),
     )
-    cut = [spec.name for spec in held.specs if spec.portion is not None]
-    summed = SummedGradients(held.parameters, cut=cut, summed=decision.plan.summed, named=decision.plan.named)
     runner = None
     if placement.num_stages > 1:
         tied = _tied_wholes(inventory, tensors.stages)
@@ -386,6 +401,7 @@ def _build(
         channels=channels,
         buffers=tensors.buffers,
         gradients=gradients,
+        host_gradients=host_gradients,
         ties=tensors.ties,
         model_buffers=tensors.model_buffers,
         optimizers=tensors.optimizers,
@@ -445,7 +461,9 @@ def _keep_own(
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     is_partial = sliced or plan.mesh.tp > 1
     # Only where masters are parts: a whole master tells by its shape which of its state is per element.
-    whole_keys = [find_whole_keys(each, device) if is_partial else frozenset() for each in inspected.optimizers]
+    home = _home(plan, device)
+    with on_host(inspected.optimizers, applies=home != device):
+        whole_keys = [find_whole_keys(each, home) if is_partial else frozenset() for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     kept_buffers = drop_foreign(model, inventory, stages, coordinate)
@@ -463,7 +481,14 @@ def _keep_own(
         but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
     optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
-    buffers = make_params(layout, owned, channels.owners, keep_shapes=not sliced, waiting=waiting)
+    buffers = make_params(
+        layout,
+        owned,
+        channels.owners,
+        keep_shapes=not sliced,
+        waiting=waiting,
+        offload=plan.sharding.offload,
+    )
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.

@@ -83,7 +83,7 @@ def state_of(
 ) -> dict[Piece, torch.Tensor]:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
 
-    Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master held apart, and
+    Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master in another dtype, and
     `optimizer/<parameter>/<key>` for the optimizer's state under torch's key. Raises OptimizerError for state that is
     neither a tensor nor a number.
     """
@@ -108,8 +108,10 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
     for bucket in buffers.buckets:
         for name, segment in bucket.segments.items():
             span = slice(segment.start, segment.start + segment.run.num_elements)
-            state |= placed(name, bucket.part[span], spec_of[name], segment)
-            if bucket.has_master:
+            # Of two copies in one dtype, the one that the optimizer writes: where masters are makes no other checkpoint.
+            held = bucket.part if bucket.is_cast else bucket.master
+            state |= placed(name, held[span], spec_of[name], segment)
+            if bucket.is_cast:
                 state |= placed(state_name(name, MASTER), bucket.master[span], spec_of[name], segment)
     for spec in inventory.specs:
         # Not fused into a bucket: every data rank has it whole, and a save takes it from one of them.
@@ -203,6 +205,7 @@ class EngineRestoration:
         # Before anything is written: a buffer that a forward changed and the ranks have not agreed on yet stays
         # pending over the load.
         self._pending_buffers = model_buffers.changed()
+        buffers.settle()
         own = [spec.name for spec in inventory.specs] + [name for name, _ in model.named_buffers()]
         self.aliases: Mapping[str, str] = {
             **named_by_wrappers(stored, {**{name: name for name in own}, **aliases}),

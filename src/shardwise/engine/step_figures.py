@@ -34,6 +34,7 @@ from shardwise.engine.norm import (
     clip,
     clip_on_device,
     divide_and_square,
+    divide_on_device,
     norm_in_one_process,
     norm_of,
     norm_of_norms,
@@ -70,7 +71,7 @@ class RankFigures:
     parts: Sequence[torch.Tensor]
     """The flat memory in which they are."""
     divisor: int
-    """What makes the sums means."""
+    """What makes the sums means; 1 where they are means already."""
     scale: torch.Tensor | None
     """What losses were multiplied by, and gradients are divided by in addition."""
     used: Mapping[int, torch.Tensor]
@@ -226,11 +227,7 @@ class MadeOnDevice:
 
     def given(self, own: RankFigures) -> list[bytes]:
         """See `FiguresMaking`. Only what the hosts have to know to bring the norms of parameters together."""
-        if own.scale is not None:
-            divisor = self._kept.place("divisor", dtype=own.scale.dtype)
-            torch._foreach_div_(list(own.parts), torch.mul(own.scale, own.divisor, out=divisor))
-        elif own.divisor > 1:
-            torch._foreach_div_(list(own.parts), own.divisor)
+        divide_on_device(own.parts, own.divisor, own.scale, self._kept)
         return [struct.pack(f"<{len(own.used)}q", *own.used) if self._sends_norms else b""]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
@@ -446,7 +443,10 @@ class DeviceFigures:
 
     def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
         """See `Figures`."""
-        clip_on_device(parts, self._norm, max_norm, self._kept, one=self._one)
+        if parts and parts[0].device.type == "cpu":  # those for masters that are on the host
+            clip(parts, norm=self.grad_norm, max_norm=max_norm, dtype=self._around.norm_dtype)
+        else:
+            clip_on_device(parts, self._norm, max_norm, self._kept, one=self._one)
 
     @cached_property
     def _values(self) -> list[float]:

@@ -19,6 +19,7 @@ from shardwise.space import Mesh
 
 Partition = Literal["slice", "whole"]
 Owners = Literal["all", "dp_shard"]
+Offload = Literal["state", "parameters"]
 Balance = Literal["parameters", "flops", "seconds"]
 Sums = Literal["exact", "backend"]
 
@@ -40,6 +41,9 @@ class Sharding:
     each repeated block."""
     keep_gathered: bool = False
     """Stage 3: gather each unit once per update and keep it for all microbatches; False: anew for each use."""
+    offload: Offload | None = None
+    """What is in the host's memory where ranks have devices. `state`: masters and optimizer state, which are updated
+    there; `parameters`: owned parts of working copies too (stage 3); None: nothing."""
 
     def __post_init__(self) -> None:
         # TOML gives lists. A frozen value needs a tuple to be hashable, and to equal the one that was written.
@@ -347,6 +351,13 @@ def _sharding_problems(sharding: Sharding) -> list[str]:
                 f"sharding.{name}: given with stage {sharding.stage!r}, which holds all working copies all the time; "
                 "give stage=3, or leave it out"
             )
+    if (offload := sharding.offload) is not None and offload not in get_args(Offload):
+        problems.append(f"sharding.offload: {offload!r} is not one of {', '.join(map(repr, get_args(Offload)))}")
+    if offload == "parameters" and sharding.stage != 3:
+        problems.append(
+            f"sharding.offload: 'parameters' asked with stage {sharding.stage!r}, where forwards read the working copy "
+            "of the device; give stage=3, or offload='state'"
+        )
     problems += _is_bool("sharding.keep_gathered", sharding.keep_gathered)
     return problems + _at_least_one("sharding.bucket_bytes", sharding.bucket_bytes)
 

@@ -170,6 +170,10 @@ class SummedGradients:
         """Whether graphs have reached all parameters."""
         return not self._unseen
 
+    def may_change(self, names: Iterable[str]) -> bool:
+        """Whether the gradients of some of these are summed over ranks, as far as is known now."""
+        return not self.is_settled or not self.names.isdisjoint(names)
+
     def look_at(self, loss: torch.Tensor) -> None:
         """Learn from the graph of a loss. Raises ModelError for gradients that no sum makes right."""
         # Once all parameters are known, the graphs of later steps are not walked: the walk is Python over every node.

@@ -12,6 +12,8 @@ A bucket of bfloat16 parameters w0 (10 elements), w1 (40) and w2 (16), stages 1 
 
 WholeBucket     the working copy of all elements, here all the time (stages 0 to 2)
 ShardedBucket   the working copy of the owned part; that of all elements from `fill` to `free` (stage 3)
+
+Where masters are in the host's memory (`offload`), `publish` casts there, and the narrow dtype moves up to the device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.accelerators import synchronize
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
@@ -30,24 +33,35 @@ from shardwise.engine.reports import Counters
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 from shardwise.plan.memory import sharded_run_bytes
+from shardwise.plan.specs import Offload
 
 
 class WholeBucket:
     """A working copy that is whole on every rank, and the master of the owned part."""
 
-    def __init__(self, plan: Bucket, owner: int, working: torch.Tensor, part: torch.Tensor | None = None) -> None:
-        """part: the owned elements of the working copy; None: they are a view of it."""
+    def __init__(
+        self, plan: Bucket, owner: int, working: torch.Tensor, part: torch.Tensor | None = None, *, offload: bool = False
+    ) -> None:
+        """part: the owned elements of the working copy; None: they are a view of it. offload: masters are on the host."""
         self.plan = plan
         self.working = working
         own = plan.part(owner)
         self.part = working[own.start : own.stop] if part is None else part
         # bfloat16 has 8 significant bits: an update of 1e-3 of a value would be rounded away each time, and never add
         # up. Where both have one dtype a second copy would hold the same bits: the optimizer steps on the working copy.
-        self.has_master = plan.master != plan.working
+        self.is_cast = plan.master != plan.working
+        """Whether the working copy has another dtype than the master."""
+        rises = offload and plan.trainable and self.part.device.type != "cpu"
+        self.has_master = self.is_cast or rises
         """Whether the master is held apart; else it is a view of the working copy."""
         self.master = self.part
-        if self.has_master:
-            self.master = torch.zeros(plan.counts[owner], dtype=torch_dtype(plan.master), device=working.device)
+        num_elements, dtype = plan.counts[owner], torch_dtype(plan.master)
+        if self.is_cast:
+            self.master = torch.zeros(num_elements, dtype=dtype, device="cpu" if offload else working.device)
+        elif rises:
+            self.master = torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+        # Page-locked is what moves between host and device, and nothing else.
+        self._cast = self.part.new_empty(num_elements, device="cpu", pin_memory=True) if rises and self.is_cast else None
         self.segments = {segment.name: segment for segment in plan.segments(owner)}
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
@@ -57,6 +71,15 @@ class WholeBucket:
         # The master takes the given values and not the working copy, which has rounded them already.
         self.working[slot.run.start : slot.run.stop].copy_(values.reshape(-1))
         self._write_owned(self.master, slot, values)
+
+    def publish(self) -> None:
+        """Make the owned part of the working copy from the master."""
+        # In the next update the host writes to what moves up here. It has waited for gradients by then, which the device
+        # computed later.
+        if self._cast is not None:
+            self.part.copy_(self._cast.copy_(self.master), non_blocking=True)
+        elif self.has_master:
+            self.part.copy_(self.master, non_blocking=True)
 
     def adopt(self, name: str) -> None:
         """Take values that were written into the working copy of a parameter over into its master."""
@@ -88,9 +111,14 @@ class ShardedBucket(WholeBucket):
         working: torch.Tensor,
         part: torch.Tensor,
         sources: Sequence[torch.Tensor],
+        *,
+        offload: bool = False,
+        rising: torch.Stream | None = None,
     ) -> None:
-        """sources: the runs of all owners, where all share memory; else none."""
-        super().__init__(plan, owners.rank, working, part)
+        """sources: the runs of all owners, where all share memory; else none. rising: moves the part up to the device,
+        where it is on the host."""
+        super().__init__(plan, owners.rank, working, part, offload=offload)
+        self._rising = rising
         self._number = number
         self._owners = owners
         self._sources = sources
@@ -135,7 +163,15 @@ class ShardedBucket(WholeBucket):
             return None
         if not self._purpose:
             self._purpose = f"parameters of unit {unit!r}, bucket {self._number}"
-        return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose)
+        if self._rising is None:
+            return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose)
+        # Not behind the kernels that are queued from here on: a unit that is gathered ahead moves while another runs.
+        # The memory may have had another use before, so not before the kernels that were queued.
+        self._rising.wait_event(torch.accelerator.current_stream(self.working.device).record_event())
+        own = self._targets[self._owners.rank]
+        with self._rising:
+            own.copy_(self.part, non_blocking=True)
+            return self._owners.all_gather(self.working, own, counts=self.plan.counts, purpose=self._purpose)
 
     def free(self) -> None:
         """Give the memory of all elements back; views of it are filled with the next `fill`."""
@@ -144,23 +180,30 @@ class ShardedBucket(WholeBucket):
         self._memory.resize_(0)
 
 
-def make_buckets(plans: Sequence[Bucket], unit_of: Mapping[str, str], owners: Channel) -> Iterator[WholeBucket]:
+def make_buckets(
+    plans: Sequence[Bucket], unit_of: Mapping[str, str], owners: Channel, offload: Offload | None = None
+) -> Iterator[WholeBucket]:
     """The memory of each bucket, which is sharded where its parameters have a unit."""
     # A generator: the caller fills a bucket with the values of its parameters and frees it, before the next takes
     # memory. A list would hold the whole model at stage 3.
-    runs = _runs({at: plan for at, plan in enumerate(plans) if plan.slots[0].name in unit_of}, owners)
+    sharded = {at: plan for at, plan in enumerate(plans) if plan.slots[0].name in unit_of}
+    runs = _runs(sharded, owners, on_host=offload == "parameters")
+    rising = torch.Stream(owners.device) if sharded and offload == "parameters" else None
     for index, plan in enumerate(plans):
         dtype = torch_dtype(plan.working)
         num_bytes = plan.num_elements * dtype.itemsize
         if index in runs:
             working = torch.empty(num_bytes, dtype=torch.uint8, device=owners.device).view(dtype)
-            yield ShardedBucket(index, plan, owners, working, *runs[index])
+            yield ShardedBucket(index, plan, owners, working, *runs[index], offload=offload is not None, rising=rising)
         else:
             # The channel gathers into it, and may have memory that it moves faster (shared between processes).
-            yield WholeBucket(plan, owners.rank, owners.allocate(num_bytes).view(dtype))
+            room = owners.allocate(num_bytes).view(dtype)
+            yield WholeBucket(plan, owners.rank, room, offload=offload is not None)
 
 
-def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
+def _runs(
+    sharded: Mapping[int, Bucket], owners: Channel, *, on_host: bool
+) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
     """This rank's run of every bucket, and those of all owners where they share memory.
 
     The runs of an owner follow each other in one piece of memory: peers map one piece for each owner.
@@ -174,7 +217,12 @@ def _runs(sharded: Mapping[int, Bucket], owners: Channel) -> dict[int, tuple[tor
     num_bytes = max(each[-1] for each in starts)  # `share` asks all ranks for one number
     # CPU ranks of one host map each other's runs: a gather is then one copy per owner, and wakes nobody up.
     shared = owners.share(num_bytes) if num_bytes and owners.device.type == "cpu" else None
-    own = owners.allocate(starts[owners.rank][-1]) if shared is None else shared[owners.rank]
+    if shared is not None:
+        own = shared[owners.rank]
+    elif on_host:
+        own = torch.zeros(starts[owners.rank][-1], dtype=torch.uint8, pin_memory=True)
+    else:
+        own = owners.allocate(starts[owners.rank][-1])
 
     def run(memory: torch.Tensor, at: int, bucket: Bucket, owner: int) -> torch.Tensor:
         dtype, start = torch_dtype(bucket.working), starts[owner][at]
@@ -251,10 +299,14 @@ class FlatParams:
         keep_shapes: bool,
         waiting: Collection[str] = (),
         unit_of: Mapping[str, str] | None = None,
+        offload: Offload | None = None,
     ) -> None:
         """waiting: parameters whose values come later, by `write` or by a load. unit_of: of parameters that are
-        sharded, which are here whole only while their unit is gathered (stage 3)."""
+        sharded, which are here whole only while their unit is gathered (stage 3). offload: what is on the host, where
+        the owners have devices."""
         unit_of = unit_of or {}
+        self.is_offloaded = owners.device.type != "cpu" and offload is not None
+        """Whether masters are in the memory of the host, and working copies in that of a device."""
         self.ownership = ownership
         self.owner = owners.rank
         self._owners = owners
@@ -267,7 +319,7 @@ class FlatParams:
         }
         self._slots: dict[str, tuple[WholeBucket, Slot]] = {}
         """The bucket of a parameter, and its slot in it."""
-        for bucket in make_buckets(ownership.buckets, unit_of, owners):
+        for bucket in make_buckets(ownership.buckets, unit_of, owners, offload if self.is_offloaded else None):
             self.buckets.append(bucket)
             if isinstance(bucket, ShardedBucket):
                 self.sharded.append(bucket)
@@ -296,8 +348,8 @@ class FlatParams:
         return {owned.parameter: owned.segment.name for owned in self.owned}
 
     def cast_from_masters(self) -> set[str]:
-        """Names of parameters whose working copy is made from a master that is held apart."""
-        return {slot.name for bucket in self.buckets if bucket.has_master for slot in bucket.plan.slots}
+        """Names of parameters whose working copy is made from a master of another dtype."""
+        return {slot.name for bucket in self.buckets if bucket.is_cast for slot in bucket.plan.slots}
 
     def holds(self, name: str) -> bool:
         """Whether a parameter is in one of the buffers."""
@@ -362,7 +414,9 @@ class FlatParams:
 
     @property
     def publishes_in_parts(self) -> bool:
-        """Whether a bucket can travel to other ranks while the next one is updated."""
+        """Whether a bucket can travel to other ranks, or to the device, while the next one is updated."""
+        if self.is_offloaded:
+            return sum(each.plan.trainable for each in self.buckets) > 1
         whole = sum(each.plan.trainable and not isinstance(each, ShardedBucket) for each in self.buckets)
         return self._owners.size > 1 and self._owners.progresses_alone and whole > 1
 
@@ -382,6 +436,11 @@ class FlatParams:
             trainable.sort(key=lambda index: self.buckets[index].plan.num_elements)
         self._publish(trainable, "parameters of bucket", counters, before)
 
+    def settle(self) -> None:
+        """Wait until no device reads the host's memory any more: somebody else than an update is about to write."""
+        if self.is_offloaded:
+            synchronize(self._owners.device)
+
     def publish_restored(self, counters: Counters) -> None:
         """Publish masters that were written from outside, frozen ones too."""
         self._publish(range(len(self.buckets)), "restored parameters of bucket", counters)
@@ -399,10 +458,9 @@ class FlatParams:
             if before is not None:
                 before(index)
             bucket = self.buckets[index]
-            if bucket.has_master:
-                # Before the transfer, so that the wire carries the narrow dtype and no rank casts what it does not own.
-                bucket.part.copy_(bucket.master)
-                counters.cast_elements += bucket.num_owned
+            # Before the transfer, so that the wire carries the narrow dtype and no rank casts what it does not own.
+            bucket.publish()
+            counters.cast_elements += bucket.num_owned if bucket.is_cast else 0
             # What is sharded is not sent here: the next forward gathers each unit, perhaps several times.
             if self._owners.size > 1 and not isinstance(bucket, ShardedBucket):
                 counters.all_gathers += 1

@@ -41,6 +41,7 @@ from shardwise.engine.zero.grad_reduce import (
     Collectors,
     GradPerUpdate,
     OwnedGradients,
+    PartsTaker,
     sum_over_replicas,
     twice_in_one_backward,
 )
@@ -175,6 +176,8 @@ class _Pending:
     is_launched: bool = False
     num_rounds: int = 0
     """Reductions of this update so far."""
+    is_taken: bool = False
+    """Whether the reduced part has left for the host."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -205,6 +208,7 @@ class GradPerMicrobatch(Passes):
         late: Collection[str] = (),
         stage_of: Mapping[str, int] | None = None,
         starts_when_complete: bool = True,
+        taker: PartsTaker | None = None,
     ) -> None:
         """`late`: parameters whose gradients are complete only at the end of the update. In separate buckets, they stay
         whole until then. `stage_of`: which backward finishes a parameter, where a rank has several stages.
@@ -215,6 +219,7 @@ class GradPerMicrobatch(Passes):
         self._replicas = replicas
         self._counters = counters
         self._starts_when_complete = starts_when_complete
+        self._taker = taker
         trainable = [bucket for bucket in ownership.buckets if bucket.trainable]
         is_late = [any(slot.name in late for slot in bucket.slots) for bucket in trainable]
         self._ownership = _restricted(
@@ -230,6 +235,7 @@ class GradPerMicrobatch(Passes):
             replicas=replicas,
             counters=counters,
             late=late,
+            taker=taker,
         )
         self.buffers = GradBuffers(self._ownership, precision, owners, by_unit=not starts_when_complete)
         self._pending = [
@@ -344,7 +350,7 @@ class GradPerMicrobatch(Passes):
             for parameter in self._parameters:
                 parameter.grad = None  # of a backward of the user's own, which this update does not count
         for pending in self._pending:
-            pending.num_rounds = 0
+            pending.num_rounds, pending.is_taken = 0, False
             pending.buffer, pending.flat, pending.views = None, None, {}
             self._open(pending)
         self._is_collecting = True
@@ -383,6 +389,8 @@ class GradPerMicrobatch(Passes):
             purpose = f"gradients of bucket {pending.index} over replicas"
             sum_over_replicas(reduced, reduced, self._replicas, purpose=purpose, counters=self._counters)
             self._reduced.append(reduced)
+            if self._taker is not None and not pending.is_taken:
+                self._taker.send(pending.bucket, reduced)
         self._whole.reduce()
 
     # Microbatches -------------------------------------------------------------------------------------------------
@@ -546,6 +554,18 @@ class GradPerMicrobatch(Passes):
                 run.copy_(flight.target)
             else:
                 run.add_(flight.target)
+        if self._taker is not None and self._is_last(flight.pending):
+            flight.pending.is_taken = True
+            self._taker.send(flight.pending.bucket, run)
+
+    def _is_last(self, pending: _Pending) -> bool:
+        """Whether nothing changes the run of a bucket any more: no microbatch, no stray, no replica, no cast."""
+        return (
+            pending.num_rounds == self._num_microbatches
+            and self._unused.isdisjoint(pending.names)
+            and self._replicas.size == 1
+            and self._runs[pending.index].dtype == pending.master
+        )
 
     def _scratch_of(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one part of a sum: one reduction that needs it is in flight."""

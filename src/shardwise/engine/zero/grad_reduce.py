@@ -32,7 +32,7 @@ from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import Owned, Run
 from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
-from shardwise.plan import Arena, Ownership, Precision, plan_arena
+from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
 from shardwise.plan.memory import wire_dtype
 
 
@@ -118,6 +118,13 @@ class GradReduce(Collector, Protocol):
         """The owned parts of all buckets, flat, valid after `reduce`."""
 
 
+class PartsTaker(Protocol):
+    """Who takes the reduced part of each bucket, as soon as there is one."""
+
+    def send(self, bucket: Bucket, part: torch.Tensor) -> None:
+        """The owned part of a bucket has its last value."""
+
+
 class OwnedGradients:
     """Views of the reduced gradients. They are made once: buffers serve many updates."""
 
@@ -173,8 +180,10 @@ class GradPerUpdate:
         replicas: Channel,
         counters: Counters,
         late: Collection[str] = (),
+        taker: PartsTaker | None = None,
     ) -> None:
         """`late`: parameters whose gradient is not complete when the backward that finished them was the last."""
+        self._taker = taker
         self._buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
         self._ownership = ownership
         self._precision = precision
@@ -370,6 +379,8 @@ class GradPerUpdate:
                 self._works[at] = None
             self._num_complete = at + 1
             self._finish(at)
+            if self._taker is not None:
+                self._taker.send(self._buckets[at], self.reduced[at])
 
     def _finish(self, index: int) -> None:
         """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""

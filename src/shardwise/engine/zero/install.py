@@ -20,12 +20,13 @@ from shardwise.engine.reports import Counters
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
+from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce, PartsTaker
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
+from shardwise.plan.specs import Offload
 from shardwise.plan.units import Units, plan_units
 
 
@@ -61,8 +62,10 @@ def plan_layout(
     inventory: Inventory, parameters: StageParameters, plan: Plan, units: Units, *, owners: Channel, replicas: Channel
 ) -> OwnedLayout:
     """The layout of what this rank owns. `inventory`: of that."""
-    # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gathers.
-    stage = plan.sharding.stage if owners.size > 1 else min(plan.sharding.stage, 1)
+    # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gathers. But not
+    # where the parameters are on the host, from which units are gathered.
+    is_offloaded = plan.sharding.offload == "parameters" and owners.device.type != "cpu"
+    stage = plan.sharding.stage if owners.size > 1 or is_offloaded else min(plan.sharding.stage, 1)
     late = frozenset(parameters.of_several_stages())
     # A tie between stages of the pipeline stays whole: `StageTies` moves its values, and its gradient is complete only
     # at the end of the update.
@@ -87,7 +90,13 @@ def _restricted(units: Units, names: Collection[str]) -> Units:
 
 
 def make_params(
-    layout: OwnedLayout, inventory: Inventory, owners: Channel, *, keep_shapes: bool, waiting: Collection[str] = ()
+    layout: OwnedLayout,
+    inventory: Inventory,
+    owners: Channel,
+    *,
+    keep_shapes: bool,
+    waiting: Collection[str] = (),
+    offload: Offload | None = None,
 ) -> FlatParams:
     """The working copies and masters of a layout."""
     return FlatParams(
@@ -97,6 +106,7 @@ def make_params(
         unit_of=layout.units.unit_of() if layout.stage == 3 else {},
         keep_shapes=keep_shapes,
         waiting=waiting,
+        offload=offload,
     )
 
 
@@ -110,8 +120,12 @@ def install(
     owners: Channel,
     replicas: Channel,
     counters: Counters,
+    taker: PartsTaker | None = None,
 ) -> tuple[GradReduce, Passes]:
-    """How gradients are reduced, and what data ranks do around microbatches: chosen here, once, by the stage."""
+    """How gradients are reduced, and what data ranks do around microbatches: chosen here, once, by the stage.
+
+    taker: gets the owned part of each bucket as soon as it is reduced.
+    """
     if layout.stage < 2:
         whole = GradPerUpdate(
             inventory.parameters,
@@ -121,6 +135,7 @@ def install(
             replicas=replicas,
             counters=counters,
             late=layout.late,
+            taker=taker,
         )
         return whole, Passes()
     gradients = GradPerMicrobatch(
@@ -133,6 +148,7 @@ def install(
         late=layout.late,
         stage_of=layout.stage_of,
         starts_when_complete=layout.stage == 2,
+        taker=taker,
     )
     if layout.stage == 2:
         return gradients, gradients
