@@ -315,7 +315,7 @@ def _run_double(
             double.state[parameter] = {
                 key: torch.ones_like(parameter)
                 if isinstance(value, torch.Tensor) and key not in not_along
-                else deepcopy(value)
+                else _reachable(deepcopy(value), device)
                 for key, value in example.items()
             }
     for number, gradients in enumerate(zip(*(rest for _, *rest in stretches), strict=True)):
@@ -330,6 +330,11 @@ def _run_double(
             double.state.update(state)
             step(double)
     return double
+
+
+def _reachable(value: Any, device: torch.device) -> Any:
+    """State that is not cut, where an update on `device` reads it: updates on the host read nothing on another one."""
+    return value.to(device) if torch.is_tensor(value) and device.type == "cpu" else value
 
 
 def _state_when_built(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> dict[Any, Any]:
@@ -457,7 +462,9 @@ def on_host(optimizers: Sequence[torch.optim.Optimizer], *, applies: bool) -> It
         changed.append((group, "fused", None))
         group["fused"] = True
     for group in (group for optimizer in optimizers if applies for group in optimizer.param_groups):
-        for key, value in [(key, value) for key, value in group.items() if key == "capturable" or torch.is_tensor(value)]:
+        for key, value in [
+            (key, value) for key, value in group.items() if key == "capturable" or torch.is_tensor(value)
+        ]:
             here = value.cpu() if torch.is_tensor(value) else False  # torch captures no step on the CPU
             if here is not value:
                 changed.append((group, key, value))
@@ -537,9 +544,8 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
     run, master = owned.segment.run, owned.parameter
 
     def cut(key: str, value: Any) -> Any:
-        # torch leaves `step` where it is; on the host its updates read no other.
-        if not isinstance(value, torch.Tensor) or (key == "step" and master.device.type != "cpu"):
-            return value
+        if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
+            return _reachable(value, master.device)
         if key in not_along or value.shape != spec.global_shape:
             return value.to(master.device)
         local = value if spec.portion is None else portion_of(value, spec.portion)

@@ -29,6 +29,7 @@ class PlanSizes:
         """channel: of all ranks; the others move tensors as it does."""
         self._sums = sums_of(channel)
         self._goes_ahead = channel.progresses_alone
+        self._offload = plan.sharding.offload if channel.device.type != "cpu" else None
         self._plan = plan
         self._layout = layout
         self._owner = owner
@@ -47,6 +48,7 @@ class PlanSizes:
                 num_microbatches=k,
                 sums=self._sums,
                 goes_ahead=self._goes_ahead,
+                offload=self._offload,
             )
         else:
             units = [unit.name for unit in layout.units.units]
@@ -60,6 +62,7 @@ class PlanSizes:
                 late=layout.late,
                 sums=self._sums,
                 goes_ahead=self._goes_ahead,
+                offload=self._offload,
             )
         return replace(
             owned,

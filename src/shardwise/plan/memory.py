@@ -12,6 +12,9 @@ a: on accelerators, where the parts of others are held until they are added: (d-
 g: how often each unit is gathered (`plan.gathers`). N = 1e9, d = 8, k = 4, u = 2e7: stage 1 holds 2 + 4 + 0.5 + 1 GB,
 stage 3 holds 0.25 + 0.5 + 0.5 + 1 + 0.09 + 0.08 GB. Stage 0 is one owner with d replicas: it sends gradients twice (a
 reduce-scatter and an all-gather of float32 sums) and no working copies. Activations do not count.
+
+With `offload` a device holds no masters and no Adam, and with "parameters" at stage 3 no working copy but what is
+gathered. The host holds them, and in addition 4N/d of gradients that came down and 2N/d of casts that go up.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.plan.buckets import Bucket, Ownership
 from shardwise.plan.dtypes import itemsize_bytes, promote
-from shardwise.plan.specs import Precision, Sums
+from shardwise.plan.specs import Offload, Precision, Sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +67,11 @@ class Footprint:
     """
 
     working_bytes: int
-    """Working copies (in runs without a second copy: the masters too)."""
+    """Working copies on the device (in runs without a second copy: the masters too)."""
     gradient_bytes: int
     """The arena in which gradients are added up."""
     master_bytes: int
-    """Masters held apart from the working copies."""
+    """Masters held apart from the working copies, on the device."""
     owned_elements: int
     """Trainable elements that this rank updates: optimizer state has its own factor of them."""
     reducing_bytes: int = 0
@@ -78,6 +81,9 @@ class Footprint:
     gathered_bytes: int = 0
     """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another. Of all
     units where they are kept."""
+    host_bytes: int = 0
+    """What is in the host's memory and not on the device (`offload`), without optimizer state, which is there too:
+    masters, their gradients, casts and owned parts of working copies that move up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +114,11 @@ def wire_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -
     # own dtype is wider than the plan's masters, and never by widening, which sends more for nothing.
     narrows = bucket.master == precision.master and promote(held, precision.reduce) == held
     return precision.reduce if narrows else held
+
+
+def buffered_dtype(bucket: Bucket, precision: Precision) -> str:
+    """The dtype of a gradient that is reduced after every microbatch, on its way."""
+    return wire_dtype(bucket, precision, num_microbatches=1) if len(bucket.counts) > 1 else bucket.working
 
 
 def run_dtype(bucket: Bucket, precision: Precision, *, num_microbatches: int) -> str:
@@ -192,7 +203,7 @@ def places_in_buffers(ownership: Ownership, precision: Precision, *, by_unit: bo
         key = bucket.unit if by_unit and bucket.unit is not None else index
         before = last_of.get(key)
         start = 0 if before is None else before.stop_bytes
-        num_bytes = bucket.num_elements * itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
+        num_bytes = bucket.num_elements * itemsize_bytes(buffered_dtype(bucket, precision))
         group = index if before is None else before.group
         last_of[key] = BufferPlace(group=group, start_bytes=start, stop_bytes=start + num_bytes)
         places.append(last_of[key])
@@ -233,6 +244,17 @@ def plan_arena(ownership: Ownership, owner: int, precision: Precision, *, num_mi
     return Arena(num_bytes=staying, regions=tuple(regions))
 
 
+def _on_host(bucket: Bucket, owner: int, offload: Offload) -> int:
+    """Bytes of the host's memory for one bucket. "parameters": with the owned part of its working copy."""
+    own, is_cast = bucket.counts[owner], bucket.master != bucket.working
+    master = own * itemsize_bytes(bucket.master)
+    gradient = master if bucket.trainable else 0
+    if offload == "parameters":
+        return gradient + sharded_run_bytes(bucket, owner) + (master if is_cast else 0)
+    cast = own * itemsize_bytes(bucket.working) if is_cast and bucket.trainable else 0
+    return gradient + cast + (master if is_cast or bucket.trainable else 0)
+
+
 def footprint(
     ownership: Ownership,
     owner: int,
@@ -241,16 +263,18 @@ def footprint(
     num_microbatches: int,
     sums: Sums | None = None,
     goes_ahead: bool = True,
+    offload: Offload | None = None,
 ) -> Footprint:
     """Bytes that the buffers of one owner take.
 
     sums: who adds over ranks; None: the channel, as parts come (CPU). goes_ahead: whether transfers go on alone.
+    offload: what is on the host; None also where the ranks have no devices.
     """
     working = sum(bucket.num_elements * itemsize_bytes(bucket.working) for bucket in ownership.buckets)
     master = sum(
         bucket.counts[owner] * itemsize_bytes(bucket.master)
         for bucket in ownership.buckets
-        if bucket.master != bucket.working
+        if bucket.master != bucket.working and offload is None
     )
     owned = sum(
         segment.run.num_elements
@@ -267,6 +291,7 @@ def footprint(
         reducing_bytes=_held_once_per_update(
             ownership, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead
         ),
+        host_bytes=sum(_on_host(bucket, owner, "state") for bucket in ownership.buckets) if offload else 0,
     )
 
 
@@ -281,17 +306,18 @@ def sharded_footprint(
     late: Collection[str] = (),
     sums: Sums | None = None,
     goes_ahead: bool = True,
+    offload: Offload | None = None,
 ) -> Footprint:
     """Bytes that the buffers of one owner take under stage 2, and with `units` under stage 3.
 
-    keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end. sums
-    and goes_ahead: see `footprint`.
+    keeps: what was gathered stays until the update. late: parameters whose gradients stay whole until its end. sums,
+    goes_ahead and offload: see `footprint`.
     """
     # Late: a tie between stages of a pipeline, whose gradient is summed over the stages first. It cannot go to its
     # owner microbatch by microbatch, so its bucket has an arena as under stage 1.
     whole, cut = _by_lateness(ownership, late)
     held = footprint(whole, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead)
-    rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches)
+    rest = footprint(ownership, owner, precision, num_microbatches=num_microbatches, offload=offload)
     trainable = [bucket for bucket in cut.buckets if bucket.trainable]
     runs = of_owners = of_replicas = num_direct = 0
     for bucket in trainable:
@@ -299,7 +325,7 @@ def sharded_footprint(
         # The optimizer gets a copy of a run in another dtype than the master's.
         copied = itemsize_bytes(bucket.master) if dtype != bucket.master else 0
         runs += bucket.counts[owner] * (itemsize_bytes(dtype) + copied)
-        wire = wire_dtype(bucket, precision, num_microbatches=1)
+        wire = buffered_dtype(bucket, precision)
         num_direct += dtype == bucket.master
         of_owners = max(of_owners, _held_by_owners(bucket, owner, wire=wire, sums=sums))
         of_replicas = max(of_replicas, _held_by_replicas(bucket, owner, ownership, wire=bucket.master, sums=sums))
@@ -309,14 +335,16 @@ def sharded_footprint(
     scratch = max((bucket.counts[owner] * itemsize_bytes(bucket.master) for bucket in trainable), default=0)
     # The unit that runs and the next one: the two largest are the most that these can be.
     gathered = dict.fromkeys(units, 0)
-    working = 0
+    working = on_host = 0
     for bucket in ownership.buckets:
         itemsize = itemsize_bytes(bucket.working)
         if bucket.unit in gathered:
             gathered[bucket.unit] += bucket.num_elements * itemsize
-            working += sharded_run_bytes(bucket, owner)
+            working += sharded_run_bytes(bucket, owner) if offload != "parameters" else 0
         else:
             working += bucket.num_elements * itemsize
+        if offload is not None:
+            on_host += _on_host(bucket, owner, offload if bucket.unit in gathered else "state")
     return replace(
         rest,
         working_bytes=working,
@@ -326,6 +354,7 @@ def sharded_footprint(
         # Two sums that go straight into their runs are on their way at a time, where transfers go on alone.
         + max((2 if goes_ahead and num_direct > 1 else 1) * of_owners + of_replicas, held.reducing_bytes),
         gathered_bytes=sum(sorted(gathered.values())[0 if keeps else -2 :]),
+        host_bytes=on_host,
     )
 
 
@@ -354,7 +383,7 @@ def sharded_traffic(
             times = gathers.get(bucket.unit, times)
         gather_bytes += times * (ownership.num_owners - 1) * own * working
         if bucket.trainable:
-            wire = itemsize_bytes(wire_dtype(bucket, precision, num_microbatches=1))
+            wire = itemsize_bytes(buffered_dtype(bucket, precision))
             reduce_bytes += num_microbatches * (bucket.num_elements - own) * wire
             if (replicas := ownership.num_replicas) > 1:
                 # Once per update, not per microbatch: replicas add up the owners' sums of all microbatches.

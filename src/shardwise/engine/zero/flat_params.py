@@ -40,7 +40,13 @@ class WholeBucket:
     """A working copy that is whole on every rank, and the master of the owned part."""
 
     def __init__(
-        self, plan: Bucket, owner: int, working: torch.Tensor, part: torch.Tensor | None = None, *, offload: bool = False
+        self,
+        plan: Bucket,
+        owner: int,
+        working: torch.Tensor,
+        part: torch.Tensor | None = None,
+        *,
+        offload: bool = False,
     ) -> None:
         """part: the owned elements of the working copy; None: they are a view of it. offload: masters are on the host."""
         self.plan = plan
@@ -61,7 +67,9 @@ class WholeBucket:
         elif rises:
             self.master = torch.zeros(num_elements, dtype=dtype, pin_memory=True)
         # Page-locked is what moves between host and device, and nothing else.
-        self._cast = self.part.new_empty(num_elements, device="cpu", pin_memory=True) if rises and self.is_cast else None
+        self._cast = (
+            self.part.new_empty(num_elements, device="cpu", pin_memory=True) if rises and self.is_cast else None
+        )
         self.segments = {segment.name: segment for segment in plan.segments(owner)}
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())

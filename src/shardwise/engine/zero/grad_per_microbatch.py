@@ -48,7 +48,7 @@ from shardwise.engine.zero.grad_reduce import (
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Bucket, Ownership, Precision
-from shardwise.plan.memory import buffer_bytes, places_in_buffers, run_dtype, wire_dtype
+from shardwise.plan.memory import buffer_bytes, buffered_dtype, places_in_buffers, run_dtype
 
 _NUM_KEPT = 2
 """One fills while the other is reduced."""
@@ -245,7 +245,7 @@ class GradPerMicrobatch(Passes):
                 names=frozenset(slot.name for slot in bucket.slots),
                 stage=stage_of[bucket.slots[0].name] if stage_of else 0,
                 # One microbatch, whatever k: nothing is added up before the gradient travels.
-                wire=torch_dtype(wire_dtype(bucket, precision, num_microbatches=1)),
+                wire=torch_dtype(buffered_dtype(bucket, precision)),
                 master=torch_dtype(bucket.master),
                 purpose=f"gradients of bucket {index}" + ("" if starts_when_complete else f" of unit {bucket.unit!r}"),
             )
