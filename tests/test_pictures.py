@@ -197,6 +197,16 @@ def test_labels_of_ranks_do_not_overlap(mesh: sw.Mesh, labels: list[str]) -> Non
         assert label in text
 
 
+def test_the_mesh_says_what_is_on_the_host() -> None:
+    text = mesh_picture(sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(offload="state"))).svg()
+    assert ["masters (host)" in text, "optimizer state (host)" in text, "parameters (host)" in text] == [
+        True,
+        True,
+        False,
+    ]
+    assert "(host)" not in mesh_picture(sw.Plan(mesh=sw.Mesh(dp_shard=2))).svg()
+
+
 @pytest.mark.parametrize("name", ["a\x01\x1b", "half \ud800", '<b> & "c"', "\N{SNOWMAN} \u202e"])
 def test_any_name_is_well_formed_xml(name: str) -> None:
     picture = Picture(name)

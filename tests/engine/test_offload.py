@@ -1,7 +1,7 @@
-"""Masters and moments in the host's memory: the bits of the run without, the bytes of the formula, and no wait too many.
+"""Masters and moments in the host's memory: the bits of the run without, the bytes of the formula, the overlap.
 
-Simulated ranks have a fake device each, whose kernels are those of the CPU: where the update is made changes no bit. Its
-streams run behind the host under most cases, so that a wait that is missing shows.
+Simulated ranks have a fake device each, with the kernels of the CPU: where the update is made changes no bit. Streams
+run behind the host in most cases, so that a wait that is missing shows.
 """
 
 import gc
@@ -146,12 +146,20 @@ def offloading(plan: sw.Plan, offload: Offload) -> sw.Plan:
     return replace(plan, sharding=replace(plan.sharding, offload=offload))
 
 
-CASES = covering(list(LAYOUTS), list(OPTIMIZERS), list(PRECISIONS), list(MERGES), strength=2)
+ALL = covering(list(LAYOUTS), list(OPTIMIZERS), list(PRECISIONS), list(MERGES), strength=2)
+FEW = [
+    (list(LAYOUTS)[at % len(LAYOUTS)], *case)
+    for at, case in enumerate(covering(list(OPTIMIZERS), list(PRECISIONS), list(MERGES), strength=2))
+]
+"""Every layout, and every pair of the others."""
 
 
 @pytest.mark.parametrize(
     ("layout", "optimizer", "precision", "merging", "seed"),
-    [(*case, (None, 0, LAST)[at % 3]) for at, case in enumerate(CASES)],
+    [
+        pytest.param(*case, (None, 0, LAST)[at % 3], marks=() if at < len(FEW) else pytest.mark.stress)
+        for at, case in enumerate([*FEW, *(case for case in ALL if case not in FEW)])
+    ],
 )
 def test_the_run_without_has_the_same_bits(
     fake: str, layout: str, optimizer: str, precision: str, merging: str, seed: int | None
@@ -255,8 +263,10 @@ def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: di
 # Checkpoints and other plans ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("before", "after"), [(None, "state"), ("state", None), ("parameters", "state")])
+@pytest.mark.parametrize(
+    ("precision", "before", "after"),
+    [("float32", None, "state"), ("float32", "parameters", "state"), ("bfloat16", "state", None)],
+)
 def test_a_checkpoint_does_not_say_where_masters_were(
     fake: str, tmp_path: Path, precision: str, before: Offload, after: Offload
 ) -> None:
@@ -369,9 +379,17 @@ OFFLOADS: list[tuple[int, Offload, int]] = [
 ]
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("stage", "offload", "k"), OFFLOADS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "offload", "k", "compute"),
+    [
+        pytest.param(
+            ranks, *each, compute, marks=() if (at + ranks) % 2 == (compute == "float32") else pytest.mark.stress
+        )
+        for ranks in (1, 2)
+        for at, each in enumerate(OFFLOADS)
+        for compute in ("float32", "bfloat16")
+    ],
+)
 def test_bytes_on_the_device_and_on_the_host_are_those_of_the_formula(
     fake: str, ranks: int, stage: int, offload: Offload, k: int, compute: str
 ) -> None:
@@ -437,6 +455,6 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
         return ended
 
     for early, num_parts, num_buckets in sw.simulate(1, run, device=fake):
-        assert num_buckets >= 12
+        assert num_buckets >= 6
         assert early >= num_buckets - 2
         assert num_parts == num_buckets

@@ -3,7 +3,8 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -90,6 +91,42 @@ def test_dropout_draws_the_same_masks_in_the_recomputation(place: Place, size: i
     for without, recomputed, of_another_seed in place.run(size, recompute):
         assert recomputed == pytest.approx(without, rel=1e-6)
         assert abs(of_another_seed - without) > 1e-3 * without
+
+
+def train_from_the_host(channel: Channel, stage: Literal[0, 1, 2, 3], offload: Any) -> None:
+    """Losses of a plain loop, with what is on the host named by the tensors themselves."""
+    sharding = sw.Sharding(stage=stage, bucket_bytes=32 << 10, offload=offload)
+    plan = replace(plan_of(f"stage {stage}", channel.size), sharding=sharding)
+    is_on_device = channel.device.type != "cpu"
+    gc.collect()  # of earlier tests
+    before = torch.accelerator.memory_allocated(channel.device) if is_on_device else 0
+    engine = engine_of(channel, plan)
+    losses = [engine.step(share(plan, channel.rank, step)).loss for step in range(STEPS)]
+    if is_on_device:
+        planned = engine.footprint()
+        assert planned.master_bytes == 0 < planned.host_bytes
+        assert (planned.working_bytes == 0) == (offload == "parameters")
+        held = planned.working_bytes + planned.gradient_bytes + planned.reducing_bytes
+        # Allocators round, and a step leaves some numbers.
+        assert torch.accelerator.memory_allocated(channel.device) - before <= held + (64 << 10)
+    expected_losses, expected = plain(channel.device)
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    got = full(engine)
+    for name, values in expected.items():
+        assert torch.allclose(got[name], values, rtol=1e-4, atol=1e-6), name
+    masters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    state = [each for entries in engine.optimizer.state.values() for each in entries.values()]
+    assert {each.device.type for each in (*masters, *state) if torch.is_tensor(each)} <= {"cpu"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, "state"), (1, "state"), (2, "state"), (3, "state"), (3, "parameters")]
+)
+def test_masters_on_the_host_give_the_numbers_of_a_plain_loop(
+    place: Place, size: int, stage: Literal[0, 1, 2, 3], offload: Any
+) -> None:
+    place.run(size, train_from_the_host, stage, offload)
 
 
 def step_steadily(channel: Channel, layout: str) -> float:

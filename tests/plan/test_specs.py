@@ -125,6 +125,19 @@ def test_units_and_keeping_are_for_stage_3() -> None:
     assert Plan.parse(plan.text()) == plan
 
 
+def test_offload_is_of_state_or_at_stage_3_of_parameters() -> None:
+    assert problems_of(Sharding, offload="optimizer") == [
+        "sharding.offload: 'optimizer' is not one of 'state', 'parameters'"
+    ]
+    [finding] = problems_of(Sharding, stage=2, offload="parameters")
+    assert finding.startswith("sharding.offload: 'parameters' asked with stage 2, ")
+    assert "offload" not in Plan().text()
+    for stage, offload in ((0, "state"), (3, "parameters")):
+        plan = Plan(sharding=Sharding(stage=stage, offload=offload))  # type: ignore[arg-type]
+        assert f'sharding.offload = "{offload}"\n' in plan.text()
+        assert Plan.parse(plan.text()) == plan
+
+
 def test_every_problem_of_a_pipeline_is_listed() -> None:
     assert problems_of(Pipeline, schedule="gpipe", chunks=0, balance="time", stages={"a": -1, "b": True, "c": 0}) == [
         "pipeline.schedule: 'gpipe' is not one of 'fthenb', '1f1b', 'interleaved', nor the text of a schedule",

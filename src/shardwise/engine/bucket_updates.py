@@ -3,7 +3,7 @@
     device   | step on bucket 0 | step on bucket 1 | step on bucket 2 |
     link                        | gather bucket 0 ...... | gather bucket 1 ..| gather bucket 2
 
-Where masters are on the host, the host steps, and a bucket moves up to the device (and on) while the next one is updated.
+Where masters are on the host, the host steps. A bucket moves up to the device, and on, while the next one is updated.
 
 The norm of the whole gradient is known before the first step, so nothing else holds a bucket back. `optimizer.step()`
 is then called once for each bucket, with the masters of that bucket in its groups. This must change nothing: a double

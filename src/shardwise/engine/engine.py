@@ -131,8 +131,7 @@ class Engine(Generic[Model_co]):
         self._asks_to_stop: Callable[[], bool] | None = None
         self._channels = channels
         self._buffers = buffers
-        self._gradients = gradients
-        self._host_gradients = host_gradients
+        self._gradients, self._host_gradients = gradients, host_gradients
         self._ties = ties
         self._sizes = sizes
         self._model_buffers = model_buffers

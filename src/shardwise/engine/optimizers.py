@@ -483,10 +483,9 @@ def _fusable(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     """The groups that leave open whether torch's optimizer updates in one pass over memory, and in which it can."""
     if type(optimizer).step.__module__.startswith("torch.optim."):
         for group in optimizer.param_groups:
-            is_open = "fused" in group and group["fused"] is None
-            if is_open and not group.get("foreach") and not group.get("differentiable"):
-                if all(map(torch.is_floating_point, group["params"])):
-                    yield group
+            is_open = "fused" in group and not any(group.get(key) for key in ("foreach", "differentiable"))
+            if is_open and group["fused"] is None and all(map(torch.is_floating_point, group["params"])):
+                yield group
 
 
 @torch.no_grad()

@@ -83,9 +83,9 @@ def state_of(
 ) -> dict[Piece, torch.Tensor]:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
 
-    Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master in another dtype, and
-    `optimizer/<parameter>/<key>` for the optimizer's state under torch's key. Raises OptimizerError for state that is
-    neither a tensor nor a number.
+    Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master of another dtype,
+    and `optimizer/<parameter>/<key>` for the optimizer's state under torch's key. Raises OptimizerError for state that
+    is neither a tensor nor a number.
     """
     state = state_of_model(inventory, model, buffers)
     owned_of = {owned.segment.name: owned for owned in buffers.owned}
@@ -108,7 +108,7 @@ def state_of_model(inventory: Inventory, model: nn.Module, buffers: FlatParams) 
     for bucket in buffers.buckets:
         for name, segment in bucket.segments.items():
             span = slice(segment.start, segment.start + segment.run.num_elements)
-            # Of two copies in one dtype, the one that the optimizer writes: where masters are makes no other checkpoint.
+            # Of two copies in one dtype, the one that the optimizer writes: a checkpoint is the same with `offload`.
             held = bucket.part if bucket.is_cast else bucket.master
             state |= placed(name, held[span], spec_of[name], segment)
             if bucket.is_cast:

@@ -15,6 +15,8 @@ _NAMED_WIDTH = 80
 """A narrower segment of a bucket bears no name; its tooltip has it."""
 _KINDS = (("parameters", 3), ("gradients", 2), ("masters", 1), ("optimizer state", 1))
 """What ranks hold, and the sharding stage from which data ranks hold parts of it only."""
+_ON_HOST = {"state": ("masters", "optimizer state"), "parameters": ("parameters", "masters", "optimizer state")}
+"""What is in the host's memory where ranks have devices, by `offload`."""
 
 
 def held(plan: Plan, rank: int) -> dict[str, tuple[float, float]]:
@@ -39,14 +41,16 @@ def held(plan: Plan, rank: int) -> dict[str, tuple[float, float]]:
 def mesh_picture(plan: Plan) -> Picture:
     """The ranks, with what each holds of parameters, gradients, masters and optimizer state."""
     picture = Picture(f"{plan.mesh}, sharding stage {plan.sharding.stage}: the model's parts on each rank")
-    picture.legend([(colour(number), kind) for number, (kind, _) in enumerate(_KINDS)])
+    on_host = _ON_HOST.get(plan.sharding.offload or "", ())
+    named = [f"{kind} (host)" if kind in on_host else kind for kind, _ in _KINDS]
+    picture.legend([(colour(number), kind) for number, kind in enumerate(named)])
     num_shown = min(plan.mesh.size, _SHOWN_RANKS)
     columns = min(num_shown, 4)
     wide = (picture.width - 32) / columns
     axes = [axis for axis in plan.mesh.coordinates(0) if getattr(plan.mesh, axis) > 1]
     # Long names of axes do not fit above each rank: they stand above all ranks once.
-    named = f"rank {num_shown}: " + ", ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in axes)
-    is_short = 7 * len(named) < wide
+    longest = f"rank {num_shown}: " + ", ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in axes)
+    is_short = 7 * len(longest) < wide
     if not is_short:
         picture.text(16, picture.y, f"rank: {', '.join(axes)}", fill=MUTED)
         picture.y += 12

@@ -48,7 +48,7 @@ class WholeBucket:
         *,
         offload: bool = False,
     ) -> None:
-        """part: the owned elements of the working copy; None: they are a view of it. offload: masters are on the host."""
+        """part: the owned elements of the working copy; None: a view of it. offload: masters are on the host."""
         self.plan = plan
         self.working = working
         own = plan.part(owner)
@@ -82,8 +82,8 @@ class WholeBucket:
 
     def publish(self) -> None:
         """Make the owned part of the working copy from the master."""
-        # In the next update the host writes to what moves up here. It has waited for gradients by then, which the device
-        # computed later.
+        # In the next update the host writes to what moves up here. It has waited by then for gradients, which the
+        # device computed later.
         if self._cast is not None:
             self.part.copy_(self._cast.copy_(self.master), non_blocking=True)
         elif self.has_master:

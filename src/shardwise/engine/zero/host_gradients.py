@@ -6,8 +6,8 @@
     host          launches ..                                               | clip, step on b2 | b1 | b0
     up                                                                                         | b2 | b1 | b0
 
-A part is divided by the number of microbatches where it is, before it leaves: the host has one pass less. The host waits
-once, for the norm, and for the parts that are still on their way then.
+A part becomes a mean before it leaves, so that the host has one pass less. The host waits once: for the norm, and for
+the parts that are still on their way then.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
