@@ -271,7 +271,7 @@ def assert_refused_and_usable(
             getattr(engine, method)(batches.get(channel.rank, points(channel.rank, 6)), **settings)
         errors.append(str(caught.value))
         assert torch.equal(model.weight, before)
-        engine._loss_weight = None
+        engine._opening.loss_weight = None
         assert not engine.step(points(channel.rank, 6)).skipped
         assert not torch.equal(model.weight, before)
         assert engine.counters.updates == 1

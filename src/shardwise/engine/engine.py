@@ -17,7 +17,6 @@ One update on two data ranks (numbers as in docs/internals.md):
 An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,9 +29,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.comm.hosts import hosts_of, with_hosts
-from shardwise.engine.batch_digests import BatchDigests, describe_batch
-from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
+from shardwise.engine.batches import Batch, LossWeight, Microbatch
 from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
@@ -50,36 +47,27 @@ from shardwise.engine.reports import Counters, EvaluationReport, StepReport, rep
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, names_of_state, placed, state_of
 from shardwise.engine.step_exchange import (
-    NUM_PARTS_OF_OPENING,
     StepExchange,
     Weight,
     Weighting,
-    batch_compared,
-    check_writes,
     exchange_loss,
     exchange_step,
     factors_on_device,
-    merge_weights,
-    parts_of_opening,
-    ranks_with_same_rows,
-    weigh,
 )
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import step_meter
+from shardwise.engine.step_opening import StepOpening
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
-
-_COMPARED_STEPS = 3
-"""First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
 Model_co = TypeVar("Model_co", bound=nn.Module, covariant=True, default=nn.Module)
 
@@ -121,7 +109,6 @@ class Engine(Generic[Model_co]):
         self._inventory = inventory
         self._names = names
         self._computation = computation
-        self._loss_weight = loss_weight
         self.channel = channels.world
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
@@ -162,10 +149,16 @@ class Engine(Generic[Model_co]):
             )
         )
         self._meter = step_meter(channels.world)
-        self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
-        self._digests = BatchDigests()
-        self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
-        """Steps to come in which data ranks compare their rows."""
+        self._opening = StepOpening(
+            plan=plan,
+            loss_weight=loss_weight,
+            channels=channels,
+            ranks=self._ranks,
+            buffers=buffers,
+            autocast=computation.autocast,
+            counters=counters,
+            check_model=self._check_model,
+        )
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
         self._bucket_updates = BucketUpdates(self.optimizers, buffers)
@@ -242,7 +235,7 @@ class Engine(Generic[Model_co]):
         """
         num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
+        parts, weights, weighting = self._opening.open(batch, num_microbatches, purpose="weights of a step")
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -259,7 +252,7 @@ class Engine(Generic[Model_co]):
             if not weighting.is_known:
                 own_weights, factors = factors_on_device(self._channels.everyone, weights, weighting)
             # Launched before the forwards, which may write to the batch.
-            digests = self._digests.of(batch) if self._shares_batch else {}
+            digests = self._opening.digests(batch)
             losses = self._computation.train(
                 # The last backward differs from those before: what it finishes gets no further terms, so a bucket
                 # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
@@ -314,7 +307,7 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._open(batch, None, purpose="weights of an evaluation")
+        parts, _, weighting = self._opening.open(batch, None, purpose="weights of an evaluation")
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
@@ -402,7 +395,7 @@ class Engine(Generic[Model_co]):
             state=state,
             settings=settings,
             loss=self._computation.loss,
-            loss_weight=self._loss_weight,
+            loss_weight=self._opening.loss_weight,
             optimizers=self._known_optimizers,
         )
 
@@ -450,70 +443,6 @@ class Engine(Generic[Model_co]):
         return self.plan.merge.microbatches if microbatches is None else microbatches
 
     # [1] ------------------------------------------------------------------------------------------------------------
-
-    def _open(
-        self, batch: Batch, num_microbatches: int | None, *, purpose: str
-    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting]:
-        """Split and weigh the batch; every rank raises the same error when one cannot."""
-        parts: Sequence[Microbatch] = []
-        # An evaluation leaves out what has no weight: its loss may be nan.
-        is_step, device = num_microbatches is not None, self._channels.everyone.device
-        self.counters.exchanges += 1
-        lines: Sequence[str] = ()
-        with agreed(
-            self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
-        ) as agreement:
-            self._check_model()
-            wanted = num_microbatches
-            if wanted is None:
-                wanted = min(self.plan.merge.microbatches, count_rows(batch))
-            # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
-            if wanted or num_microbatches is not None:
-                parts = split_batch(batch, wanted, device)
-            weighed = parts
-            if self._loss_weight is not None and parts and device.type != "cpu" and is_on_host(batch):
-                # Where the rows are: the host then knows the weights, and waits for nothing.
-                weighed = split_batch(batch, wanted, torch.device("cpu"))
-            weights = weigh(weighed, self._loss_weight, reads_device=not is_step)
-            # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
-            # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
-            # sent anyway.
-            compares = is_step and self._compared_steps > 0
-            if self._shares_batch or compares:
-                lines = describe_batch(batch, digest=not is_step)
-            agreement.parts = parts_of_opening(
-                weights,
-                written=self._buffers.written,
-                autocast=self._computation.autocast.described(),
-                batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
-            )
-        if compares:
-            self._warn_of_same_rows(agreement.of_parts[-1])
-        weighting, written = merge_weights(
-            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._ranks
-        )
-        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
-        # other values would go its own way with every loss still looking right. All ranks know that they take part,
-        # because `written` is the union over all of them.
-        if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
-            self._buffers.written.clear()
-        return parts, weights, weighting
-
-    def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
-        """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
-        self._compared_steps -= 1
-        if ranks := ranks_with_same_rows(batches, self._ranks.speakers):
-            self._compared_steps = 0
-            if self.channel.rank == 0:
-                named = " and ".join(f"rank {rank}" for rank in ranks[:2])
-                more = f" (and {len(ranks) - 2} more)" if len(ranks) > 2 else ""
-                text = (
-                    f"{named}{more} are different data ranks, and got the same rows: they train on one share of the "
-                    "data twice. Choose the rows by the data rank, plan.mesh.data_rank(channel.rank), as sw.Data does: "
-                    "for batch in data.on(engine)"
-                )
-                warnings.warn(with_hosts(text, hosts_of(self.channel)), SameRowsWarning, stacklevel=4)
 
     def _check_turn(self) -> None:
         if self.successor is not None:
