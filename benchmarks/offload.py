@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def engine_of(channel: Channel, side: str, k: int, layers: int) -> sw.Engine:
     stage, offload = SIDES[side]
     plan = sw.Plan(
         mesh=sw.Mesh(dp_shard=channel.size),
-        sharding=sw.Sharding(stage=stage, bucket_bytes=4 << 20, offload=offload),  # type: ignore[arg-type]
+        sharding=sw.Sharding(stage=stage, bucket_bytes=4 << 20, offload=offload),
         merge=sw.Merge(microbatches=k),
         precision=sw.Precision(compute="bfloat16"),
         clip_grad_norm=1.0,
@@ -120,9 +121,8 @@ def table(ranks: Sequence[int], merges: Sequence[int], rounds: int, layers: int 
         with present() if device == NAME else nullcontext():
             for size in ranks:
                 for k in merges:
-                    given = {"device": NAME} if device == NAME else {}
                     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
-                    found = sw.simulate(size, lambda channel, k=k: measure(channel, k, rounds, layers), **given)  # type: ignore[misc]
+                    found = sw.simulate(size, partial(measure, k=k, rounds=rounds, layers=layers), device=device)
                     rows += rows_of(device, size, k, found[0])
     return rows
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import alone
 from shardwise.engine.engine import Engine
 from shardwise.engine.zero.flat_params import ShardedBucket
 from shardwise.engine.zero.host_gradients import HostGradients
@@ -87,7 +88,8 @@ class Run:
 
 
 def loss_of(output: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return word_loss(output, batch) * batch["factor"].mean()
+    loss: torch.Tensor = word_loss(output, batch) * batch["factor"].mean()
+    return loss
 
 
 def batches(plan: sw.Plan, rank: int) -> list[dict[str, torch.Tensor]]:
@@ -184,6 +186,32 @@ def test_the_run_without_has_the_same_bits(
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("seed", [0, LAST])
+@pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (3, "parameters")])
+def test_a_world_of_one_moves_ahead_as_well(fake: str, stage: int, offload: Offload, seed: int) -> None:
+    """Its channel moves nothing while it computes: what goes up and down does."""
+
+    def run(asked: Offload) -> tuple[Run, int]:
+        plan = plan_of("dp_shard=1", stage=stage, k=2, precision=PRECISIONS["bfloat16"], sharding={"offload": asked})
+        with torch.accelerator.device_index(0):
+            channel = alone(torch.device(fake, 0))
+            model = decoder(0.1, dtype=torch.float32)
+            engine = sw.parallelize(model, plan, optimizer=adamw, loss=loss_of, channel=channel, seed=5)
+            reports = train(engine, range(4), 0)
+            gradients = {str(piece): each.cpu().clone() for piece, each in engine.gradients().items()}
+            whole = {name: each.clone() for name, each in sw.full(engine, optimizer=True)}
+            held_out = engine.evaluate(batches(plan, 0)[0]).loss
+        return Run(reports, gradients, whole, held_out), engine.counters.early_reductions
+
+    wanted, num_early = run(None)
+    assert num_early == 0
+    with behind(seed):
+        found, num_early = run(offload)
+    assert_same([found], [wanted])
+    # At stage 1 a parameter that is never used holds up its bucket, and those after it.
+    assert (num_early > 0) == (stage == 3)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_on_the_cpu_it_changes_nothing(stage: int) -> None:
     def run(channel: sw.Channel, offload: Offload) -> tuple[list[str], list[bool], Any]:
@@ -212,7 +240,7 @@ def test_where_nothing_is_decided_torchs_fused_kernels_update_and_settings_stay(
         return group["fused"], {name: each.clone() for name, each in sw.full(engine)}
 
     open_, fused, apart = (
-        sw.simulate(2, lambda channel, fused=fused: run(channel, fused=fused), device=fake)  # type: ignore[misc]
+        sw.simulate(2, lambda channel, fused=fused: run(channel, fused=fused), device=fake)
         for fused in (None, True, False)
     )
     assert [each[0] for each in (open_[0], fused[0], apart[0])] == [None, True, False]
@@ -253,7 +281,7 @@ def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: di
         return {name: each.clone() for name, each in sw.full(engine, optimizer=True)}
 
     wanted, found = (
-        sw.simulate(2, lambda channel, offload=offload: run(channel, offload), device=fake)  # type: ignore[misc]
+        sw.simulate(2, lambda channel, offload=offload: run(channel, offload), device=fake)
         for offload in (None, "state")
     )
     for name, each in wanted[0].items():
@@ -412,7 +440,7 @@ def test_bytes_on_the_device_and_on_the_host_are_those_of_the_formula(
         peak = torch.accelerator.max_memory_allocated(channel.device) - before
         # Activations, and gradients on their way into buffers.
         assert peak < at_rest + planned.gathered_bytes + 12 * 3 * 72 * 4 * 4 + 3 * 72 * 72 * 4
-        on_host = [engine._host_gradients.parts] if engine._host_gradients is not None else []
+        on_host = [engine._closing._host_gradients.parts] if engine._closing._host_gradients is not None else []
         tensors = [each for parts in on_host for each in parts]
         tensors += [each for bucket in engine._buffers.buckets for each in (bucket.master, bucket.part, bucket._cast)
                     if each is not None and each.device.type == "cpu"]  # fmt: skip
@@ -437,7 +465,7 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
         send = HostGradients._send
 
         def noted(self: HostGradients, name: str, part: torch.Tensor) -> None:
-            early[0] += is_early[0] and self is engine._host_gradients
+            early[0] += is_early[0] and self is engine._closing._host_gradients
             send(self, name, part)
 
         engine._gradients.reduce = noting(engine._gradients.reduce, is_early)  # type: ignore[method-assign]
@@ -445,7 +473,7 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
         with monkeypatch.context() as patch:
             patch.setattr(HostGradients, "_send", noted)
             engine.step(batch)
-        return early[0], len(engine._bucket_updates._parts or ()), len(engine._buffers.buckets)
+        return early[0], len(engine._closing._bucket_updates._parts or ()), len(engine._buffers.buckets)
 
     def noting(reduce: Callable[[], None], is_early: list[bool]) -> Callable[[], None]:
         def ended() -> None:
@@ -454,7 +482,9 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
 
         return ended
 
-    for early, num_parts, num_buckets in sw.simulate(1, run, device=fake):
+    with torch.accelerator.device_index(0):
+        of_one = run(alone(torch.device(fake, 0)))
+    for early, num_parts, num_buckets in (of_one, *sw.simulate(2, run, device=fake)):
         assert num_buckets >= 6
         assert early >= num_buckets - 2
         assert num_parts == num_buckets

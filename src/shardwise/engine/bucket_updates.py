@@ -40,7 +40,10 @@ class BucketUpdates:
 
     def run(self, counters: Counters) -> None:
         """Step all optimizers on the gradients of the masters, and publish the masters."""
-        with on_host(self._optimizers, applies=self._buffers.is_offloaded):
+        if self._buffers.is_offloaded:
+            with on_host(self._optimizers):
+                self._run(counters)
+        else:
             self._run(counters)
 
     def _run(self, counters: Counters) -> None:

@@ -454,14 +454,14 @@ def skipping(optimizers: Sequence[torch.optim.Optimizer], found_inf: torch.Tenso
 
 
 @contextmanager
-def on_host(optimizers: Sequence[torch.optim.Optimizer], *, applies: bool) -> Iterator[None]:
-    """Steps inside are on masters in the host's memory, if it `applies`: by torch's fused kernels for the CPU where the
-    settings do not decide, with what the settings have on a device brought here."""
+def on_host(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Steps inside are on masters in the host's memory: by torch's fused kernels for the CPU where the settings do not
+    decide, with what the settings have on a device brought here."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
-    for group in (group for optimizer in optimizers if applies for group in _fusable(optimizer)):
+    for group in (group for optimizer in optimizers for group in _fusable(optimizer)):
         changed.append((group, "fused", None))
         group["fused"] = True
-    for group in (group for optimizer in optimizers if applies for group in optimizer.param_groups):
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         for key, value in [
             (key, value) for key, value in group.items() if key == "capturable" or torch.is_tensor(value)
         ]:

@@ -15,6 +15,7 @@ only. Then a `ValueSource` gives whole tensors one after the other, and the rank
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -181,8 +182,8 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     check_coverage(optimizers, inventory)
     # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
     # would train, and badly.
-    home = _home(plan, channel.device)
-    with on_host(optimizers, applies=home != channel.device):
+    home, at_home = _home(plan, channel.device, optimizers)
+    with at_home:
         if plan.mesh.tp > 1:
             check_elementwise(optimizers, home, instead="Leave mesh.tp at 1")
         elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
@@ -192,9 +193,13 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
     return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
 
 
-def _home(plan: Plan, device: torch.device) -> torch.device:
-    """Where masters are, and optimizers update them."""
-    return device if plan.sharding.offload is None else torch.device("cpu")
+def _home(
+    plan: Plan, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[torch.device, AbstractContextManager[None]]:
+    """Where masters are, and what is around the steps of optimizers there."""
+    if plan.sharding.offload is None or device.type == "cpu":
+        return device, nullcontext()
+    return torch.device("cpu"), on_host(optimizers)
 
 
 def _num_owners(plan: Plan) -> int:
@@ -461,8 +466,8 @@ def _keep_own(
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     is_partial = sliced or plan.mesh.tp > 1
     # Only where masters are parts: a whole master tells by its shape which of its state is per element.
-    home = _home(plan, device)
-    with on_host(inspected.optimizers, applies=home != device):
+    home, at_home = _home(plan, device, inspected.optimizers)
+    with at_home:
         whole_keys = [find_whole_keys(each, home) if is_partial else frozenset() for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)

@@ -140,6 +140,11 @@ class ShardedBucket(WholeBucket):
         """What tells the memory of the working copy from that of other tensors, gathered or not."""
 
     @property
+    def arrives_alone(self) -> bool:
+        """Whether what `fill` begins goes on while this rank computes."""
+        return self._owners.progresses_alone or self._rising is not None
+
+    @property
     def reads_in_place(self) -> bool:
         """Whether this rank reads the peers' runs without their doing: they must not write meanwhile."""
         return bool(self._sources)
@@ -162,7 +167,7 @@ class ShardedBucket(WholeBucket):
         # version counters of their own (`.data` was set), so that autograd does not take a refill for a write to them.
         # No `no_grad`: nothing here requires a gradient, and the context would cost the host more than the rest.
         self._memory.resize_(self._num_bytes)
-        counters.all_gathers += 1
+        counters.all_gathers += self._owners.size > 1
         if self._sources:
             # No transfer, and nothing to wait for: peers write their parts between an exchange that ends a pass and one
             # that begins the next (`Unshard.begin_pass`).
@@ -179,13 +184,32 @@ class ShardedBucket(WholeBucket):
         own = self._targets[self._owners.rank]
         with self._rising:
             own.copy_(self.part, non_blocking=True)
-            return self._owners.all_gather(self.working, own, counts=self.plan.counts, purpose=self._purpose)
+            if self._owners.size > 1:
+                return self._owners.all_gather(self.working, own, counts=self.plan.counts, purpose=self._purpose)
+        return _Rise(self._rising.record_event(), self.working.device)
 
     def free(self) -> None:
         """Give the memory of all elements back; views of it are filled with the next `fill`."""
         # The views keep shape and strides, and torch checks nothing: an operation on one ends the process with a
         # segmentation fault. Hence the class of sharded parameters, and saved tensors that gather first (`Saved`).
         self._memory.resize_(0)
+
+
+class _Rise:
+    """A copy to the device of a rank that gathers from nobody else."""
+
+    def __init__(self, mark: torch.Event, device: torch.device) -> None:
+        self._mark = mark
+        self._device = device
+
+    @property
+    def is_done(self) -> bool:
+        """See `Work.is_done`."""
+        return bool(self._mark.query())
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        torch.accelerator.current_stream(self._device).wait_event(self._mark)
 
 
 def make_buckets(

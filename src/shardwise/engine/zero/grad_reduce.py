@@ -266,7 +266,9 @@ class GradPerUpdate:
 
     def expect_last(self) -> None:
         """The next backward is the last of this update: buckets it completes may be reduced at once."""
-        self._starts_early = self._owners.progresses_alone
+        # Alone there is nothing to wait for, and a taker wants parts as soon as they are there.
+        is_alone = self._owners.size * self._replicas.size == 1
+        self._starts_early = self._owners.progresses_alone or (is_alone and self._taker is not None)
         self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
 
     def expect(self, touched: Collection[str]) -> None:
@@ -359,6 +361,8 @@ class GradPerUpdate:
                 buffer[slot.run.start : slot.run.stop].zero_()
         if self._owners.size == 1:
             self._works.append(None)
+            if self._taker is not None and self._replicas.size == 1:
+                self._complete(index)
             return
         self._counters.reduce_scatters += 1
         self._works.append(

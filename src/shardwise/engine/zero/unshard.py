@@ -83,6 +83,8 @@ class Unshard(Passes):
         self._owners = owners
         self._counters = counters
         self._keeps = keeps
+        self._goes_ahead = all(each.arrives_alone for each in params.sharded)
+        """Whether a unit arrives while another one runs."""
         self._microbatch: Callable[[], int] = lambda: 0
         self._bucket_at = {bucket.plan.slots[0].name: at for at, bucket in enumerate(params.sharded)}
         """The number of a bucket, by its first parameter."""
@@ -268,7 +270,7 @@ class Unshard(Passes):
             one * num_microbatches if schedule is None else schedule,
             keeps=self._keeps,
             backward=self._differentiated if order else None,
-            ahead=self._owners.progresses_alone,
+            ahead=self._goes_ahead,
         )
         return {unit.plan.name: found[unit.number] for unit in self.units}
 
@@ -325,7 +327,7 @@ class Unshard(Passes):
 
     def _reduce(self, unit: GatheredUnit) -> None:
         self._announce("reduce", BACKWARD, unit)
-        if self._owners.progresses_alone:
+        if self._goes_ahead:
             self._look_two_ahead(unit)
         self._gradients.finish(unit.reductions)
 
@@ -432,7 +434,7 @@ class Unshard(Passes):
             if unit.num_forwards == 1:
                 unit.open()
         # Elsewhere a transfer goes on only while somebody waits: nothing would be won, and a second unit held.
-        if unit.num_uses == 1 and self._owners.progresses_alone:
+        if unit.num_uses == 1 and self._goes_ahead:
             self._look_ahead(unit, phase)
 
     def drop(self, unit: GatheredUnit, phase: str) -> None:
