@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +240,7 @@ def test_where_nothing_is_decided_torchs_fused_kernels_update_and_settings_stay(
         assert "master" not in group
         return group["fused"], {name: each.clone() for name, each in sw.full(engine)}
 
-    open_, fused, apart = (
-        sw.simulate(2, lambda channel, fused=fused: run(channel, fused=fused), device=fake)
-        for fused in (None, True, False)
-    )
+    open_, fused, apart = (sw.simulate(2, partial(run, fused=asked), device=fake) for asked in (None, True, False))
     assert [each[0] for each in (open_[0], fused[0], apart[0])] == [None, True, False]
     assert all(torch.equal(each, fused[0][1][name]) for name, each in open_[0][1].items())
     assert not all(torch.equal(each, apart[0][1][name]) for name, each in open_[0][1].items())
@@ -260,9 +258,9 @@ def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: di
         model.to(channel.device)
         given = {name: value for name, value in settings.items() if name != "tensor"}
         rate = torch.tensor(1e-2, device=channel.device) if "tensor" in settings else 1e-2
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, **given)  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False, **given)
         if "fused" in given:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)  # type: ignore[arg-type]
+            optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
         rows = torch.ones(4, 6, device=channel.device)
         model(rows).square().mean().backward()
         optimizer.step()
@@ -280,10 +278,7 @@ def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: di
         assert not torch.is_tensor(rate) or (group["lr"] is rate and float(rate) == pytest.approx(2.5e-3))
         return {name: each.clone() for name, each in sw.full(engine, optimizer=True)}
 
-    wanted, found = (
-        sw.simulate(2, lambda channel, offload=offload: run(channel, offload), device=fake)
-        for offload in (None, "state")
-    )
+    wanted, found = (sw.simulate(2, partial(run, offload=offload), device=fake) for offload in (None, "state"))
     for name, each in wanted[0].items():
         assert torch.allclose(found[0][name], each, rtol=1e-5, atol=1e-7), name  # other kernels
 

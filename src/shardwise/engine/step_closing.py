@@ -19,7 +19,7 @@ from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.norm import norm_dtype
+from shardwise.engine.norm import clip, norm_dtype
 from shardwise.engine.optimizers import can_skip_on_device, skipping
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
@@ -80,6 +80,7 @@ class StepClosing:
         self.runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
         """What this rank owns, in as few runs of memory as can be."""
         dtypes = list(names.trainable.values())
+        self._norm_dtype = norm_dtype(dtypes)
         self._figures = figures_making(
             Surroundings(
                 world=channels.world,
@@ -87,7 +88,7 @@ class StepClosing:
                 ranks=ranks,
                 are_whole=self._has_whole_gradients,
                 dtypes=dtypes,
-                norm_dtype=norm_dtype(dtypes),
+                norm_dtype=self._norm_dtype,
             )
         )
         self._unjudged: deque[Figures] = deque()
@@ -242,18 +243,17 @@ class StepClosing:
                 self._counters.count(figures)
                 return
         self._counters.count(figures)
-        parts = [self._gradients.parts]
         if self._host_gradients is not None:
             gradients = self._host_gradients.arrived(self.owned)
-            parts.append(self._host_gradients.parts)
         for name, master in self._masters:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
             master.grad = gradients[name] if name in touched else None
         # Every rank clips its own part by the one norm of the whole gradient.
         if (most := self._plan.clip_grad_norm) is not None:
-            for each in filter(None, parts):
-                figures.clip(each, most)
+            figures.clip(self._gradients.parts, most)
+            if self._host_gradients is not None:
+                clip(self._host_gradients.parts, norm=figures.grad_norm, max_norm=most, dtype=self._norm_dtype)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
         with self._plain_calls.engine_step(), skipping(self._optimizers, found_inf), recorder.updating():

@@ -443,10 +443,7 @@ class DeviceFigures:
 
     def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
         """See `Figures`."""
-        if parts and parts[0].device.type == "cpu":  # those for masters that are on the host
-            clip(parts, norm=self.grad_norm, max_norm=max_norm, dtype=self._around.norm_dtype)
-        else:
-            clip_on_device(parts, self._norm, max_norm, self._kept, one=self._one)
+        clip_on_device(parts, self._norm, max_norm, self._kept, one=self._one)
 
     @cached_property
     def _values(self) -> list[float]:

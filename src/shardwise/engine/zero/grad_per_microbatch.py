@@ -491,6 +491,7 @@ class GradPerMicrobatch(Passes):
 
     def _launch(self, pending: _Pending) -> None:
         """Start the reduction of a bucket, after the one before it."""
+        assert not pending.is_taken, "it would add to a mean that has left"
         self._copies.flush()
         if pending.buffer is None:
             self._give_buffer(pending)
