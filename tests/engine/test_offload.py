@@ -5,6 +5,7 @@ run behind the host in most cases, so that a wait that is missing shows.
 """
 
 import gc
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from shardwise.comm import alone
 from shardwise.engine.engine import Engine
 from shardwise.engine.zero.flat_params import ShardedBucket
 from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.errors import ShardwiseError
 from tests.covering import covering
 from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
 from tests.engine.models import word_batch, word_loss
@@ -362,6 +364,36 @@ def test_a_relayout_moves_state_to_the_host_and_back(fake: str) -> None:
         assert [name for name in other if not torch.equal(found[name], other[name])] == []
 
 
+@pytest.mark.parametrize("offload", [None, "state"])
+@pytest.mark.parametrize("layout", ["pp=2", "dp_shard=3"])
+def test_ranks_that_own_nothing_take_part(fake: str, layout: str, offload: Offload) -> None:
+    """A stage whose parameters are frozen, and owners of nothing, with a division and a clip."""
+
+    def run(channel: sw.Channel) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        model[2].requires_grad_(False)
+        plan = sw.Plan(
+            mesh=sw.Mesh.parse(layout),
+            sharding=sw.Sharding(offload=offload, partition="whole"),
+            merge=sw.Merge(microbatches=2),
+            pipeline=sw.Pipeline(stages={"0": 0, "1": 0, "2": 1} if channel.size == 2 else None),
+            clip_grad_norm=1e-3,
+        )
+        trained = [model[0].weight]
+        engine = sw.parallelize(
+            model, plan, optimizer=adamw(trained), loss=lambda output, _: output.square().mean(), channel=channel
+        )
+        losses = [engine.step({"input": torch.ones(4, 4)}).loss for _ in range(3)]
+        return losses, {name: each.clone() for name, each in sw.full(engine)}
+
+    found = sw.simulate(2 if layout == "pp=2" else 3, run, device=fake)
+    expected = sw.simulate(len(found), run)
+    for (losses, whole), (wanted, values) in zip(found, expected, strict=True):
+        assert losses == wanted
+        assert all(torch.equal(each, values[name]) for name, each in whole.items())
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (2, "state")])
 def test_values_that_are_written_from_outside_come_to_the_host(fake: str, stage: int, offload: Offload) -> None:
     def run(channel: sw.Channel, asked: Offload) -> list[str]:
@@ -483,3 +515,27 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
         assert num_buckets >= 6
         assert early >= num_buckets - 2
         assert num_parts == num_buckets
+
+
+def test_no_page_locked_memory_is_an_error_in_words_on_all_ranks(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+
+    def short(*size: Any, **settings: Any) -> torch.Tensor:
+        if settings.get("pin_memory") and threading.current_thread() is refused[0]:
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*size, **settings)
+
+    refused: list[threading.Thread | None] = [None]
+
+    def run(channel: sw.Channel) -> str:
+        if channel.rank == 1:
+            refused[0] = threading.current_thread()
+        channel.exchange(b"", purpose="all are here")
+        with pytest.raises(ShardwiseError) as caught:
+            wide_engine(channel, 1, "state", 1, "bfloat16").step({"input": torch.ones(4, 72)})
+        return str(caught.value)
+
+    monkeypatch.setattr(torch, "zeros", short)
+    others, own = sw.simulate(2, run, device=fake)
+    assert own.startswith("sharding.offload: the host gives no ")
+    assert "rank 1" in others

@@ -51,10 +51,12 @@ def test_without_a_mesh_the_processes_share_the_global_batch(tmp_path: Path) -> 
 def test_tables_become_the_specs_of_the_plan(tmp_path: Path) -> None:
     text = MINIMAL + (
         "clip_grad_norm = 0.5\n[mesh]\ndp_replicate = 2\ndp_shard = 2\n"
-        '[sharding]\nstage = 0\nbucket_bytes = 1_000\n[precision]\ncompute = "bfloat16"\nkeep = ["*norm*"]\n'
+        '[sharding]\nstage = 0\nbucket_bytes = 1_000\noffload = "state"\n'
+        '[precision]\ncompute = "bfloat16"\nkeep = ["*norm*"]\n'
     )
     plan = read_config(written(tmp_path, text), num_processes=4).plan
     assert (plan.mesh.size, plan.sharding.stage, plan.sharding.bucket_bytes) == (4, 0, 1000)
+    assert plan.sharding.offload == "state"
     assert (plan.precision.compute, plan.precision.keep, plan.clip_grad_norm) == ("bfloat16", ("*norm*",), 0.5)
 
 

@@ -176,6 +176,8 @@ def divide_on_device(
     parts: Sequence[torch.Tensor], divisor: int, scale: torch.Tensor | None, kept: KeptNumbers
 ) -> None:
     """Divide gradients in place, by the number and by the scale of the losses if there is one."""
+    if not parts:  # a stage that trains nothing; torch refuses empty lists
+        return
     if scale is not None:
         place = kept.place("divisor", dtype=scale.dtype)
         torch._foreach_div_(list(parts), torch.mul(scale, divisor, out=place))
@@ -230,6 +232,8 @@ def clip_on_device(
     parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, kept: KeptNumbers, *, one: torch.Tensor
 ) -> None:
     """As `clip`, on the flat memory of gradients; they stay as they are where the norm is nan. one: 1 in its dtype."""
+    if not parts:
+        return
     # The operations of torch, so that the factor has the same bits, but for the last: the smaller one that is no nan.
     factor = torch.add(norm, 1e-6, out=kept.place("factor of the clip", dtype=norm.dtype))
     torch.fmin(factor.reciprocal_().mul_(max_norm), one, out=factor)

@@ -31,9 +31,22 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
+from shardwise.errors import ModelError, in_words
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 from shardwise.plan.memory import sharded_run_bytes
 from shardwise.plan.specs import Offload
+
+
+def page_locked(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in page-locked memory of the host. Raises ModelError where there is no more."""
+    try:
+        return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        raise ModelError(
+            f"sharding.offload: the host gives no {num_elements * dtype.itemsize:,} bytes of page-locked memory "
+            f"({in_words(error)}). Raise its limit (ulimit -l, the memory of the container), take more data ranks, or "
+            "leave sharding.offload out"
+        ) from error
 
 
 class WholeBucket:
@@ -65,11 +78,9 @@ class WholeBucket:
         if self.is_cast:
             self.master = torch.zeros(num_elements, dtype=dtype, device="cpu" if offload else working.device)
         elif rises:
-            self.master = torch.zeros(num_elements, dtype=dtype, pin_memory=True)
+            self.master = page_locked(num_elements, dtype)
         # Page-locked is what moves between host and device, and nothing else.
-        self._cast = (
-            self.part.new_empty(num_elements, device="cpu", pin_memory=True) if rises and self.is_cast else None
-        )
+        self._cast = page_locked(num_elements, self.part.dtype) if rises and self.is_cast else None
         self.segments = {segment.name: segment for segment in plan.segments(owner)}
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
@@ -196,7 +207,7 @@ class ShardedBucket(WholeBucket):
 
 
 class _Rise:
-    """A copy to the device of a rank that gathers from nobody else."""
+    """A copy to the device of a rank that has no other to gather from."""
 
     def __init__(self, mark: torch.Event, device: torch.device) -> None:
         self._mark = mark
@@ -252,7 +263,7 @@ def _runs(
     if shared is not None:
         own = shared[owners.rank]
     elif on_host:
-        own = torch.zeros(starts[owners.rank][-1], dtype=torch.uint8, pin_memory=True)
+        own = page_locked(starts[owners.rank][-1], torch.uint8)
     else:
         own = owners.allocate(starts[owners.rank][-1])
 

@@ -17,7 +17,7 @@ import torch
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.engine.norm import divide_on_device
-from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.zero.flat_params import FlatParams, Owned, page_locked
 from shardwise.engine.zero.grad_reduce import OwnedGradients
 from shardwise.plan import Bucket
 
@@ -35,7 +35,7 @@ class HostGradients:
         """The owned part of a bucket, by its first parameter."""
         self._room_of: dict[str, torch.Tensor] = {}
         for bucket in (each.plan for each in buffers.buckets if each.plan.trainable):
-            room = torch.zeros(bucket.counts[buffers.owner], dtype=torch_dtype(bucket.master), pin_memory=True)
+            room = page_locked(bucket.counts[buffers.owner], torch_dtype(bucket.master))
             self._rooms[bucket.slots[0].name] = room
             self._room_of |= {slot.name: room for slot in bucket.slots}
         self.parts: Sequence[torch.Tensor] = list(self._rooms.values())
