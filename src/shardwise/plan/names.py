@@ -62,6 +62,12 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], *, role: str) -> li
 MASTER = "master"
 """The key of a parameter's master, where that is held apart from the working copy."""
 
+AVERAGE = "weight_average"
+"""The key of the running average of a parameter."""
+
+WEIGHT_KEYS = frozenset({MASTER, AVERAGE})
+"""Keys under which there are values of the parameter itself; no optimizer has them."""
+
 STATE_PREFIX = "optimizer/"
 """With this the names of all optimizer state begin."""
 
