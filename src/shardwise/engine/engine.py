@@ -171,8 +171,8 @@ class Engine(Generic[Model_co]):
         """Of steps that the device has not finished yet."""
         self._bucket_updates = BucketUpdates(self.optimizers, buffers)
         self._averages = None if plan.average is None else WeightAverages(plan.average, buffers)
+        # Parameters that optimizers have updated: from then on they have state for them.
         self._updated: set[str] = set()
-        """Parameters that optimizers have updated: from then on they have state for them."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

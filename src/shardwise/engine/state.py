@@ -294,7 +294,7 @@ class EngineRestoration:
             self._num_averaged = averages_of_settings(settings)
         if self._begun:
             which = few_of(sorted(self._begun)) if saved else "any parameter"
-            self.notes = (f"the checkpoint has no average of {which}; there it begins with the weights that are loaded",)
+            self.notes = (f"the checkpoint has no average of {which}; it begins with the weights that are loaded",)
 
     def _live(self, known: KnownOptimizer, owned: Owned) -> LiveParameter:
         state = known.optimizer.state.get(owned.parameter, {})

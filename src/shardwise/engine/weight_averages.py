@@ -205,5 +205,6 @@ def averages_of_settings(settings: Mapping[str, Any]) -> int:
         return num
     raise CheckpointError(
         f"the checkpoint has averages of weights, and its settings have average={entry!r}, which is no number of "
-        'averaged weights. Drop the averages, sw.Rewrite(\'"optimizer/**/weight_average" -> _\'), and they begin anew'
+        "averaged weights. Load it under a plan without an average, or write the averages as a model first: shardwise "
+        "ckpt convert --weights average"
     )

@@ -103,6 +103,16 @@ def is_beside_name(name: str) -> bool:
     return name.startswith(_BESIDE_PREFIX)
 
 
+def holds_weights(name: str) -> bool:
+    """Whether a name is that of a parameter's master or average.
+
+    >>> holds_weights("optimizer/w/weight_average"), holds_weights("optimizer/w/step"), holds_weights("w")
+    (True, False, False)
+    """
+    split = split_state_name(name)
+    return split is not None and split[1] in WEIGHT_KEYS
+
+
 def split_state_name(name: str) -> tuple[str, str] | None:
     """The parameter and the key of a name that `state_name` makes; None for every other. Keys hold no slash.
 
