@@ -3,7 +3,9 @@
 stored                                            here
 w                           bfloat16              w    float32, the elements of its average
 optimizer/w/weight_average  float32               -
+optimizer/w/master          float32               -
 optimizer/w/exp_avg, ..     and their settings    -    they belong to other weights
+optimizer/v/master          float32               the same: v is frozen, and has no average
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from typing import Literal, TypeAlias, get_args
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.outputs import model_of
 from shardwise.errors import CheckpointError
-from shardwise.plan.names import AVERAGE, split_state_name
+from shardwise.plan.names import AVERAGE, MASTER, split_state_name
 from shardwise.plan.saved_settings import OF_RUNS
 
 __all__ = ["Weights", "check_weights", "with_averages"]
@@ -33,8 +35,8 @@ def with_averages(contents: Contents) -> tuple[Contents, Mapping[str, str]]:
 
     Raises CheckpointError for a checkpoint without averages.
     """
-    splits = ((name, split_state_name(name)) for name in contents.tensors)
-    average_of = {split[0]: name for name, split in splits if split is not None and split[1] == AVERAGE}
+    splits = {name: split_state_name(name) for name in contents.tensors}
+    average_of = {split[0]: name for name, split in splits.items() if split is not None and split[1] == AVERAGE}
     if not average_of:
         raise CheckpointError(
             f"{contents.location} has no averages of weights, for which weights='average' (--weights average) asks. A "
@@ -43,7 +45,8 @@ def with_averages(contents: Contents) -> tuple[Contents, Mapping[str, str]]:
     model = model_of(contents)
     tensors = {
         name: contents.tensors[average_of[name]].renamed(name) if name in average_of else each
-        for name, each in model.tensors.items()
+        for name, each in contents.tensors.items()
+        if name in model.tensors or ((split := splits[name]) and split[1] == MASTER and split[0] not in average_of)
     }
     settings = {key: each for key, each in contents.settings.items() if key not in OF_RUNS}
     dtypes = {name: model.tensors[name].dtype for name in average_of if name in model.tensors}
