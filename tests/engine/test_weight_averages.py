@@ -1,6 +1,6 @@
 """Averages of the weights are those of torch's `AveragedModel`, to the bit, under every layout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -76,7 +76,7 @@ class Expected:
         self.averaged.update_parameters(self.plain)
 
     def values(self) -> Whole:
-        return dict(zip(self.names, (each.detach() for each in self.averaged.module.values), strict=True))
+        return dict(zip(self.names, (each.detach() for each in self.averaged.module.parameters()), strict=True))
 
 
 def full_state(engine: sw.Engine) -> Whole:
@@ -91,11 +91,12 @@ CASES = [(name, list(RULES)[at % len(RULES)]) for at, name in enumerate(LAYOUTS)
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
 def test_averages_are_those_of_torch_and_the_weights_come_back(name: str, rule: str) -> None:
-    plan = replace(LAYOUTS[name], average=RULES[rule])
+    average = RULES[rule]
+    plan = replace(LAYOUTS[name], average=average)
 
     def run(channel: sw.Channel) -> tuple[list[tuple[Whole, Whole]], Whole, float]:
-        engine, seen = engine_of(plan, channel), []
-        seen.append((full_state(engine), {}))
+        engine = engine_of(plan, channel)
+        seen: list[tuple[Whole, Whole]] = [(full_state(engine), {})]
         for update in range(4):
             train(engine, channel, [update])
             before, local = full_state(engine), {piece: each.clone() for piece, each in engine.state().items()}
@@ -116,10 +117,10 @@ def test_averages_are_those_of_torch_and_the_weights_come_back(name: str, rule: 
     names = list(averages_of(seen[0][0]))
     assert {"embedding.weight", "unused", "cube"} <= set(names)
     assert not {"nothing", "order"} & set(names)
-    expected = Expected(plan.average, {name: weights_of(seen[0][0])[name] for name in names})
+    expected = Expected(average, {name: weights_of(seen[0][0])[name] for name in names})
     for step, (before, inside) in enumerate(seen[1:], start=1):
         weights = {name: weights_of(before)[name] for name in names}
-        if plan.average is not None and plan.average.averages(step):
+        if average.averages(step):
             expected.update(weights)
         averages = averages_of(before)
         same(averages, expected.values())
@@ -262,8 +263,10 @@ def test_the_footprint_counts_the_averages() -> None:
     def run(channel: sw.Channel) -> None:
         for stage in range(4):
             engine = engine_on(channel, plan_of(stage, dp_shard=2))
-            num_bytes = sum(average.nbytes for _, average in engine._averages._averages)  # type: ignore[union-attr]
-            assert engine.footprint().average_bytes == num_bytes > 0
+            assert engine._averages is not None
+            num_bytes: int = sum(average.nbytes for _, average in engine._averages._averages)
+            assert engine.footprint().average_bytes == num_bytes
+            assert num_bytes > 0
             assert engine_on(channel, plan_of(stage, average=None, dp_shard=2)).footprint().average_bytes == 0
 
     sw.simulate(2, run)
@@ -343,13 +346,14 @@ def test_what_needs_the_weights_is_refused_inside(tmp_path: Path) -> None:
     engine.step(points(0, 6))
     sw.save(tmp_path, engine)
     with left_as_it_was(engine), engine.averaged():
-        for call, act in {
+        calls: dict[str, Callable[[], Any]] = {
             "engine.step": lambda: engine.step(points(0, 6)),
             "sw.load": lambda: sw.load(tmp_path, engine),
             "sw.relayout": lambda: sw.relayout(engine, plan_of()),
-        }.items():
-            with pytest.raises(ModelError, match=rf"{call} was called inside engine\.averaged\(\)"):
-                act()
+        }
+        for name, call in calls.items():
+            with pytest.raises(ModelError, match=rf"{name} was called inside engine\.averaged\(\)"):
+                call()
     without = engine_on(None, plan_of(average=None))
     with pytest.raises(ModelError, match=r"keeps no average of the weights; give Plan\(average="), without.averaged():
         pass

@@ -218,7 +218,8 @@ class Average:
     """A running average of the weights: EMA, or their mean (SWA; Izmailov et al., 2018, arXiv:1803.05407)."""
 
     decay: float | None = None
-    """How much of itself the average keeps in each update; None: it is the mean of all weights that were averaged."""
+    """The part of the average that each update keeps; the rest comes from the weights. None: the mean of all that were
+    averaged."""
     every: int = 1
     """The weights are averaged after each `every`-th step, unless its update was skipped."""
     start: int = 0
