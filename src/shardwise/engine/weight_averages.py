@@ -149,7 +149,7 @@ class WeightAverages:
 
     @torch.no_grad()
     def _change_places(self, *, alone: bool = False) -> None:
-        """Exchange masters and averages. alone: nobody gathers afterwards, so that own working copies are made here."""
+        """Exchange masters and averages. alone: no rank gathers afterwards; own working copies are made here."""
         self._averages = [(bucket, _exchanged(bucket, average)) for bucket, average in self._averages]
         self.are_in = not self.are_in
         for bucket, _ in self._averages if alone else ():
