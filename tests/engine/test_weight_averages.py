@@ -85,7 +85,14 @@ def full_state(engine: sw.Engine) -> Whole:
 
 RULES = {"ema": EMA, "mean": MEAN, "seldom": sw.Average(decay=0.75, every=2)}
 
-CASES = [(name, list(RULES)[at % len(RULES)]) for at, name in enumerate(LAYOUTS)]
+ALWAYS = [
+    *("one-stage0-bf16", "two-stage0", "three-whole-bf16", "four-replicas", "stages-two-x-two", "stage2-replicas"),
+    *("stage3-replicas-bf16", "stage3-stages", "tensor-two-parts-x-two", "tensor-two-stages"),
+]
+CASES = [
+    pytest.param(name, list(RULES)[at % len(RULES)], marks=() if name in ALWAYS else pytest.mark.stress)
+    for at, name in enumerate([*ALWAYS, *(name for name in LAYOUTS if name not in ALWAYS)])
+]
 """Every layout, and every rule under all kinds of them."""
 
 
@@ -446,6 +453,52 @@ def test_a_run_that_was_resumed_has_the_bits_of_one_that_was_not(tmp_path: Path)
 
     sw.simulate(2, partial(run, 3, False))
     same(sw.simulate(2, partial(run, 7, True))[0], sw.simulate(2, partial(run, 7, False))[0])
+
+
+class Renamed(Residual):
+    """`Residual` with another name for its first layer, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Parameter(torch.zeros(4, 8))
+        self.shift = self.first.bias
+        del self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.begin + self.shift
+        for at in range(len(self.layers)):
+            x = self.added(at, x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+RENAMING = sw.Rewrite("first.weight^T -> begin; first.bias -> shift")
+
+
+@pytest.mark.parametrize("at_save", [True, False])
+def test_averages_go_with_their_parameters_through_a_rewrite(at_save: bool, tmp_path: Path) -> None:
+    plan = plan_of(2, average=sw.Average(), dp_shard=2, compute="bfloat16")
+
+    def save(channel: sw.Channel) -> Whole:
+        engine = engine_on(channel, plan)
+        for seed in range(3):
+            engine.step(share_of(points(seed, 6), channel.rank, 2))
+        sw.save(tmp_path, engine, rewrite=RENAMING if at_save else None)
+        return averages_of(full_state(engine))
+
+    def load(channel: sw.Channel) -> tuple[Whole, Any]:
+        engine = sw.parallelize(
+            Renamed(), plan_of(3, average=sw.Average(), dp_shard=3), optimizer=adamw, channel=channel
+        )
+        sw.load(tmp_path, engine, rewrite=None if at_save else RENAMING)
+        return averages_of(full_state(engine)), engine.settings()["average"]
+
+    saved = sw.simulate(2, save)[0]
+    loaded, settings = sw.simulate(3, load)[0]
+    assert settings == {"averaged": 3}
+    assert torch.equal(loaded.pop("begin"), saved.pop("first.weight").T)
+    assert torch.equal(loaded.pop("shift"), saved.pop("first.bias"))
+    same(loaded, saved)
 
 
 def test_without_averages_in_the_checkpoint_they_begin_with_its_weights(tmp_path: Path) -> None:
