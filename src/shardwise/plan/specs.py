@@ -239,6 +239,8 @@ class Average:
             problems.append(
                 f"average.decay: {decay!r} is not a number from 0 to below 1; leave it out for the mean of all weights"
             )
+        else:
+            object.__setattr__(self, "decay", float(decay))
         _raise(problems)
 
     def averages(self, step: int) -> bool:
