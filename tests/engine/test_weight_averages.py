@@ -348,6 +348,28 @@ def test_a_rank_whose_peers_are_gone_has_its_own_weights_again(stage: int) -> No
     sw.simulate(2, run)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_weights_are_back_where_the_averages_do_not_even_come_in(stage: int) -> None:
+    plan = plan_of(stage, dp_shard=2, compute="bfloat16")
+
+    def run(channel: sw.Channel) -> None:
+        engine, batch = engine_on(channel, plan), share_of(points(0, 6), channel.rank, channel.size)
+        for _ in range(3):
+            engine.step(batch)
+        before = {piece: each.clone() for piece, each in engine.state().items()}
+        if channel.rank:
+            engine._buffers.publish = no_memory  # type: ignore[method-assign]
+        with pytest.raises((MemoryError, PeerError)), engine.averaged():
+            engine.evaluate(batch)
+        assert all(torch.equal(each, before[piece]) for piece, each in engine.state().items())
+
+    sw.simulate(2, run)
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError
+
+
 def test_what_needs_the_weights_is_refused_inside(tmp_path: Path) -> None:
     engine = engine_on(None, plan_of())
     engine.step(points(0, 6))

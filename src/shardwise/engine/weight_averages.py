@@ -111,10 +111,10 @@ class WeightAverages:
         if self.are_in:
             yield
             return
-        self._change_places()
-        publish()
         failure: BaseException | None = None
+        self._change_places()
         try:
+            publish()
             try:
                 yield
             finally:
