@@ -408,6 +408,37 @@ def test_values_that_are_written_from_outside_come_to_the_host(fake: str, stage:
         assert sw.simulate(2, lambda channel: run(channel, offload), device=fake) == wanted
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (3, "parameters")])
+def test_averages_are_where_masters_are(fake: str, stage: int, offload: Offload, precision: str) -> None:
+    def run(channel: sw.Channel, asked: Offload) -> tuple[list[str], list[float], dict[str, torch.Tensor]]:
+        plan = plan_of("dp_shard=2", stage=stage, precision=PRECISIONS[precision], sharding={"offload": asked})
+        plan = replace(plan, average=sw.Average(decay=0.5))
+        engine = sw.parallelize(decoder(dtype=torch.float32), plan, optimizer=adamw, loss=loss_of, channel=channel)
+        rows = batches(plan, channel.rank)[0]
+        reports, held_out = train(engine, range(3), channel.rank), []
+        for _ in range(2):  # at once again: what moved up before may still be on its way
+            with engine.averaged():
+                pass
+            with engine.averaged():
+                held_out.append(engine.evaluate(rows).loss)
+            held_out.append(engine.evaluate(rows).loss)
+        assert held_out[0] != held_out[1]
+        reports += train(engine, [3], channel.rank)
+        state = {str(piece): each.cpu().clone() for piece, each in engine.state().items()}
+        averages = [each for piece, each in engine.state().items() if piece.name.endswith("/weight_average")]
+        assert {each.device.type for each in averages} <= {"cpu" if asked else fake}
+        return reports, held_out, state
+
+    wanted = sw.simulate(2, partial(run, asked=None), device=fake)
+    with behind(LAST):
+        found = sw.simulate(2, partial(run, asked=offload), device=fake)
+    for (reports, held_out, state), (other_reports, other_held_out, other) in zip(found, wanted, strict=True):
+        assert (reports, held_out) == (other_reports, other_held_out)
+        assert state.keys() == other.keys()
+        assert [name for name in state if not torch.equal(state[name], other[name])] == []
+
+
 # Bytes and overlap ----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ of the optimizer is tried before. One call is made where each is seen: by a hook
 that the optimizer keeps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -38,21 +38,21 @@ class BucketUpdates:
         self._parts: dict[int, _Part] | None = None
         """By bucket; None: not known yet. Empty where the update is made at once."""
 
-    def run(self, counters: Counters) -> None:
-        """Step all optimizers on the gradients of the masters, and publish the masters."""
+    def run(self, counters: Counters, meanwhile: Callable[[], None] | None = None) -> None:
+        """Step all optimizers on the gradients of the masters, and publish the masters; meanwhile: see `publish`."""
         if self._buffers.is_offloaded:
             with on_host(self._optimizers):
-                self._run(counters)
+                self._run(counters, meanwhile)
         else:
-            self._run(counters)
+            self._run(counters, meanwhile)
 
-    def _run(self, counters: Counters) -> None:
+    def _run(self, counters: Counters, meanwhile: Callable[[], None] | None) -> None:
         if self._parts is None:
             self._parts = self._find_parts()
         if not self._parts or any(map(counts_steps, self._optimizers)):
             for optimizer in self._optimizers:
                 optimizer.step()
-            self._buffers.publish(counters)
+            self._buffers.publish(counters, meanwhile=meanwhile)
             return
         parts = self._parts
         held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
@@ -65,12 +65,12 @@ class BucketUpdates:
             for optimizer, groups in parts.get(bucket, ()):
                 _step_on(optimizer, groups)
 
-        self._buffers.publish(counters, before=step)
+        self._buffers.publish(counters, before=step, meanwhile=meanwhile)
 
     def _find_parts(self) -> dict[int, _Part]:
         if not self._buffers.publishes_in_parts:
             return {}
-        device = self._buffers.buckets[0].master.device
+        device = next(each.master.device for each in self._buffers.buckets if each.plan.trainable)
         # Not asked of other ranks: they publish in the same order, whether or not they step in parts.
         if not all(updates_apart(each, device) for each in self._optimizers):
             return {}
