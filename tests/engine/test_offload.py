@@ -380,7 +380,7 @@ def test_ranks_that_own_nothing_take_part(fake: str, layout: str, offload: Offlo
             pipeline=sw.Pipeline(stages={"0": 0, "1": 0, "2": 1} if channel.size == 2 else None),
             clip_grad_norm=1e-3,
         )
-        trained = [model[0].weight]
+        trained = list(model[0].parameters())
         engine = sw.parallelize(
             model, plan, optimizer=adamw(trained), loss=lambda output, _: output.square().mean(), channel=channel
         )
