@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from shardwise.errors import PlanError
+from shardwise.plan.activations import Activations
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.tensor_rules import rule_problems
@@ -234,6 +235,8 @@ class Plan:
     """Which parameters are cut along `tp`, where `mesh.tp` is above 1."""
     clip_grad_norm: float | None = None
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
+    activations: Activations = field(default_factory=Activations)
+    """Which activations are kept for backward; default: all that modules save."""
 
     def __post_init__(self) -> None:
         # Each strategy has checked itself. Only what needs two of them is checked here.
@@ -292,6 +295,7 @@ _STRATEGIES: dict[str, type] = {
     "precision": Precision,
     "pipeline": Pipeline,
     "tensor": Tensor,
+    "activations": Activations,
 }
 
 
