@@ -31,6 +31,7 @@ from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
 from shardwise.comm.hosts import hosts_of, with_hosts
+from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.batch_digests import BatchDigests, describe_batch
 from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
 from shardwise.engine.bucket_updates import BucketUpdates
@@ -107,6 +108,7 @@ class Engine(Generic[Model_co]):
         summed: SummedGradients,
         plain_calls: PlainCalls,
         tensor_decision: TensorDecision,
+        activations: KeptActivations,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -137,6 +139,8 @@ class Engine(Generic[Model_co]):
         self._plain_calls = plain_calls
         self.tensor_decision = tensor_decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
+        self.activations = activations
+        """Which modules run again in backward, and which have their saved tensors on the host."""
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.

@@ -12,9 +12,9 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     how live tensors move            reshard, routes
 """
 
+from shardwise.plan.activations import Activations
 from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
 from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
-from shardwise.plan.activations import Activations
 from shardwise.plan.outlines import Outline, Parameter
 from shardwise.plan.schedules import Action, Schedule, make_schedule, split_rows
 from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding, Tensor

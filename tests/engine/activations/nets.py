@@ -69,13 +69,14 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(Remembering() for _ in range(3))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x, more = input, input.new_zeros(())
         seen: list[torch.Tensor] = []
-        memory, more = Memory(), input.new_zeros(())
+        memory = Memory()
         for block in self.blocks:
-            out = block(input, seen=seen, memory=memory, scale={"of": 0.5})
-            input, more = out["x"], more + out["more"][0]
+            out = block(x, seen=seen, memory=memory, scale={"of": 0.5})
+            x, more = out["x"], more + out["more"][0]
         assert len(seen) == len(self.blocks)
-        return input + more
+        return x + more
 
 
 def statistics() -> nn.Module:

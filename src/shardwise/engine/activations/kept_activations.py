@@ -1,15 +1,18 @@
 """What the plan's `activations` do to a model: which modules are wrapped, and what is known of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from shardwise.engine.activations.kept_outputs import overloads_of
 from shardwise.engine.activations.recomputation import Recomputed
+from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
 from shardwise.engine.pipeline.module_placement import outline_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.wrapping import wrap
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.plan import Activations
 from shardwise.plan.activation_choice import meant_modules
 
@@ -41,7 +44,14 @@ class KeptActivations:
     """The activations of one rank's model under a plan."""
 
     def __init__(
-        self, model: nn.Module, asked: Activations, modules: ActivationModules, random: KeyedRandom, *, warns: bool
+        self,
+        model: nn.Module,
+        asked: Activations,
+        modules: ActivationModules,
+        random: KeyedRandom,
+        device: torch.device,
+        *,
+        warns: bool,
     ) -> None:
         """Wraps forwards: nothing of a plan may stand around them yet. `warns`: this rank does."""
         named: Mapping[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
@@ -49,3 +59,16 @@ class KeptActivations:
         warned: set[type] | None = set() if warns else None
         for name in modules.checkpoint:
             wrap(named[name], Recomputed(name, named[name], random, operators, warned))
+        self.transfers: HostTransfers | None = None
+        """None on the CPU: saved tensors are in host memory there."""
+        if modules.offload and device.type != "cpu":
+            self.transfers = HostTransfers(model, device)
+            for name in modules.offload:
+                # Around the checkpoint: the inputs that it keeps are what is saved.
+                wrap(named[name], Offloaded(self.transfers, random))
+
+    def follow(self, passes: Passes, microbatch: Callable[[], int] | None) -> None:
+        """What is built after forwards were wrapped. `microbatch`: see `HostTransfers`."""
+        if self.transfers is not None:
+            self.transfers.passes = passes
+            self.transfers.microbatch = microbatch or self.transfers.microbatch
