@@ -108,7 +108,6 @@ class Engine(Generic[Model_co]):
         summed: SummedGradients,
         plain_calls: PlainCalls,
         tensor_decision: TensorDecision,
-        activations: KeptActivations,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -139,8 +138,6 @@ class Engine(Generic[Model_co]):
         self._plain_calls = plain_calls
         self.tensor_decision = tensor_decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
-        self.activations = activations
-        """Which modules run again in backward, and which have their saved tensors on the host."""
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
@@ -222,6 +219,11 @@ class Engine(Generic[Model_co]):
         return self._computation.runner
 
     @property
+    def activations(self) -> KeptActivations:
+        """Which modules run again in backward, and which have saved tensors on the host; see its `report`."""
+        return self._computation.activations
+
+    @property
     def recorder(self) -> SpanRecorder:
         """Records forwards, backwards and waits of this rank while its `spans` is a list; on request its updates."""
         return self._computation.recorder
@@ -297,6 +299,7 @@ class Engine(Generic[Model_co]):
             # Where a peer is lost, transfers end with numbers that mean nothing. Then this raises what has happened.
             self._channels.world.exchange(b"", purpose="verdict on an earlier step")
             raise
+        self.activations.settle()
         self._meter.end()
         return report_on_look(
             lambda: {

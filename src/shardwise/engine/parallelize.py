@@ -318,12 +318,11 @@ def _build(
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
-    # Wrappers stand around each other in the order of these calls: activations, tensor parallelism, then what gathers its
-    # portions, then the proof, which watches both. The runner comes last: all of that is the forward of a placed module.
+    # Wrappers stand around each other in the order of these calls: activations, tensor parallelism, then what gathers
+    # its portions, then the proof, which watches both. The runner comes last: all of that is the forward of a placed
+    # module to it.
     let_inputs_follow(model, plan.precision)
-    activations = KeptActivations(
-        model, plan.activations, inspected.activations, random, channel.device, warns=channel.rank == 0
-    )
+    activations = KeptActivations(model, plan, inspected.activations, random, channel)
     TensorParallel(model, decision.plan, channels.tensor)
     gradients, passes = install(
         model,
@@ -360,7 +359,7 @@ def _build(
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
         passes.number_by(partial(_microbatch_of, runner))
-    activations.follow(passes, None if runner is None else partial(_microbatch_of, runner))
+    activations.follow(passes, runner)
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
@@ -388,6 +387,7 @@ def _build(
             passes=passes,
             on_loss=watchers,
             proof=proof,
+            activations=activations,
         ),
         loss_weight=loss_weight,
         channels=channels,
@@ -415,7 +415,6 @@ def _build(
             and all(spec.portion is None for spec in inventory.specs),
         ),
         tensor_decision=decision,
-        activations=activations,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from shardwise.engine.pipeline.nested import tensors_in
 from shardwise.errors import ModelError, PlanError
 
 Operator = torch._ops.OpOverload
@@ -27,6 +28,11 @@ class KeptOutputs(TorchDispatchMode):
         self._operators = operators
         self.outputs: dict[Operator, list[tuple[Any, int]]] = {}
         """Of each operator in the order of its calls, the last first when they are taken; with versions."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept."""
+        return sum(each.nbytes for kept in self.outputs.values() for made, _ in kept for each in tensors_in(made))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -46,7 +46,7 @@ class Recomputed:
         operators: Collection[Operator],
         warned: set[type] | None,
     ) -> None:
-        """`operators`: whose outputs are kept, too. `warned`: of which classes of arguments; None: another rank warns."""
+        """operators: whose outputs are kept, too. warned: of which classes of arguments; None: another rank warns."""
         self.name = name
         self._warned = warned
         self._random = random
@@ -54,9 +54,9 @@ class Recomputed:
         self._buffers = WrittenBuffers(name, module)
         # What is at rest between its uses (stage 3) is watched by `ForwardWrites`.
         self._parameters = [each for each in module.parameters() if not hasattr(type(each), "_is_sharded_param")]
-        self._more: dict[str, Any] = {}
-        if operators:
-            self._more["context_fn"] = partial(outputs_kept, operators)
+        self._operators = operators
+        self.kept_bytes = 0
+        """Of outputs that the last call has kept."""
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
@@ -80,8 +80,12 @@ class Recomputed:
             with nullcontext() if states is None else self._random.going_on_from(states), kept.in_place():
                 return forward(*args, **kwargs)
 
+        modes = outputs_kept(self._operators) if self._operators else None
+        more: dict[str, Any] = {} if modes is None else {"context_fn": lambda: modes}
         # Torch would keep random numbers by the kind of device that it guesses.
-        output = checkpoint(compute, *given.take_tensors(), use_reentrant=False, preserve_rng_state=False, **self._more)
+        output = checkpoint(compute, *given.take_tensors(), use_reentrant=False, preserve_rng_state=False, **more)
+        if modes is not None:
+            self.kept_bytes = modes[0].num_bytes
         kept.settle()
         if versions != self._versions():
             raise ModelError(
@@ -95,8 +99,8 @@ class Recomputed:
             if type(each) not in warned and held_tensors(each):
                 warned.add(type(each))
                 warnings.warn(
-                    f"activations.checkpoint: {self.name!r} is given a {type(each).__name__}, and the tensors in it are "
-                    "kept until it runs again in backward. If it is a cache of keys and values, leave it out of "
+                    f"activations.checkpoint: {self.name!r} is given a {type(each).__name__}, and the tensors in it "
+                    "are kept until it runs again in backward. If it is a cache of keys and values, leave it out of "
                     "training (use_cache=False), which saves memory",
                     ActivationsWarning,
                     stacklevel=3,

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 
 from shardwise.engine.activations.pinned_blocks import PinnedBlocks
+from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.wrapping import Forward
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import unpack as unpack_parameter
 
-_LEAST_BYTES = 4096
+LEAST_BYTES = 4096
 """A copy of less costs more than it saves."""
 _LEAST_SHARE = 4
 """A view of less than one in so many bytes of its storage keeps what others hold anyway."""
@@ -40,7 +41,7 @@ class HostTransfers:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.passes: Passes | None = None
+        self.passes = Passes()
         """Knows what autograd keeps of gathered parameters (stage 3)."""
         self.microbatch: Callable[[], int] = lambda: 0
         """Which one this rank works on, where a schedule mixes several."""
@@ -74,9 +75,7 @@ class HostTransfers:
     @cached_property
     def parameters(self) -> frozenset[int]:
         """The storages of parameters and buffers."""
-        with torch._C.DisableTorchFunctionSubclass():  # at rest
-            tensors = [*self._model.parameters(), *self._model.buffers()]
-            return frozenset(each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided)
+        return storages_of(self._model)
 
     def on_side(self, copies: Iterable[Callable[[], None]]) -> torch.Event:
         """Make copies on the side stream, after what the current stream has been given so far."""
@@ -94,7 +93,7 @@ class HostTransfers:
 class HostCall:
     """One forward of one module, and what it saved.
 
-    saved --copy_out--> leaving --let_go--> away --bring_back--> coming --need--> on the device, until autograd has used it
+    saved --copy_out--> leaving --let_go--> away --bring_back--> coming --need--> here, until autograd has used it
     """
 
     def __init__(self, transfers: HostTransfers, before: "HostCall | None") -> None:
@@ -110,13 +109,13 @@ class HostCall:
     def pack(self, tensor: torch.Tensor) -> object:
         """What autograd keeps in the place of a saved tensor."""
         transfers = self._transfers
-        if transfers.passes is not None and (kept := transfers.passes.pack_saved(tensor)) is not tensor:
+        if (kept := transfers.passes.pack_saved(tensor)) is not tensor:
             return kept
         if type(tensor) is not torch.Tensor or tensor.device != transfers.device or tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
-        if size < _LEAST_BYTES or tensor.nbytes * _LEAST_SHARE < size or key in transfers.parameters:
+        if size < LEAST_BYTES or tensor.nbytes * _LEAST_SHARE < size or key in transfers.parameters:
             return tensor
         copy = transfers.known.get(key)
         if copy is None or copy.version != tensor._version:  # written to in between, it is another value
@@ -200,7 +199,8 @@ class HostCopyOfStorage:
 
     def copy_back(self) -> None:
         """Into that memory, on the current stream."""
-        assert self.bytes is not None and self._block is not None
+        assert self.bytes is not None
+        assert self._block is not None
         self.bytes.copy_(self._block[: self._size], non_blocking=True)
         self._give_back()
 
@@ -251,7 +251,7 @@ class Offloaded:
         transfers = self._transfers
         # Inside of the user's hooks, or of a checkpoint, nothing is saved here.
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        is_ours = around is None or getattr(around[0], "__self__", None) is transfers.passes
+        is_ours = around is None or isinstance(getattr(around[0], "__self__", None), Passes | SavedMeter)
         if not torch.is_grad_enabled() or self._random.is_suspended or not is_ours:
             return forward(*args, **kwargs)
         if "torch._dynamo" in sys.modules:
