@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from shardwise.plan import Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
+from shardwise.plan import Activations, Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.outlines import describe
 from shardwise.plan.schedules import make_schedule
@@ -43,6 +43,13 @@ pipelines = (
     | st.builds(Pipeline, schedule=_written, stages=st.none() | st.dictionaries(names, st.integers(0, 1), min_size=1))
     | st.builds(Pipeline, stages=st.dictionaries(names, st.just(0), min_size=1, max_size=5))
 )
+_modules = st.none() | st.just("blocks") | st.lists(names, min_size=1, max_size=3).map(tuple)
+activations = st.builds(
+    Activations,
+    checkpoint=_modules,
+    offload=_modules,
+    budget_bytes=st.none() | st.integers(1, 1 << 40),
+) | st.builds(Activations, checkpoint=st.just("blocks"), save=st.none() | st.just(("aten.mm", "aten.addmm.default")))
 plans = st.builds(
     Plan,
     mesh=st.builds(Mesh, pp=st.integers(1, 4), dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4)),
@@ -57,6 +64,7 @@ plans = st.builds(
         keep=st.lists(names, max_size=4).map(tuple),
     ),
     pipeline=pipelines,
+    activations=activations,
     clip_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_nan=False) | st.integers(1, 1 << 40),
 )
 

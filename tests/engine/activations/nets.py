@@ -20,6 +20,9 @@ BLOCKS = sw.Activations(checkpoint="blocks")
 class Statistics(nn.Module):
     """Running statistics that torch writes, one that a forward writes in place, and one that it replaces."""
 
+    count: torch.Tensor
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

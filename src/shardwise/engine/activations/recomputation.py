@@ -46,7 +46,7 @@ class Recomputed:
         operators: Collection[Operator],
         warned: set[type] | None,
     ) -> None:
-        """operators: whose outputs are kept, too. warned: of which classes of arguments; None: another rank warns."""
+        """operators: whose outputs are kept, too. warned: classes of arguments that were named; None: another rank warns."""
         self.name = name
         self._warned = warned
         self._random = random
