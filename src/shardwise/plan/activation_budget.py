@@ -145,7 +145,7 @@ def choose(measured: Measured, budget_bytes: int, *, stage: int = 0) -> Chosen:
 
 
 # Each partial choice with what it costs, and the choices so far as a chain.
-_Chain = tuple[str, Choice, "_Chain"] | None  # type: ignore[misc]
+_Chain = tuple[str, Choice, "_Chain"] | None
 _Partial = tuple[float, _Chain]
 
 

@@ -51,11 +51,11 @@ def test_every_plan_has_the_bits_that_it_has_without(mesh: str, settings: dict[s
     got = train(
         deep,
         replace(without, activations=sw.Activations(budget_bytes=budget)),
-        CASE.batches * 2,
+        [*CASE.batches] * 2,
         loss=word_loss,
         look=look,
     )
-    assert_same_bits(got, train(deep, without, CASE.batches * 2, loss=word_loss))
+    assert_same_bits(got, train(deep, without, [*CASE.batches] * 2, loss=word_loss))
     assert len(set(reports)) == 1, "all ranks know all choices"
     assert "recompute: blocks" in reports[0]
 

@@ -1,5 +1,7 @@
 """Modules that backward runs again: the bits of a plan without, whatever they draw, write to or are given."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,9 +19,11 @@ from tests.engine.activations.nets import (
     Chain,
     assert_changes_nothing,
     rows,
+    square,
     statistics,
     train,
 )
+from tests.engine.expected import adamw
 from tests.engine.hybrid_models import CASE, decoder, in_one_process, plan_of
 from tests.engine.hybrid_models import train as train_hybrid
 from tests.engine.models import word_loss
@@ -155,7 +159,18 @@ def test_a_module_runs_twice_in_training_and_once_in_evaluation() -> None:
 
     train(make, plan(activations=sw.Activations(checkpoint=("0", "1"))), BATCHES[:1], look=look)
     assert counts == [[4, 4]], "two microbatches, each twice"
-    assert runs_of(models[0]) == [5, 5], "and in the evaluation once"
+    assert runs_of(models[0]) == [6, 6], "and in the evaluation once"
+
+
+@pytest.mark.parametrize("activations", [BLOCKS, sw.Activations(budget_bytes=1 << 30)])
+def test_copies_and_pickles_of_the_model_are_plain_modules(activations: sw.Activations) -> None:
+    model = nn.Sequential(Counting(), Counting())
+    engine = sw.parallelize(model, sw.Plan(activations=activations), optimizer=adamw, loss=square)
+    engine.step(BATCHES[0])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = runs_of(copied)
+        copied(BATCHES[0]["input"]).sum().backward()
+        assert [after - one for after, one in zip(runs_of(copied), before, strict=True)] == [1, 1]
 
 
 def runs_of(model: nn.Module) -> list[int]:

@@ -22,7 +22,7 @@ from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter
 from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.wrapping import Forward
+from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.engine.zero.unit_calls import unpack
 from shardwise.plan.activation_budget import Choice, Chosen, Measured, MeasuredCall, choose
 from shardwise.space import Mesh
@@ -31,7 +31,7 @@ _PURPOSE = "measured activations"
 _TRIAL_BYTES = 8 << 20
 
 
-class BudgetedModule:
+class BudgetedModule(OfEngine):
     """A `Wrapper`: runs a module as was chosen for it."""
 
     structure = None

@@ -1,6 +1,6 @@
 """What the plan's `activations` do to a model: which modules are wrapped, and what is known of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -62,8 +62,8 @@ class KeptActivations:
         self._modules = modules
         self._device = channel.device
         self._passes = Passes()
-        self._microbatch = lambda: self.number
-        self._in_flight = lambda: 1
+        self._microbatch: Callable[[], int] = lambda: self.number
+        self._in_flight: Callable[[], int] = lambda: 1
         self._has_computed = False
         if modules.offload and channel.device.type != "cpu":
             self.transfers = HostTransfers(model, channel.device)

@@ -28,11 +28,11 @@ from shardwise.engine.activations.written_buffers import WrittenBuffers
 from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot, filled, is_plain, transform
 from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
-from shardwise.engine.wrapping import Forward
+from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.errors import ActivationsWarning, ModelError
 
 
-class Recomputed:
+class Recomputed(OfEngine):
     """A `Wrapper`: keeps the inputs of a module, and runs it again in backward."""
 
     structure = None
@@ -46,7 +46,7 @@ class Recomputed:
         operators: Collection[Operator],
         warned: set[type] | None,
     ) -> None:
-        """operators: whose outputs are kept, too. warned: classes of arguments that were named; None: another rank warns."""
+        """operators: whose outputs are kept, too. warned: classes of arguments that were named; None: others warn."""
         self.name = name
         self._warned = warned
         self._random = random

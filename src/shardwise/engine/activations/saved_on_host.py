@@ -26,7 +26,7 @@ from torch import nn
 from shardwise.engine.activations.pinned_blocks import PinnedBlocks
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.wrapping import Forward
+from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import unpack as unpack_parameter
 
@@ -121,7 +121,7 @@ class HostCall:
         if copy is None or copy.version != tensor._version:  # written to in between, it is another value
             copy = transfers.known[key] = HostCopyOfStorage(transfers, storage, tensor._version)
             self._saved.append(weakref.ref(copy))
-        return SavedView(copy, self, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return SavedView(copy, self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def copy_out(self) -> None:
         """Begin to copy to the host."""
@@ -236,7 +236,7 @@ def unpack(saved: Any) -> torch.Tensor:
     return empty.set_(moved.bytes.untyped_storage(), offset, size, stride)
 
 
-class Offloaded:
+class Offloaded(OfEngine):
     """A `Wrapper`: what the forward of a module saves for backward waits on the host."""
 
     structure = None
