@@ -51,7 +51,6 @@ def plan(mesh: str = "", *, stage: int = 1, **settings: Any) -> sw.Plan:
 @pytest.mark.parametrize(
     ("activations", "mesh", "settings"),
     [
-        (BLOCKS, "tp=2", {"k": 2}),
         (BLOCKS, "pp=2,dp_shard=2,tp=2", {"stage": 3, "k": 2}),
         (BLOCKS, "dp_shard=2", {"stage": 2}),
         (PARTS, "dp_shard=2", {"stage": 3, "k": 2}),
