@@ -119,8 +119,12 @@ class KeptActivations:
 
     def report(self) -> str:
         """What is done with which modules, for people; with a budget, and after the first step, the expected peak."""
+        return "\n".join(self.lines()) or "activations: all that modules save is kept"
+
+    def lines(self) -> list[str]:
+        """The same by lines; none where the plan asks for nothing."""
         if self.budget is not None:
-            return "\n".join(self.budget.lines())
+            return self.budget.lines()
         lines = [
             f"activations.{name}: {', '.join(names)}"
             for name, names in (("checkpoint", self._modules.checkpoint), ("offload", self._modules.offload))
@@ -128,4 +132,4 @@ class KeptActivations:
         ]
         if self._modules.offload and self.transfers is None:
             lines.append("activations.offload: ranks compute on the CPU, where nothing has to move")
-        return "\n".join(lines) or "activations: all that modules save is kept"
+        return lines

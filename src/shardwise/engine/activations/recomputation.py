@@ -52,8 +52,7 @@ class Recomputed(OfEngine):
         self._random = random
         self._draws = may_draw(module, {})
         self._buffers = WrittenBuffers(name, module)
-        # What is at rest between its uses (stage 3) is watched by `ForwardWrites`.
-        self._parameters = [each for each in module.parameters() if not hasattr(type(each), "_is_sharded_param")]
+        self._parameters = list(module.parameters())
         self._operators = operators
         self.kept_bytes = 0
         """Of outputs that the last call has kept."""
