@@ -14,6 +14,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.engine.activations import saved_on_host
 from shardwise.engine.activations.saved_on_host import HostTransfers
+from shardwise.errors import ModelError
 from tests.engine.activations.nets import assert_changes_nothing, square, train
 from tests.engine.hybrid_models import CASE, decoder, plan_of
 from tests.engine.models import word_loss
@@ -158,22 +159,40 @@ def test_streams_behind_the_host_change_nothing(seed: int, activations: sw.Activ
 
 
 @pytest.mark.usefixtures("anywhere_fake")
-def test_a_storage_that_is_saved_twice_moves_once_and_one_that_is_written_to_in_between_twice() -> None:
+def test_a_storage_that_is_saved_several_times_moves_once() -> None:
     def on_rank(channel: sw.Channel) -> tuple[int, list[float]]:
         transfers = HostTransfers(nn.Module(), channel.device)
         x = torch.full((2048,), 2.0, device=channel.device)
         call = transfers.begin()
-        kept = [call.pack(x), call.pack(x[:1024]), call.pack(x.view(32, 64))]
-        x.mul_(3.0)
-        kept.append(call.pack(x))
+        kept = [call.pack(x), call.pack(x[:1024]), call.pack(x.view(32, 64)), call.pack(y := x * 3.0)]
         small, few = x[:8].clone(), x[:8]
         assert call.pack(small) is small
         assert call.pack(few) is few
         transfers.end(call)
-        del x
+        del x, y, few
         transfers.end(transfers.begin())
         return transfers.num_bytes, [float(saved_on_host.unpack(each).sum()) for each in kept]
 
     [(num_bytes, sums)] = sw.simulate(1, on_rank)
     assert num_bytes == 2 * 2048 * 4
-    assert sums == [12288.0, 6144.0, 12288.0, 12288.0]
+    assert sums == [4096.0, 2048.0, 4096.0, 12288.0]
+
+
+class Writes(nn.Module):
+    """Writes to what the module before it has saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2.0)
+
+
+@pytest.mark.usefixtures("anywhere_fake")
+@pytest.mark.parametrize("names", [("0",), ("0", "2")])
+def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(names: tuple[str, ...]) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Writes(), Block())
+
+    batch = {"input": torch.ones(32, WIDTH)}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(make, sw.Plan(), [batch])
+    with pytest.raises(ModelError, match="saved for backward was written to in place afterwards"):
+        train(make, sw.Plan(activations=sw.Activations(offload=names)), [batch])

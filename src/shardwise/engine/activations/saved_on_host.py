@@ -29,6 +29,7 @@ from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import unpack as unpack_parameter
+from shardwise.errors import ModelError
 
 LEAST_BYTES = 4096
 """A copy of less costs more than it saves."""
@@ -104,7 +105,9 @@ class HostCall:
         self._leaving: list[HostCopyOfStorage] = []
         """Held until the copies have been made."""
         self._event: torch.Event | None = None
-        """Of copies that nothing has waited for."""
+        """Of the copies that were begun last."""
+        self._waited: set[int] = set()
+        """Streams that wait for them."""
 
     def pack(self, tensor: torch.Tensor) -> object:
         """What autograd keeps in the place of a saved tensor."""
@@ -113,13 +116,15 @@ class HostCall:
             return kept
         if type(tensor) is not torch.Tensor or tensor.device != transfers.device or tensor.layout != torch.strided:
             return tensor
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():  # more than a storage and its strides
+            return tensor
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         if size < LEAST_BYTES or tensor.nbytes * _LEAST_SHARE < size or key in transfers.parameters:
             return tensor
         copy = transfers.known.get(key)
         if copy is None or copy.version != tensor._version:  # written to in between, it is another value
-            copy = transfers.known[key] = HostCopyOfStorage(transfers, storage, tensor._version)
+            copy = transfers.known[key] = HostCopyOfStorage(transfers, tensor)
             self._saved.append(weakref.ref(copy))
         return SavedView(copy, self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -127,7 +132,7 @@ class HostCall:
         """Begin to copy to the host."""
         if not self._leaving and (here := [each for each in self._alive() if not each.is_away]):
             self._leaving = here
-            self._event = self._transfers.on_side(each.copy_out for each in here)
+            self._copy(each.copy_out for each in here)
 
     def let_go(self) -> None:
         """Free on the device what is copied."""
@@ -151,28 +156,44 @@ class HostCall:
         if away := [each for each in self._alive() if each.is_away]:
             for each in away:
                 each.take_room()  # on the stream that reads it, which the side stream waits for
-            self._event = self._transfers.on_side(each.copy_back for each in away)
+            self._copy(each.copy_back for each in away)
 
     def _alive(self) -> list["HostCopyOfStorage"]:
         return [each for at in self._saved if (each := at()) is not None]
 
+    def _copy(self, copies: Iterable[Callable[[], None]]) -> None:
+        self._event = self._transfers.on_side(copies)
+        self._waited.clear()
+
     def _wait(self) -> None:
-        if self._event is not None:
-            self._transfers.current().wait_event(self._event)
-            self._event = None
+        if self._event is not None and (stream := self._transfers.current()).stream_id not in self._waited:
+            stream.wait_event(self._event)
+            self._waited.add(stream.stream_id)
 
 
 class HostCopyOfStorage:
     """A storage that autograd saved views of; on the device, on the host, or both."""
 
-    def __init__(self, transfers: HostTransfers, storage: torch.UntypedStorage, version: int) -> None:
+    def __init__(self, transfers: HostTransfers, tensor: torch.Tensor) -> None:
+        """`tensor`: views all of it, or a part."""
+        storage = tensor.untyped_storage()
         self._transfers = transfers
         self._key = storage._cdata
-        self.version = version
+        self.version = tensor._version
+        self._original: torch.Tensor | None = tensor.detach()
+        """Counts writes with the tensor, and while it is the one on the device."""
         self.bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=transfers.device).set_(storage)
         """On the device."""
         self._size = storage.nbytes()
         self._block: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Raise ModelError for a value that is not the saved one any more, as torch does where nothing is moved."""
+        if self._original is not None and self._original._version != self.version:
+            raise ModelError(
+                f"a tensor of shape {tuple(self._original.shape)} that a forward saved for backward was written to in "
+                "place afterwards. Write to a copy of it"
+            )
 
     @property
     def is_away(self) -> bool:
@@ -181,6 +202,7 @@ class HostCopyOfStorage:
 
     def copy_out(self) -> None:
         """To the host, on the current stream."""
+        self.check()
         assert self.bytes is not None
         self._block = self._transfers.blocks.take(self._size)
         self._block[: self._size].copy_(self.bytes, non_blocking=True)
@@ -188,7 +210,7 @@ class HostCopyOfStorage:
 
     def let_go(self) -> None:
         """Free it on the device."""
-        self.bytes = None
+        self.bytes = self._original = None
         # Another storage may get its number.
         if self._transfers.known.get(self._key) is self:
             del self._transfers.known[self._key]
@@ -231,6 +253,7 @@ def unpack(saved: Any) -> torch.Tensor:
         return unpack_parameter(saved)
     moved, call, dtype, size, stride, offset = saved
     call.need()
+    moved.check()
     assert moved.bytes is not None
     empty = torch.empty(0, dtype=dtype, device=moved.bytes.device)
     return empty.set_(moved.bytes.untyped_storage(), offset, size, stride)
