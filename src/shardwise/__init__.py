@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
     from shardwise.errors import ShardwiseError
     from shardwise.moving import reshard, reshard_tensor
-    from shardwise.plan import Activations, Merge, Pipeline, Plan, Precision, Sharding, Tensor
+    from shardwise.plan import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
     from shardwise.train.preemption import Preemption
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 _ROOM_OF = {
     "Activations": "plan",
+    "Average": "plan",
     "Channel": "comm",
     "Data": "data",
     "Engine": "engine",
@@ -68,6 +69,7 @@ _ROOMS = ("checkpoint",)
 
 __all__ = [
     "Activations",
+    "Average",
     "Channel",
     "Data",
     "Engine",
