@@ -198,6 +198,7 @@ def text(outcomes: Mapping[str, Outcome], size: Size, num_rounds: int) -> str:
             "",
             markdown(("side", "ms per update", "peak MiB", "ratio"), rows),
             "",
+            "A plain loop allocates its gradients in each update; an engine has memory for them all the time.",
             f"Asked: at most {LIMIT} of torch's checkpoint around the same blocks; measured {asked:.3f}.",
             "",
             f"Written by `python -m benchmarks.activations --write`, {date.today().isoformat()}.",

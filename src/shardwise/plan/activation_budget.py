@@ -11,7 +11,7 @@ is there while a module runs. Every other microbatch in flight holds its whole p
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -63,19 +63,8 @@ class Measured:
     bytes_per_second: float | None = None
     """To the host; None: nothing was copied."""
 
-    def peak_bytes(self, choices: Mapping[str, Choice]) -> int:
-        """The most that the rank holds at a time."""
-        label = _START
-        for call in self.calls:
-            label = label.after(call, choices[call.module])
-        return self.peak_of(label)
-
-    def seconds(self, choices: Mapping[str, Choice]) -> float:
-        """What the choices add to a microbatch."""
-        return sum(self.price(call, choices[call.module]) for call in self.calls)
-
     def peak_of(self, label: "_Label") -> int:
-        """The same, of what is known at the end."""
+        """The most that the rank holds at a time, by what the choices for all calls come to."""
         held = label.prefix_bytes + self.after_bytes
         return (self.in_flight - 1) * held + max(label.peak_bytes, held + label.leaving_bytes)
 

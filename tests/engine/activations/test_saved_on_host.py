@@ -48,6 +48,8 @@ def test_every_plan_has_the_bits_that_it_has_without(
     def look(engine: sw.Engine, _: nn.Module) -> None:
         if engine.activations.transfers is not None:
             moved.append(engine.activations.transfers.num_bytes)
+            said = f"activations.offload: {moved[-1]} bytes copied to the host" in engine.activations.report()
+            assert said == (moved[-1] > 0)
 
     assert_changes_nothing(
         partial(decoder, 0.1), plan_of(mesh, **settings), CASE.batches, activations, loss=word_loss, look=look

@@ -25,6 +25,7 @@ from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.engine.zero.unit_calls import unpack
 from shardwise.plan.activation_budget import Choice, Chosen, Measured, MeasuredCall, choose
+from shardwise.plan.units import ITSELF
 from shardwise.space import Mesh
 
 _PURPOSE = "measured activations"
@@ -152,7 +153,10 @@ class ActivationBudget:
             lines.append(
                 f"stage {stage}: {chosen.peak_bytes} bytes at the peak, {chosen.seconds:.3g} s more per microbatch"
             )
-            named = {choice: [name for name, each in chosen.choices if each == choice] for choice in get_args(Choice)}
+            named = {
+                choice: [name or ITSELF for name, each in chosen.choices if each == choice]
+                for choice in get_args(Choice)
+            }
             lines += [f"  {choice}: {', '.join(names)}" for choice, names in named.items() if names]
         return lines
 

@@ -19,6 +19,7 @@ from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.plan import Activations, Plan
 from shardwise.plan.activation_choice import meant_modules
+from shardwise.plan.units import ITSELF
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +77,9 @@ class KeptActivations:
         warned: set[type] | None = set() if channel.rank == 0 else None
         for name in dict.fromkeys([*modules.checkpoint, *modules.offload]):
             module = named[name]
-            again = Recomputed(name, module, random, operators, warned) if name in modules.checkpoint else None
+            again = (
+                Recomputed(name or ITSELF, module, random, operators, warned) if name in modules.checkpoint else None
+            )
             hosted = Offloaded(self.transfers, random) if self.transfers and name in modules.offload else None
             if self.budget is not None and (again or hosted):
                 self.budget.modules[name] = BudgetedModule(name, self.budget, random, again, hosted)
@@ -126,10 +129,13 @@ class KeptActivations:
         if self.budget is not None:
             return self.budget.lines()
         lines = [
-            f"activations.{name}: {', '.join(names)}"
+            f"activations.{name}: {', '.join(each or ITSELF for each in names)}"
             for name, names in (("checkpoint", self._modules.checkpoint), ("offload", self._modules.offload))
             if names
         ]
         if self._modules.offload and self.transfers is None:
             lines.append("activations.offload: ranks compute on the CPU, where nothing has to move")
+        if self.transfers is not None and self.transfers.num_bytes:
+            pinned, moved = self.transfers.blocks.num_bytes, self.transfers.num_bytes
+            lines.append(f"activations.offload: {moved} bytes copied to the host so far, {pinned} bytes pinned there")
         return lines

@@ -8,7 +8,7 @@ Storages are known by weak references, which keep their numbers apart and no mem
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,5 +165,5 @@ class SavedMeter:
             alike[key] = min([alike.get(key, float("inf")), *record.seconds])
         return [alike[key] for key in keys]
 
-    def _bytes(self, keys: Sequence[int] | set[int]) -> int:
+    def _bytes(self, keys: set[int]) -> int:
         return sum(self._sizes[key] for key in keys)
