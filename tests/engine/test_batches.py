@@ -284,9 +284,8 @@ def assert_refused_and_usable(
 UNEQUAL = {"x": torch.ones(6, 4), "y": torch.ones(5, 1)}
 
 BAD_BATCHES = [
-    ([torch.ones(6, 4)], "a batch is a dict of tensors, not a list; wrap it: {'input_ids': tensor, ...}"),
-    (torch.ones(6, 4), "a batch is a dict of tensors, not a Tensor"),
-    (None, "a batch is a dict of tensors, not a NoneType"),
+    (None, "a batch is a dict, tuple, list or dataclass of tensors, not a NoneType; wrap it: {'input_ids': tensor, "),
+    ([3, "x"], "the batch has no tensor with a dim 0 to split on; its entries are ['0', '1']"),
     ({}, "the batch has no tensor with a dim 0 to split on; its entries are []"),
     ({"x": 3, "w": torch.tensor(1)}, "the batch has no tensor with a dim 0 to split on; its entries are ['w', 'x']"),
     (UNEQUAL, "all tensors of a batch have the same number of rows (dim 0), but x has 6, y has 5"),
@@ -444,7 +443,7 @@ def test_data_ranks_with_the_same_rows_are_told_once() -> None:
 
 
 def test_ranks_with_the_same_rows_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.engine.engine.hosts_of", lambda channel: ["node1", "node2"])
+    monkeypatch.setattr("shardwise.engine.step_opening.hosts_of", lambda channel: ["node1", "node2"])
     [words] = steps_on(lambda data_rank, step: step, sw.Mesh(dp_shard=2), 1)
     assert words.startswith("rank 0 (node1) and rank 1 (node2) are different data ranks")
 

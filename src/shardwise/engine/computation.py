@@ -86,10 +86,10 @@ class Computation:
             return
         if self.runner.stages.num_chunks > 1 or self._passes.gathers:
             raise BatchError(
-                "data ranks compute different microbatches, because some have weight 0 on some ranks only (the "
-                f"weights are {[*map(weighting.of_rank, range(len(weighting.counts)))]}). Under pp with stage 3, or "
-                "with several stages per rank, they gather and reduce in step with the schedule. Give every rank the "
-                "same number of microbatches with weight, or use sharding stage 1"
+                "data ranks compute different microbatches, because some ranks have fewer of them, or some of weight 0 "
+                f"(the weights are {[*map(weighting.of_rank, range(len(weighting.counts)))]}). Under pp with stage 3, "
+                "or with several stages per rank, they gather and reduce in step with the schedule. Give every rank "
+                "the same number of microbatches with weight, or use sharding stage 1"
             )
 
     def train(
@@ -108,7 +108,7 @@ class Computation:
         """
         # Streams are numbered by all microbatches, not by the counted ones: a weight of 0 shifts no other
         # microbatch's masks.
-        streams = self._streams(self.step, len(parts), len(parts))
+        streams = self._streams(self.step, len(parts), len(joint))
         # Counts skipped updates too: the batch after one that overflowed draws masks of its own.
         self.step += 1
         # A factor that is on the device is not read, and its microbatch is computed.

@@ -29,7 +29,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.engine.batches import Batch, LossWeight, Microbatch
+from shardwise.engine.batches import Batch, LossWeight, moved_to
 from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
@@ -151,6 +151,7 @@ class Engine(Generic[Model_co]):
         self._meter = step_meter(channels.world)
         self._opening = StepOpening(
             plan=plan,
+            rows=computation.loss.rows,
             loss_weight=loss_weight,
             channels=channels,
             ranks=self._ranks,
@@ -233,9 +234,10 @@ class Engine(Generic[Model_co]):
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
-        num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting = self._opening.open(batch, num_microbatches, purpose="weights of a step")
+        parts, weights, weighting = self._opening.open(batch, microbatches, is_step=True, purpose="weights of a step")
+        # The most of any rank: they accumulate in one dtype, and reduce alike.
+        num_microbatches = len(weighting.joint)
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -295,7 +297,7 @@ class Engine(Generic[Model_co]):
                 "weight": figures.weight,
                 **({} if scale is None else {"loss_scale": float(scale)}),
             },
-            num_microbatches=num_microbatches,
+            num_microbatches=len(parts),
             stop=closing.stop,
             is_scaled=scale is not None,
             times=closing.times,
@@ -307,7 +309,7 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._opening.open(batch, None, purpose="weights of an evaluation")
+        parts, _, weighting = self._opening.open(batch, None, is_step=False, purpose="weights of an evaluation")
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
@@ -329,9 +331,7 @@ class Engine(Generic[Model_co]):
         same order. Raises ModelError for a forward that asks for what only another rank has, and PeerError.
         """
         device = self._channels.everyone.device
-        moved: Microbatch = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
+        moved = moved_to(inputs, device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.predict(moved, output_of)
 

@@ -17,7 +17,7 @@ table is the same on all ranks, so that they clip and skip alike, and the host c
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -216,6 +216,10 @@ def _known(number: int, around: "Surroundings") -> int:
     return number
 
 
+def _packed_numbers(numbers: Collection[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
 class MadeOnDevice:
     """Figures that stay on the device until somebody looks."""
 
@@ -231,22 +235,19 @@ class MadeOnDevice:
             torch._foreach_div_(list(own.parts), torch.mul(own.scale, own.divisor, out=divisor))
         elif own.divisor > 1:
             torch._foreach_div_(list(own.parts), own.divisor)
-        return [struct.pack(f"<{len(own.used)}q", *own.used) if self._sends_norms else b""]
+        return [struct.pack("<q", len(own.digests)) + _packed_numbers(own.used if self._sends_norms else ())]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
         """See `FiguresMaking`."""
         around, world = self._around, self._around.world
         (used,) = answers
-        numbers = understood(
-            used,
-            lambda answer: [_known(each, around) for each in struct.unpack(f"<{len(answer) // 8}q", answer)],
-            purpose=_PURPOSE,
-        )
+        told = understood(used, self._counts_in, purpose=_PURPOSE)
+        numbers = [each for _, each in told]
         places = _Places(
-            num_losses=len(own.losses),
+            num_losses=own.weighting.counts[[*around.ranks.data_ranks]].tolist(),
             num_norms=[len(each) if self._sends_norms else int(not around.are_whole) for each in numbers],
             has_weights=own.weights is not None,
-            num_digests=len(own.digests),
+            num_digests=[count for count, _ in told],
         )
         # In float64, which holds any loss and any norm exactly.
         table = self._kept.place("table", sum(places.counts) + 1, dtype=torch.float64)
@@ -257,11 +258,13 @@ class MadeOnDevice:
             return self._figures(own, places, table, norm)
         row = self._row(own, places.num_norms[world.rank])
         world.all_gather(table[:-1], row, counts=places.counts, purpose="losses and norms").wait()
-        if not around.are_whole:
-            # All rows are alike: a rank gives one norm.
-            norm = torch.linalg.vector_norm(table[:-1].view(world.size, -1)[:, places.norms(0).start], out=table[-1])
-            return self._figures(own, places, table, norm)
         starts = [places.norms(rank).start for rank in range(world.size)]
+        if not around.are_whole:
+            # A rank gives one norm, mostly in rows that are alike.
+            alike = len(set(places.counts)) == 1
+            given = table[:-1].view(world.size, -1)[:, starts[0]] if alike else table[starts]
+            norm = torch.linalg.vector_norm(given, out=table[-1])
+            return self._figures(own, places, table, norm)
         norms = {
             number: table[start + at]
             for start, each in zip(starts, numbers, strict=True)
@@ -270,6 +273,13 @@ class MadeOnDevice:
         norm = total_of_norms(norms, around.dtypes, self._kept)
         table[-1].copy_(norm)
         return self._figures(own, places, table, norm)
+
+    def _counts_in(self, packed: bytes) -> tuple[int, list[int]]:
+        """How many digests a rank has, and of which parameters it has norms."""
+        num_digests, *numbers = struct.unpack(f"<{len(packed) // 8}q", packed)
+        if num_digests < 0:
+            raise ValueError(f"{num_digests} digests")
+        return num_digests, [_known(each, self._around) for each in numbers]
 
     def _figures(self, own: RankFigures, places: "_Places", table: torch.Tensor, norm: torch.Tensor) -> "DeviceFigures":
         if norm.dtype != self._around.norm_dtype:
@@ -284,7 +294,8 @@ class MadeOnDevice:
         losses, norms, weights, digests = row.split(sizes)
         if self._sends_norms:
             found = torch._foreach_norm(list(own.used.values())) if num_norms else ()
-            torch.stack([*own.losses, *found], out=row[: num_losses + num_norms])
+            if num_losses + num_norms:
+                torch.stack([*own.losses, *found], out=row[: num_losses + num_norms])
         else:
             if num_losses:
                 torch.stack(list(own.losses), out=losses)
@@ -329,17 +340,22 @@ class HostCopy:
 class _Places:
     """Where in the table what is: of each rank losses, norms, weights, digests, in this order."""
 
-    num_losses: int
+    num_losses: Sequence[int]
+    """Of each rank, as all numbers of them."""
     num_norms: Sequence[int]
-    """Of each rank."""
     has_weights: bool
-    num_digests: int
+    num_digests: Sequence[int]
 
     @property
     def counts(self) -> list[int]:
         """How much each rank gives."""
-        besides = self.num_losses * (1 + self.has_weights) + self.num_digests
-        return [num_norms + besides for num_norms in self.num_norms]
+        num_numbers = 1 + self.has_weights
+        return [
+            num_losses * num_numbers + num_norms + num_digests
+            for num_losses, num_norms, num_digests in zip(
+                self.num_losses, self.num_norms, self.num_digests, strict=True
+            )
+        ]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -348,7 +364,7 @@ class _Places:
     def losses(self, rank: int) -> slice:
         """Of a rank."""
         start = self._starts[rank]
-        return slice(start, start + self.num_losses)
+        return slice(start, start + self.num_losses[rank])
 
     def norms(self, rank: int) -> slice:
         """Of a rank."""
@@ -358,12 +374,12 @@ class _Places:
     def weights(self, rank: int) -> slice:
         """Of a rank."""
         start = self.norms(rank).stop
-        return slice(start, start + self.num_losses * self.has_weights)
+        return slice(start, start + self.num_losses[rank] * self.has_weights)
 
     def digests(self, rank: int) -> slice:
         """Of a rank."""
         start = self.weights(rank).stop
-        return slice(start, start + self.num_digests)
+        return slice(start, start + self.num_digests[rank])
 
 
 class DeviceFigures:
@@ -479,7 +495,7 @@ class DeviceFigures:
         given = [table[self._places.digests(rank)] for rank in ranks]
         if len(given) == 1:
             return given[0].view(torch.int64)
-        place = self._kept.place(name, len(ranks) * len(self._entries), dtype=torch.float64)
+        place = self._kept.place(name, sum(map(len, given)), dtype=torch.float64)
         return torch.cat(given, out=place).view(torch.int64)
 
     def _digests_of(self, rank: int) -> list[str]:

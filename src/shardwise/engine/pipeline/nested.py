@@ -1,6 +1,7 @@
 """Values inside tuples, lists, dicts and dataclasses: the arguments and results of modules and operations.
 
 Three things are done with them. `transform` walks them: tensors and objects are taken out and put into numbered slots.
+Batches are walked by it too.
 `packed` and `unpacked` write them as bytes, for what only the owner of a stage can announce: JSON, in which nothing can
 be called. `user_site` names the line of the program for the errors about them.
 
@@ -18,7 +19,7 @@ import enum
 import json
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MemberDescriptorType
 from typing import Any
@@ -124,15 +125,20 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
         # The same object where nothing changed: programs compare what they gave with what they got by `is`.
         if not changed and not fresh:
             return value
-        # A copy keeps the class and the attributes of the mapping (a ModelOutput, say), whose constructor is
-        # unknown.
-        filled = copy.copy(value)
+        filled = _copied(value)
         for key, new in changed.items():
             filled[key] = new
         return filled
     if _is_dataclass(value):
         return _transform_dataclass(value, fn, fresh=fresh)
     return fn(value)
+
+
+def _copied(mapping: Any) -> Any:
+    """A mapping of its own: with the class and the attributes (of a ModelOutput, say), whose constructor is unknown."""
+    # Another class may keep its items in an attribute, which a shallow copy would share: a dict has them then.
+    knows = isinstance(mapping, dict) or hasattr(type(mapping), "__copy__")
+    return copy.copy(mapping) if knows else dict(mapping)
 
 
 def containers_in(values: Iterable[Any]) -> list[Any]:
@@ -146,13 +152,35 @@ def containers_in(values: Iterable[Any]) -> list[Any]:
     return found
 
 
+def is_container(value: Any) -> bool:
+    """Whether `transform` looks into it."""
+    return isinstance(value, tuple | list | MutableMapping) or _is_dataclass(value)
+
+
+def field_names(value: Any) -> Sequence[str]:
+    """The names of the fields of a dataclass or a named tuple; none for any other value."""
+    if _is_dataclass(value):
+        return [spec.name for spec in dataclasses.fields(value)]
+    names: Sequence[str] = getattr(value, "_fields", ()) if isinstance(value, tuple) else ()
+    return names
+
+
 def contents_of(container: Any) -> dict[Any, Any]:
     """The contents of a container, by position, key or field."""
-    if isinstance(container, list):
+    if isinstance(container, tuple | list):
         return dict(enumerate(container))
     if isinstance(container, MutableMapping):
         return dict(container)
     return {spec.name: getattr(container, spec.name, None) for spec in dataclasses.fields(container)}
+
+
+def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything that is no container, in the order of the walk, with the keys that lead there: "inputs.0"."""
+    if not is_container(value):
+        yield name, value
+        return
+    for key, each in contents_of(value).items():
+        yield from named_leaves(each, f"{name}.{key}" if name else str(key))
 
 
 def put_into(container: Any, key: Any, value: Any) -> None:
