@@ -255,6 +255,11 @@ class MicrobatchLoss(NamedTuple):
     others: Mapping[str, Any]
     """Numbers, and tensors with one element, by name; {} for a loss function that returns no dict."""
 
+    def detached(self, value_of: Callable[[Any], Any] | None = None) -> "MicrobatchLoss":
+        """Without a graph. value_of: gives each tensor and number in another form."""
+        value_of = value_of or (lambda value: value.detach() if isinstance(value, torch.Tensor) else value)
+        return MicrobatchLoss(value_of(self.loss), {name: value_of(each) for name, each in self.others.items()})
+
 
 See: TypeAlias = Callable[[Any, Microbatch], None]
 """Looks at the model's output for a microbatch."""

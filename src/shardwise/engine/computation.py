@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.autocast_regions import AutocastRegions
-from shardwise.engine.batches import LossOfModel, Microbatch
+from shardwise.engine.batches import LossOfModel, Microbatch, MicrobatchLoss, See
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
@@ -66,7 +66,7 @@ class Computation:
         self.loss = loss
         self.autocast = AutocastRegions(device)
         """The caller's region of torch.autocast. Forwards and losses run in one like it."""
-        self._loss_inside = self.autocast.inside(loss)
+        self._loss_inside = self.autocast.inside(loss.measured)
         self._device = device
         self._rank = rank
         self._data_rank = data_rank
@@ -99,7 +99,7 @@ class Computation:
         *,
         joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
-    ) -> list[torch.Tensor]:
+    ) -> list[MicrobatchLoss]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
 
         What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
@@ -122,7 +122,7 @@ class Computation:
         if len(counted) == len(parts):
             return computed
         found = dict(zip(counted, computed, strict=True))
-        zero = torch.zeros((), device=self._device)
+        zero = MicrobatchLoss(torch.zeros((), device=self._device), {})
         return [found.get(at, zero) for at in range(len(parts))]
 
     def _train_counted(
@@ -133,7 +133,7 @@ class Computation:
         counted: Sequence[int],
         rounds: UnevenMicrobatches,
         before_last_backward: Callable[[], None],
-    ) -> list[torch.Tensor]:
+    ) -> list[MicrobatchLoss]:
         if self.runner is not None:
             return self.runner.train(
                 [parts[at] for at in counted],
@@ -160,13 +160,20 @@ class Computation:
         return losses
 
     def evaluate(
-        self, parts: Sequence[Microbatch], weights: Sequence[float], joint: Sequence[Joint]
-    ) -> list[torch.Tensor]:
-        """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`."""
+        self,
+        parts: Sequence[Microbatch],
+        weights: Sequence[float],
+        joint: Sequence[Joint],
+        see: See | None = None,
+    ) -> list[MicrobatchLoss]:
+        """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`.
+
+        see: is shown the model's outputs, where they are.
+        """
         # Ranks may have different numbers of microbatches here: numbers start at a multiple of the largest of them.
         streams = self._streams(EVALUATION, len(parts), len(joint))
         counted = [at for at, weight in enumerate(weights) if weight]
-        losses = [torch.zeros((), device=self._device) for _ in parts]
+        losses = [MicrobatchLoss(torch.zeros((), device=self._device), {})] * len(parts)
         with (
             torch.no_grad(),
             _evaluating(self._model),
@@ -176,10 +183,11 @@ class Computation:
         ):
             if self.runner is not None:
                 computed = self.runner.evaluate(
-                    [parts[at] for at in counted],
+                    (parts[at] for at in counted),
                     self._loss_inside,
                     streams=[streams[at] for at in counted],
                     rounds=rounds,
+                    see=see,
                 )
                 for at, loss in zip(counted, computed, strict=True):
                     losses[at] = loss
@@ -187,7 +195,7 @@ class Computation:
             for number, at in enumerate(counted):
                 rounds.begin(number)
                 with streams[at]:
-                    losses[at] = self._loss_inside(parts[at])
+                    losses[at] = self._loss_inside(parts[at], see)
                 rounds.done()
         return losses
 
@@ -209,9 +217,10 @@ class Computation:
 
     def _train(
         self, number: int, part: Microbatch, factor: Weight, before_last_backward: Callable[[], None] | None
-    ) -> torch.Tensor:
+    ) -> MicrobatchLoss:
         with self.recorder.noting("F", number, 0):
-            loss = self._loss_inside(part)
+            found = self._loss_inside(part)
+        loss = found.loss
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
         # They read the autograd graph of this loss, which backward frees.
@@ -225,7 +234,7 @@ class Computation:
         with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]):
             root.backward(self._gradient_of(root))
         # With its graph, each loss would keep the activations of its microbatch to the end of the step.
-        return loss.detach()
+        return found.detached()
 
     def _gradient_of(self, loss: torch.Tensor) -> torch.Tensor | None:
         """What the backward of a loss begins with; None: with 1."""

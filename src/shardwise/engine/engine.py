@@ -29,10 +29,12 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.engine.batches import Batch, LossWeight, moved_to
+from shardwise.engine.batches import Batch, LossWeight, MicrobatchLoss, moved_to
 from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
+from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
+from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
@@ -50,7 +52,6 @@ from shardwise.engine.step_exchange import (
     StepExchange,
     Weight,
     Weighting,
-    exchange_loss,
     exchange_step,
     factors_on_device,
 )
@@ -226,8 +227,11 @@ class Engine(Generic[Model_co]):
     ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
-        batch: a dict of tensors with rows in dim 0, the same for all ranks along pp and tp.
-        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's.
+        batch: tensors with equally many rows, in any nesting of dicts, tuples, lists and dataclasses; or a list of
+            such, each of them one microbatch of any shape. The same for all ranks along pp and tp. The model gets the
+            entries that its forward names, or the first of (inputs, targets).
+        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's. A list of
+            microbatches has its own number, also another one on each data rank.
         stop: asked once per step. Where it is true on any rank, `stop` of the report is true on all, so that a signal
             to one ends all loops after the same step. It costs no message.
 
@@ -292,6 +296,7 @@ class Engine(Generic[Model_co]):
         return report_on_look(
             lambda: {
                 "loss": figures.loss,
+                "losses": {"loss": figures.loss, **figures.others},
                 "grad_norm": figures.grad_norm,
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
@@ -303,22 +308,34 @@ class Engine(Generic[Model_co]):
             times=closing.times,
         )
 
-    def evaluate(self, batch: Batch) -> EvaluationReport:
-        """The loss on this data rank's share of a batch, without gradients, in evaluation mode.
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Metric] | None = None) -> EvaluationReport:
+        """The loss on this data rank's share of a batch, without gradients, in evaluation mode; metrics of all shares.
 
-        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
+        batch: as in `step`; a list of all batches of a dataset gives the metrics of the dataset.
+        metrics: by name f(output, microbatch) -> tensor, which is averaged by rows; a torchmetrics object for batches
+            (inputs, target); or (such an object, f(output, microbatch) -> (preds, target)). It stays as it is.
+
+        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`, and MetricError.
         """
-        # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._opening.open(batch, None, is_step=False, purpose="weights of an evaluation")
+        # Ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
+        counting = EvaluationMetrics(
+            metrics,
+            rows=self._computation.loss.rows,
+            device=self._channels.world.device,
+            speaks=self._channels.tensor.rank == 0,
+        )
+        parts, _, weighting = self._opening.open(
+            batch, None, is_step=False, purpose="weights of an evaluation", begin=counting.begin
+        )
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
-            losses = self._computation.evaluate(parts, own, weighting.joint)
+            losses = self._computation.evaluate(parts, own, weighting.joint, counting.see if counting else None)
             self.counters.exchanges += 1
-            # One copy to the host for all losses.
-            values = torch.stack([each.double() for each in losses]).tolist() if losses else []
-            share = weighting.share_of_mean(values, self._channels.everyone.rank)
-            loss = exchange_loss(self._channels.world, share, self._ranks.alike_index)
-        return EvaluationReport(loss=loss, weight=weighting.total)
+            given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, counting)
+        # Outside of the block: what is refused here is refused by all ranks, and none has to stop the others.
+        return exchange_evaluation(
+            given, channel=self._channels.world, weighting=weighting, ranks=self._ranks, metrics=counting
+        )
 
     def predict(
         self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], torch.Tensor]
@@ -473,7 +490,7 @@ class Engine(Generic[Model_co]):
 
     def _gives(
         self,
-        losses: Sequence[torch.Tensor],
+        losses: Sequence[MicrobatchLoss],
         weighting: Weighting,
         weights: torch.Tensor | None,
         digests: Mapping[str, torch.Tensor],

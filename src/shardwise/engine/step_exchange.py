@@ -424,13 +424,6 @@ def exchange_step(
     )
 
 
-def exchange_loss(channel: Channel, loss: float, alike: Index) -> float:
-    """The sum of every rank's share of a loss, correctly rounded: the same float on every rank."""
-    answers = channel.exchange(struct.pack("<d", loss), purpose="loss")
-    (shares,) = numbers_in(RankValues.of(answers), 1, purpose="loss")
-    return sum_of_losses(shares, alike, is_exact=channel.device.type == "cpu")
-
-
 def numbers_in(values: RankValues, count: int, *, purpose: str) -> Numbers:
     """So many float64 of each rank: the first of all ranks, then the second, and so on."""
     _table_of(values, 8 * count, purpose=purpose)

@@ -92,10 +92,19 @@ class StepOpening:
         self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
         """Steps to come in which data ranks compare their rows."""
 
-    def open(self, batch: Batch, microbatches: int | None, *, is_step: bool, purpose: str) -> Opened:
+    def open(
+        self,
+        batch: Batch,
+        microbatches: int | None,
+        *,
+        is_step: bool,
+        purpose: str,
+        begin: Callable[[], None] | None = None,
+    ) -> Opened:
         """Split and weigh the batch; every rank raises the same error when one cannot.
 
         microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
+        begin: what else a rank does before, and may refuse.
         """
         self._counters.exchanges += 1
         lines: Sequence[str] = ()
@@ -103,6 +112,8 @@ class StepOpening:
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
         ) as agreement:
             self._check_model()
+            if begin is not None:
+                begin()
             batch = with_tensors(batch)
             given = given_microbatches(batch)
             if given is None:
