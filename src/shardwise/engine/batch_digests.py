@@ -17,8 +17,8 @@ import xxhash
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
+from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batches import Batch
-from shardwise.engine.pipeline.nested import named_leaves
 
 _ROW = 1 << 14
 """Keys that are held: 128 KiB."""

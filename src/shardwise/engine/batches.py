@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.comm.nested_values import field_names, is_container, named_leaves, transform
 from shardwise.engine.batch_rows import DIM_0, BatchRows
-from shardwise.engine.pipeline.nested import field_names, is_container, named_leaves, transform
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Plan, split_rows
 

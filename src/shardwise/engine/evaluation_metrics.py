@@ -23,10 +23,10 @@ from torch import nn
 
 from shardwise.comm.agreement import texts_in, understood
 from shardwise.comm.local_tensors import dtype_name
+from shardwise.comm.nested_values import transform
 from shardwise.comm.rank_values import RankValues
 from shardwise.engine.batch_rows import BatchRows
 from shardwise.engine.batches import Microbatch, count_rows
-from shardwise.engine.pipeline.nested import transform
 from shardwise.errors import MetricError, MismatchError
 
 Metric: TypeAlias = Any

@@ -50,7 +50,7 @@ _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
 
-class Opened(NamedTuple):
+class OpenedBatch(NamedTuple):
     """What a step computes, alike on ranks that share a batch."""
 
     parts: Sequence[Microbatch]
@@ -100,7 +100,7 @@ class StepOpening:
         is_step: bool,
         purpose: str,
         begin: Callable[[], None] | None = None,
-    ) -> Opened:
+    ) -> OpenedBatch:
         """Split and weigh the batch; every rank raises the same error when one cannot.
 
         microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
@@ -151,7 +151,7 @@ class StepOpening:
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
-        return Opened(parts, weights, weighting)
+        return OpenedBatch(parts, weights, weighting)
 
     def _split(
         self, batch: Batch, microbatches: int | None, *, is_step: bool

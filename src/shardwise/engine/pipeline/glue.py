@@ -22,12 +22,13 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import outermost_method, tensors_in, transform, user_site
+from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
