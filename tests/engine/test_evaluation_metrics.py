@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ class MeanOfUpdates(torchmetrics.Metric):
 
     mean: torch.Tensor
     most: torch.Tensor
+    least: torch.Tensor
     last: list[torch.Tensor]
 
     def __init__(self) -> None:
@@ -220,9 +222,7 @@ def test_metrics_travel_in_the_exchange_that_an_evaluation_makes_anyway() -> Non
         engine.evaluate([scores(channel.rank, 3)], metrics=metrics)
         return [(call.operation, call.purpose) for call in watched.calls]
 
-    one, other = (
-        sw.simulate(2, lambda channel, metrics=metrics: calls(channel, metrics)) for metrics in (None, all_metrics())
-    )
+    one, other = (sw.simulate(2, partial(calls, metrics=metrics)) for metrics in (None, all_metrics()))
     assert one == other
 
 
@@ -268,6 +268,8 @@ def test_what_is_no_metric_is_refused_on_all_ranks(
 
 
 class NoTensors(torchmetrics.Metric):
+    seen: list[str]
+
     def __init__(self) -> None:
         super().__init__()
         self.add_state("seen", [])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -253,5 +254,5 @@ def test_lists_train_on_a_device_as_on_the_host(fake: str, num_ranks: int) -> No
 
     wanted = sw.simulate(num_ranks, lambda channel: run(channel, False))[0]
     for weights in (False, True):
-        for found in sw.simulate(num_ranks, lambda channel, on=weights: run(channel, on), device=fake):
+        for found in sw.simulate(num_ranks, partial(run, device_weights=weights), device=fake):
             assert found == pytest.approx(wanted, rel=1e-5)

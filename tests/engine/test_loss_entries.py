@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,10 +134,7 @@ def test_entries_on_a_device_are_those_of_the_host_and_wait_for_nothing(fake: st
     for one, other in zip(sw.simulate(num_ranks, run, device=fake), wanted, strict=True):
         for step, known in zip(one, other, strict=True):
             assert step == pytest.approx(known, rel=1e-5)
-    plain, dicts = (
-        sw.simulate(1, lambda channel, loss=loss: waits(channel, loss), device=fake)
-        for loss in (square_loss, linear_loss)
-    )
+    plain, dicts = (sw.simulate(1, partial(waits, loss=loss), device=fake) for loss in (square_loss, linear_loss))
     assert dicts == plain
 
 
@@ -205,7 +203,5 @@ def test_a_dict_costs_no_exchange_and_no_transfer_of_tensors() -> None:
         engine.evaluate(points(channel.rank, 4))
         return [(call.operation, call.purpose) for call in watched.calls]
 
-    one, other = (
-        sw.simulate(2, lambda channel, loss=loss: calls(channel, loss)) for loss in (square_loss, linear_loss)
-    )
+    one, other = (sw.simulate(2, partial(calls, loss=loss)) for loss in (square_loss, linear_loss))
     assert one == other

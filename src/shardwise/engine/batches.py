@@ -92,7 +92,7 @@ def count_rows(batch: Batch, rows: BatchRows = DIM_0) -> int:
             "rows elsewhere, or none: parallelize(..., rows={name: dim or None}). Or give microbatches of any shapes "
             "as a list, with a loss_weight"
         )
-    return next(iter(counts.values()))
+    return int(next(iter(counts.values())))
 
 
 def is_on_host(batch: Batch) -> bool:

@@ -88,6 +88,7 @@ class EvaluationMetrics:
         of_ranks = understood(states, self._taken_apart, purpose=PURPOSE)
         order = sorted(range(len(of_ranks)), key=lambda rank: data_ranks[rank])
         results = {}
+        metric: Any
         for at, (name, metric) in enumerate(self._metrics.items()):
             # By data ranks: rows of one process come in this order.
             given = RankValues.of(of_ranks[rank][at] for rank in order)
@@ -274,7 +275,7 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
     if isinstance(states[0], list):
         flat = list(chain.from_iterable(states))
         return reduce(flat) if reduce is not None and flat else flat
-    stacked = torch.stack(states)
+    stacked = torch.stack([*states])
     # A mean over updates, of which ranks may have made unlike numbers.
     if getattr(reduce, "__name__", "") == "dim_zero_mean" and len(set(counts)) > 1:
         weights = torch.tensor(counts, dtype=stacked.dtype, device=stacked.device)
