@@ -82,7 +82,8 @@ def of_tokens(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 
 def right(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The share of tokens that are right, of each row."""
-    return (output.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).double().mean(1)
+    found: torch.Tensor = (output.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).double().mean(1)
+    return found
 
 
 def metrics(channel: Channel, k: int) -> Sides:
@@ -127,7 +128,7 @@ def in_turns(sides: Sides, drawn: Sequence[Batch], num_rounds: int, *, num_warm:
 def measure(channel: Channel, names: Sequence[str], shape: str, k: int, num_rounds: int) -> list[tuple[str, ...]]:
     """The rows of one number of ranks."""
     drawn = batches(Shape.parse(shape), k, rank=channel.rank, count=NUM_BATCHES)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in names:
         found = in_turns(ROWS[name](channel, k), drawn, num_rounds)
         without, given = (statistics.median(each) for each in zip(*found, strict=True))

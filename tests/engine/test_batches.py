@@ -306,7 +306,7 @@ def test_fewer_rows_than_microbatches_are_refused_with_both_numbers() -> None:
 
 
 def test_different_numbers_of_microbatches_are_refused() -> None:
-    message = "every rank merges the same number of microbatches, but the ranks have [3, 2]; give step() the same"
+    message = "every rank merges the same number of microbatches, but the ranks have [3, 2]. Give step() the same"
     assert_refused_and_usable({}, message, kind=MismatchError, microbatches={1: 2})
 
 

@@ -102,14 +102,16 @@ def test_rows_are_cut_in_any_nesting_and_nothing_else_changes(batch: Any) -> Non
 
 
 def test_what_a_program_puts_into_a_microbatch_stays_there() -> None:
-    batch = {"x": column(), "more": {"y": column()}}
+    batch: dict[str, Any] = {"x": column(), "more": {"y": column()}}
     first, second = split_batch(batch, 2, CPU)
     first["more"].pop("y")
     first["new"] = 3
-    given = moved_to([batch][0], CPU)
+    given = moved_to(batch, CPU)
     given["more"]["new"] = 3
-    assert [*batch], [*batch["more"]] == (["x", "more"], ["y"])
-    assert [*second], [*second["more"]] == (["x", "more"], ["y"])
+    for whole in (batch, second):
+        assert list(whole) == ["x", "more"]
+        assert isinstance(whole["more"], dict)
+        assert list(whole["more"]) == ["y"]
 
 
 def test_arrays_become_tensors_in_their_memory() -> None:
@@ -148,7 +150,7 @@ def test_rows_may_be_in_any_dim(rows: Any, batch: Any, shapes: Any) -> None:
         (-1, "rows: -1 is no dim; give 0, 1, .."),
         ("x", "rows: 'x' is no dim"),
         ({"x": "0"}, "rows of 'x': '0' is no dim"),
-        (1, "the batch's entry '1' has the shape [4], and no dim 1 with rows; say where its rows are"),
+        (1, "the batch's entry '1' has the shape [4], and no dim 1 with rows. Say where its rows are"),
     ],
 )
 def test_dims_that_are_none_are_refused_on_all_ranks(rows: Any, message: str) -> None:
@@ -278,8 +280,13 @@ SIDES = Sides(X, Y)
 def test_a_loss_function_leaves_the_model_its_inputs(
     kind: Callable[[], Called], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    model, shown = kind(), []
-    LossOfModel(model, lambda output, whole: shown.append(whole) or output)(batch)
+    model, shown = kind(), list[Any]()
+
+    def loss(output: torch.Tensor, whole: Any) -> torch.Tensor:
+        shown.append(whole)
+        return output
+
+    LossOfModel(model, loss)(batch)
     ((got, named),) = model.calls
     assert [id(each) if not isinstance(each, list) else str(each) for each in got] == [
         id(each) if not isinstance(each, list) else str(each) for each in args

@@ -7,7 +7,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -43,9 +44,12 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
             return value
         # A named tuple may look at its items when it is made (packed sequences do).
         return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
+    if kind is dict:
+        made = {key: transform(each, fn, fresh=fresh) for key, each in value.items()}
+        # The same object where nothing changed: programs compare what they gave with what they got by `is`.
+        return made if fresh or any(map(is_not, made.values(), value.values())) else value
     if isinstance(value, MutableMapping):
         changed = {key: new for key, old in value.items() if (new := transform(old, fn, fresh=fresh)) is not old}
-        # The same object where nothing changed: programs compare what they gave with what they got by `is`.
         if not changed and not fresh:
             return value
         filled = _copied(value)
@@ -58,7 +62,7 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
 
 
 def _copied(mapping: Any) -> Any:
-    """A mapping of its own: with the class and the attributes (of a ModelOutput, say), whose constructor is unknown."""
+    """A new mapping with the class and the attributes (of a ModelOutput, say), whose constructor is unknown."""
     # Another class may keep its items in an attribute, which a shallow copy would share: a dict has them then.
     knows = isinstance(mapping, dict) or hasattr(type(mapping), "__copy__")
     return copy.copy(mapping) if knows else dict(mapping)
@@ -97,13 +101,19 @@ def contents_of(container: Any) -> dict[Any, Any]:
     return {spec.name: getattr(container, spec.name, None) for spec in dataclasses.fields(container)}
 
 
-def named_leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def named_leaves(value: Any, name: str = "") -> list[tuple[str, Any]]:
     """Everything that is no container, in the order of the walk, with the keys that lead there: "inputs.0"."""
-    if not is_container(value):
-        yield name, value
-        return
-    for key, each in contents_of(value).items():
-        yield from named_leaves(each, f"{name}.{key}" if name else str(key))
+    # Tensors first, which most values are: what else it may be takes longer to find out.
+    if type(value) is not dict and (isinstance(value, torch.Tensor) or not is_container(value)):
+        return [(name, value)]
+    found: list[tuple[str, Any]] = []
+    for key, each in (value if type(value) is dict else contents_of(value)).items():
+        inner = f"{name}.{key}" if name else str(key)
+        if isinstance(each, torch.Tensor):
+            found.append((inner, each))
+        else:
+            found += named_leaves(each, inner)
+    return found
 
 
 def put_into(container: Any, key: Any, value: Any) -> None:

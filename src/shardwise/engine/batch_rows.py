@@ -64,7 +64,7 @@ class BatchRows:
         dim = found[0] if found else self.usual
         if dim is not None and leaf.ndim <= dim:
             raise BatchError(
-                f"the batch's entry {name!r} has the shape {list(leaf.shape)}, and no dim {dim} with rows; say where "
+                f"the batch's entry {name!r} has the shape {list(leaf.shape)}, and no dim {dim} with rows. Say where "
                 f"its rows are: parallelize(..., rows={{{name!r}: 0}}), or None for all rows"
             )
         return dim

@@ -72,8 +72,12 @@ def with_tensors(batch: Batch) -> Batch:
 
 def count_rows(batch: Batch, rows: BatchRows = DIM_0) -> int:
     """The rows of a batch, the same for all its tensors. Raises BatchError."""
-    leaves = list(named_leaves(batch))
-    if not _is_nested(batch) and not hasattr(batch, "shape"):
+    return _counted_rows(batch, named_leaves(batch), rows)[0]
+
+
+def _counted_rows(batch: Batch, leaves: Sequence[tuple[str, Any]], rows: BatchRows) -> tuple[int, Sequence[int | None]]:
+    """The rows, and the dim that has them in each leaf."""
+    if not isinstance(batch, dict) and not _is_nested(batch) and not hasattr(batch, "shape"):
         raise BatchError(
             f"a batch is a dict, tuple, list or dataclass of tensors, not a {type(batch).__name__}; wrap it: "
             "{'input_ids': tensor, ...}"
@@ -92,7 +96,7 @@ def count_rows(batch: Batch, rows: BatchRows = DIM_0) -> int:
             "rows elsewhere, or none: parallelize(..., rows={name: dim or None}). Or give microbatches of any shapes "
             "as a list, with a loss_weight"
         )
-    return int(next(iter(counts.values())))
+    return next(iter(counts.values())), dims
 
 
 def is_on_host(batch: Batch) -> bool:
@@ -130,7 +134,8 @@ def split_batch(
     """
     if type(num_microbatches) is not int or num_microbatches < 1:
         raise BatchError(f"a batch is split into a whole number of microbatches, 1 or more, not {num_microbatches!r}")
-    num_rows = count_rows(batch, rows)
+    leaves = named_leaves(batch)
+    num_rows, dims = _counted_rows(batch, leaves, rows)
     if not num_rows:
         raise BatchError("the batch has no rows (dim 0 is 0); give each data rank rows, or leave the last batch out")
     if num_rows < num_microbatches:
@@ -138,18 +143,16 @@ def split_batch(
             f"a batch of {num_rows} rows cannot be split into {num_microbatches} microbatches; give "
             f"{num_microbatches} rows or more, or set merge.microbatches to at most {num_rows}"
         )
-    leaves = list(named_leaves(moved_to(batch, device)))
-    dims = rows.dims_of(leaves)
     if num_microbatches > 1:
         _refuse_whole_tensors(leaves)
-    cuts = split_rows(num_rows, num_microbatches)
+    moved = [_leaf_on(leaf, device) for _, leaf in leaves]
     parts = [
-        [leaf if dim is None else _cut(leaf, dim, cut) for (_, leaf), dim in zip(leaves, dims, strict=True)]
-        for cut in cuts
+        [leaf if dim is None else _cut(leaf, dim, cut) for leaf, dim in zip(moved, dims, strict=True)]
+        for cut in split_rows(num_rows, num_microbatches)
     ]
     # Only where no write can reach another microbatch is a separate count true: interleaved rows (a transposed batch)
     # keep the shared one, and autograd's error with it.
-    for places in _sharing([leaf if dim is not None else None for (_, leaf), dim in zip(leaves, dims, strict=True)]):
+    for places in _sharing([leaf if dim is not None else None for leaf, dim in zip(moved, dims, strict=True)]):
         if _are_apart([[part[at] for at in places] for part in parts]):
             for part in parts:
                 for at, counted in zip(places, _counted_apart([part[at] for at in places]), strict=True):
@@ -190,13 +193,13 @@ def _refuse_whole_tensors(leaves: Sequence[tuple[str, Any]]) -> None:
 
 def moved_to(batch: Batch, device: torch.device) -> Microbatch:
     """The batch on the device. Objects that have a method `to` move by it."""
+    return transform(batch, lambda leaf: _leaf_on(leaf, device), fresh=True)
 
-    def moved(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return _moved(leaf, device)
-        return leaf.to(device) if _moves_itself(leaf) else leaf
 
-    return transform(batch, moved, fresh=True)
+def _leaf_on(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _moved(leaf, device)
+    return leaf.to(device) if _moves_itself(leaf) else leaf
 
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -422,8 +425,8 @@ def _number(name: str, value: Any) -> Any:
         return value
     given = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
     raise ModelError(
-        f"the loss function gives {name!r} in its dict, {given}; each entry has a name, and is one number (take its "
-        "mean over the rows of the microbatch)"
+        f"the loss function gives {name!r} in its dict, {given}. Each entry has a name, and is one number: take its "
+        "mean over the rows of the microbatch"
     )
 
 

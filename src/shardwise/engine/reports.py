@@ -79,7 +79,7 @@ class StepReport(_ValuesOnLook):
     weight: float
     """What the losses were weighted by, summed: rows, or what `loss_weight` counts."""
     num_microbatches: int
-    """Microbatches per rank."""
+    """Microbatches of this rank: in a list that was given to it, or in equal parts the same on all ranks."""
     stop: bool = False
     """Whether `stop` of `step` was true on some rank."""
     loss_scale: float | None = None

@@ -228,7 +228,7 @@ def parts_of_opening(
 ) -> list[bytes]:
     """What each rank tells the others before a step.
 
-    is_listed: the microbatches were given as a list, of which each rank may have another number.
+    is_listed: the microbatches were given as a list, so that ranks may have unlike numbers of them.
     written: the parameters that were written to on this rank. autocast: the region of torch.autocast around the call.
     batch: from `batch_compared`.
     """
@@ -289,8 +289,8 @@ def merge_weights(
         weighting = replace(weighting, table=are_there.astype(np.float64), is_known=False)
     if same_count and not weighting.is_same_count and not any(is_listed for *_, is_listed in unlike):
         raise MismatchError(
-            f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}; "
-            "give step() the same microbatches on all, or a list of them, of any number"
+            f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}. "
+            "Give step() the same microbatches on all, or a list of them, of any number"
         )
     check_weighting(weighting)
     return weighting, sorted({name for _, written, _, _ in unlike for name in written})

@@ -294,7 +294,7 @@ class MadeOnDevice:
         return self._figures(own, places, table, norm)
 
     def _counts_in(self, packed: bytes) -> tuple[int, list[int]]:
-        """How many digests a rank has, and of which parameters it has norms."""
+        """How many digests a rank has, and the parameters that it has norms for."""
         num_digests, *numbers = struct.unpack(f"<{len(packed) // 8}q", packed)
         if num_digests < 0:
             raise ValueError(f"{num_digests} digests")
