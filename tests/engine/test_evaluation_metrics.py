@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.comm.recorded import Recorded
 from shardwise.engine.evaluation_metrics import Metric
 from shardwise.errors import BatchError, MetricError, MismatchError, ShardwiseError
-from tests.covering import pairwise
 from tests.engine.expected import adamw, seeded
 from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
 from tests.engine.models import NUM_WORDS
@@ -178,7 +177,9 @@ def word_metrics() -> dict[str, Metric]:
     }
 
 
-@pytest.mark.parametrize(("layout", "stage"), pairwise(list(LAYOUTS), [0, 1, 2, 3]))
+@pytest.mark.parametrize(
+    ("layout", "stage"), [("dp", 3), ("pp", 0), ("pp", 3), ("tp", 1), ("dp pp", 2), ("dp pp", 3), ("dp tp", 3)]
+)
 def test_metrics_are_those_of_one_process_under_every_plan(layout: str, stage: int) -> None:
     mesh = LAYOUTS[layout]
     num_ranks = num_data_ranks(mesh)

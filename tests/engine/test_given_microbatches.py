@@ -11,7 +11,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import BatchError, MismatchError, ShardwiseError
-from tests.covering import pairwise
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
 from tests.engine.models import NUM_WORDS
@@ -78,11 +77,13 @@ def accumulated(
 
 @pytest.mark.parametrize(
     ("mesh", "stage", "by_words"),
-    pairwise(["dp=1", "dp=2", "dp=3", "dp=2 tp=2"], [0, 1, 2, 3], [False, True]),
+    [
+        *[("dp_shard=1", 0, True), ("dp_shard=1", 1, False), ("dp_shard=2", 0, False), ("dp_shard=2", 1, True)],
+        *[("dp_shard=3", 2, True), ("dp_shard=2", 3, False), ("dp_shard=2,tp=2", 1, False), ("tp=2", 3, True)],
+    ],
 )
 def test_microbatches_of_any_shapes_train_as_in_a_plain_loop(mesh: str, stage: int, by_words: bool) -> None:
-    layout = {"dp=1": sw.Mesh(), "dp=2": sw.Mesh(dp_shard=2), "dp=3": sw.Mesh(dp_shard=3)}
-    assert_trains_as_a_plain_loop(layout.get(mesh, sw.Mesh(dp_shard=2, tp=2)), stage, "1f1b", by_words)
+    assert_trains_as_a_plain_loop(sw.Mesh.parse(mesh), stage, "1f1b", by_words)
 
 
 @pytest.mark.parametrize(

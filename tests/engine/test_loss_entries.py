@@ -12,7 +12,6 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.recorded import Recorded
 from shardwise.errors import ModelError
-from tests.covering import pairwise
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
 from tests.engine.test_given_microbatches import Words, count_words, given, word_loss
@@ -39,7 +38,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "stage"), pairwise(list(LAYOUTS), [0, 1, 2, 3]))
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [("one", 1), ("dp", 0), ("dp", 3), ("pp", 0), ("pp", 3), ("tp", 2), ("dp pp", 1), ("dp pp", 3), ("dp tp", 3)],
+)
 def test_every_entry_is_the_weighted_mean_over_all_microbatches_of_all_ranks(layout: str, stage: int) -> None:
     mesh = LAYOUTS[layout]
     num_ranks = num_data_ranks(mesh)

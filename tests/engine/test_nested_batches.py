@@ -116,11 +116,12 @@ def test_what_a_program_puts_into_a_microbatch_stays_there() -> None:
 
 def test_arrays_become_tensors_in_their_memory() -> None:
     array = np.arange(6.0).reshape(3, 2)
-    made = with_tensors({"in": (array, "text", np.array(["a", "b", "c"]))})["in"]
+    made = with_tensors({"in": (array, np.ones(3, np.longdouble), np.array(["a", "b", "c"]))})["in"]
     made[0][0, 0] = 9
     assert array[0, 0] == 9
     first, _ = split_batch({"in": made}, 2, CPU)
     assert first["in"][2].tolist() == ["a", "b"], "arrays that are no tensors have rows too"
+    assert len(first["in"][1]) == 2
 
 
 @pytest.mark.parametrize(

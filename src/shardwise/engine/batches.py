@@ -9,6 +9,7 @@ import difflib
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -62,7 +63,8 @@ def with_tensors(batch: Batch) -> Batch:
         if isinstance(leaf, np.ndarray) and leaf.ndim and leaf.dtype.kind in "biufc":
             # torch knows no steps backwards and no foreign order of bytes, and warns of what cannot be written to.
             is_fit = leaf.flags.writeable and leaf.dtype.isnative and min(leaf.strides) >= 0
-            return torch.from_numpy(leaf if is_fit else np.array(leaf, leaf.dtype.newbyteorder("=")))
+            with suppress(TypeError):  # for what torch has no dtype
+                return torch.from_numpy(leaf if is_fit else np.array(leaf, leaf.dtype.newbyteorder("=")))
         if isinstance(leaf, Mapping):  # one that cannot be filled: a dict has the rows
             return with_tensors(dict(leaf))
         return leaf

@@ -172,7 +172,7 @@ class StepOpening:
 
     def digests(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Of what is on the device, where ranks share the batch: compared with the figures of the step."""
-        return self._digests.of(batch) if self._shares_batch else {}
+        return self._digests.of(with_tensors(batch)) if self._shares_batch else {}
 
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
