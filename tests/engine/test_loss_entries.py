@@ -78,6 +78,38 @@ def test_every_entry_is_the_weighted_mean_over_all_microbatches_of_all_ranks(lay
         assert report == with_dicts[0][0]
 
 
+class GivesBoth(nn.Module):
+    """Gives what it has on both of its stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.first(x))
+        return hidden, self.last(hidden)
+
+
+def test_entries_and_metrics_may_be_of_several_stages() -> None:
+    def loss(output: tuple[torch.Tensor, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        hidden, last = output
+        return {"loss": square_loss(last, batch), "hidden": hidden.mean(), "both": hidden.mean() + last.mean()}
+
+    def hidden(output: tuple[torch.Tensor, torch.Tensor], batch: Any) -> torch.Tensor:
+        return output[0].mean(1) + output[1][:, 0]
+
+    def run(channel: sw.Channel) -> tuple[Any, ...]:
+        pipeline = sw.Pipeline(stages={"first": 0, "last": 1}) if channel.size > 1 else sw.Pipeline()
+        plan = sw.Plan(mesh=sw.Mesh(pp=channel.size), merge=sw.Merge(microbatches=2), pipeline=pipeline)
+        engine = sw.parallelize(seeded(GivesBoth)(), plan, optimizer=adamw, loss=loss, channel=channel)
+        found = [engine.step(points(step, 5)).losses for step in range(2)]
+        report = engine.evaluate(points(2, 5), metrics={"hidden": hidden})
+        return found, report.losses, report.metrics
+
+    (wanted,) = sw.simulate(1, run)
+    assert sw.simulate(2, run) == [wanted] * 2
+
+
 def linear_loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {"loss": square_loss(output, batch), "aux": output.mean(), "rows": len(output)}
 

@@ -281,7 +281,9 @@ class MadeOnDevice:
         if not around.are_whole:
             # A rank gives one norm, mostly in rows that are alike.
             alike = len(set(places.counts)) == 1
-            given = table[:-1].view(world.size, -1)[:, starts[0]] if alike else table[starts]
+            given = (
+                table[:-1].view(world.size, -1)[:, starts[0]] if alike else torch.stack([table[at] for at in starts])
+            )
             norm = torch.linalg.vector_norm(given, out=table[-1])
             return self._figures(own, places, table, norm)
         norms = {

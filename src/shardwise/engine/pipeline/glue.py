@@ -143,7 +143,7 @@ class Glue(TorchFunctionMode):
         return result
 
     def showing(self, see: See) -> See:
-        """For the program, which runs on all ranks: shows an output, in which no values of stages are, where it is."""
+        """For the program, which runs on all ranks: shows an output on the rank that has the values in it."""
 
         def show(output: Any, part: Microbatch) -> None:
             flow = self.flow
