@@ -1,6 +1,6 @@
 """What loops do besides steps, against the same loop without it, in turns.
 
-    python -m benchmarks.loops [--write] [--rows LIST,DICT] [--rounds 40] [--shape 1x32] [--k 4]
+    python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shape 1x32] [--k 4]
 
 Each row has two sides with a model each, from one seed and on the same rows. They take turns within one process, and
 within two that are joined by gloo, and swap who goes first. A ratio is that of one turn; the median counts.
@@ -41,11 +41,11 @@ Sides: TypeAlias = tuple[Turn, Turn]
 """Without and with what a row is about."""
 
 
-def engine_on(channel: Channel, k: int, **settings: Any) -> sw.Engine:
-    """The model of the other benchmarks; what differs in `settings` is that of `parallelize`."""
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), merge=sw.Merge(microbatches=k), clip_grad_norm=1.0)
-    optimizer = settings.pop("optimizer", lambda parameters: torch.optim.AdamW(parameters, **ADAMW))
-    return sw.parallelize(llama(), plan, optimizer=optimizer, channel=channel, **settings)
+def engine_on(channel: Channel, k: int, *, loss: Any = None, **asked: Any) -> sw.Engine:
+    """The model of the other benchmarks; `asked`: what else the plan has."""
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), merge=sw.Merge(microbatches=k), clip_grad_norm=1.0, **asked)
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, **ADAMW)  # noqa: E731
+    return sw.parallelize(llama(), plan, optimizer=optimizer, loss=loss, channel=channel)
 
 
 def stepping(engine: sw.Engine, *, listed: bool = False) -> Turn:
@@ -100,10 +100,16 @@ def metrics(channel: Channel, k: int) -> Sides:
     )
 
 
+def averages(channel: Channel, k: int) -> Sides:
+    """A running average of the weights, against none. It moves 12 bytes per owned element, whatever the rows."""
+    return stepping(engine_on(channel, k)), stepping(engine_on(channel, k, average=sw.Average(decay=0.999)))
+
+
 ROWS: dict[str, Callable[[Channel, int], Sides]] = {
     "list of microbatches": lists,
     "dict of 3 entries besides the loss": dicts,
     "evaluation with 3 metrics": metrics,
+    "average of the weights": averages,
 }
 
 
