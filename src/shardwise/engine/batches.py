@@ -7,6 +7,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from copy import copy
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -22,8 +23,9 @@ Batch: TypeAlias = Mapping[str, object]
 Microbatch: TypeAlias = dict[str, Any]
 """Some rows of a batch. `Any`, so that functions may say dict[str, torch.Tensor] where that is what they get."""
 
-LossFunction: TypeAlias = Callable[[Any, Microbatch], torch.Tensor]
-"""f(output, microbatch) -> a tensor with one element. The output is what the model's forward returns."""
+LossFunction: TypeAlias = Callable[[Any, Microbatch], torch.Tensor] | Callable[[Microbatch], torch.Tensor]
+"""f(output, microbatch) -> a tensor with one element. The output is what the model's forward returns. With one
+argument, f(microbatch), it calls what it needs of the model itself, and nothing else is called."""
 
 LossWeight: TypeAlias = Callable[[Microbatch], float | torch.Tensor]
 """f(microbatch) -> one finite number of at least 0: by what the loss of the microbatch counts in the mean."""
@@ -159,6 +161,7 @@ class LossOfModel:
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         self._model = model
         self._loss = loss
+        self._takes_output = _takes_output(loss)
         inner = model
         while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
             inner = wrapped
@@ -175,12 +178,20 @@ class LossOfModel:
             each.name for each in parameters if each.default is each.empty and each.name in self._named
         ]
 
+    def with_loss(self, loss: LossFunction | None) -> "LossOfModel":
+        """The same with another loss function; None: with this one."""
+        if loss is None:
+            return self
+        other = copy(self)
+        other._loss, other._takes_output = loss, _takes_output(loss)
+        return other
+
     def __call__(self, microbatch: Microbatch) -> torch.Tensor:
         """The loss of one microbatch, a scalar tensor. Raises ModelError when there is none."""
         if self._loss is None:
             return _scalar(_loss_in(self._called(microbatch, microbatch)), "the model's output")
-        output = self._output(microbatch)
-        return _scalar(self._loss(output, microbatch), "the loss function's result")
+        given = (self._output(microbatch), microbatch) if self._takes_output else (microbatch,)
+        return _scalar(self._loss(*given), "the loss function's result")
 
     def _output(self, microbatch: Microbatch) -> Any:
         # By name, as far as names fit. A position is taken only where it cannot be the wrong one.
@@ -223,6 +234,18 @@ class LossOfModel:
             f"the model's forward takes {', '.join(self._named) or 'no named arguments'}, and the batch has "
             f"{', '.join(microbatch)}; {way_out}"
         )
+
+
+def _takes_output(loss: Callable[..., Any] | None) -> bool:
+    """Whether a loss function has room for an output and a microbatch; one with one argument calls the model itself."""
+    if loss is None:
+        return True
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # of a function in C
+        return True
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return len(positional) != 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 def _loss_in(output: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.autocast_regions import AutocastRegions
-from shardwise.engine.batches import LossOfModel, Microbatch
+from shardwise.engine.batches import LossFunction, LossOfModel, Microbatch
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
@@ -26,6 +26,7 @@ from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight, Weighting, scaled_loss
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import module_noted
+from shardwise.engine.trained_parameters import ALL, Trained
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
@@ -99,11 +100,14 @@ class Computation:
         *,
         joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
+        trained: Trained = ALL,
+        loss: LossFunction | None = None,
     ) -> list[torch.Tensor]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
 
         What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
-        is zero here. `joint`: which data ranks compute each. Raises ModelError
+        is zero here. `joint`: which data ranks compute each. `trained`: what gets
+        gradients; the others' `requires_grad` is off. `loss`: in the place of that of the engine. Raises ModelError
         where nothing can be learnt from a loss.
         """
         # Streams are numbered by all microbatches, not by the counted ones: a weight of 0 shifts no other
@@ -113,12 +117,15 @@ class Computation:
         self.step += 1
         # A factor that is on the device is not read, and its microbatch is computed.
         counted = [at for at, factor in enumerate(factors) if isinstance(factor, torch.Tensor) or factor]
+        if self.runner is not None:
+            self.runner.turn_to(trained)
         with (
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
         ):
-            computed = self._train_counted(parts, factors, streams, counted, rounds, before_last_backward)
+            loss_of = self._loss_inside if loss is None else self.autocast.inside(self.loss.with_loss(loss))
+            computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)
         if len(counted) == len(parts):
             return computed
         found = dict(zip(counted, computed, strict=True))
@@ -127,6 +134,7 @@ class Computation:
 
     def _train_counted(
         self,
+        loss_of: Callable[[Microbatch], torch.Tensor],
         parts: Sequence[Microbatch],
         factors: Sequence[Weight],
         streams: Sequence[Stream],
@@ -138,7 +146,7 @@ class Computation:
             return self.runner.train(
                 [parts[at] for at in counted],
                 [factors[at] for at in counted],
-                self._loss_inside,
+                loss_of,
                 streams=[streams[at] for at in counted],
                 before_last_backward=before_last_backward,
                 gradient_of=self._gradient_of,
@@ -149,8 +157,9 @@ class Computation:
             rounds.begin(number)
             try:
                 with streams[at]:  # around backward too, which may compute activations again
+                    is_last = at == counted[-1]
                     losses.append(
-                        self._train(at, parts[at], factors[at], before_last_backward if at == counted[-1] else None)
+                        self._train(loss_of, at, parts[at], factors[at], before_last_backward if is_last else None)
                     )
             except Exception as error:
                 # A note, not another error: ranks and tests go by its class.
@@ -208,10 +217,15 @@ class Computation:
                 return output_of(inputs)
 
     def _train(
-        self, number: int, part: Microbatch, factor: Weight, before_last_backward: Callable[[], None] | None
+        self,
+        loss_of: Callable[[Microbatch], torch.Tensor],
+        number: int,
+        part: Microbatch,
+        factor: Weight,
+        before_last_backward: Callable[[], None] | None,
     ) -> torch.Tensor:
         with self.recorder.noting("F", number, 0):
-            loss = self._loss_inside(part)
+            loss = loss_of(part)
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
         # They read the autograd graph of this loss, which backward frees.

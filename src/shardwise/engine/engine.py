@@ -30,7 +30,7 @@ from typing_extensions import TypeVar
 from shardwise.comm.agreement import agreed
 from shardwise.comm.hosts import hosts_of, with_hosts
 from shardwise.engine.batch_digests import BatchDigests, describe_batch
-from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, Microbatch, count_rows, is_on_host, split_batch
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
@@ -62,6 +62,7 @@ from shardwise.engine.step_meter import step_meter
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
+from shardwise.engine.trained_parameters import ALL, Groups, Trained, TrainedParameters
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
@@ -100,6 +101,7 @@ class Engine(Generic[Model_co]):
         summed: SummedGradients,
         plain_calls: PlainCalls,
         tensor_decision: TensorDecision,
+        groups: Groups,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -132,7 +134,8 @@ class Engine(Generic[Model_co]):
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
-        self._contents = ModelContents(model, [inventory, ties.held])
+        self._contents = ModelContents(model, [inventory, ties.held], ties=names.ties, trainable=names.trainable)
+        self._trained = TrainedParameters(groups, names.trainable, self._contents)
         self._has_gradients = False
         # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
         # repeats it.
@@ -158,7 +161,7 @@ class Engine(Generic[Model_co]):
             summed=summed,
             model_buffers=model_buffers,
             writes=self._writes,
-            optimizers=self.optimizers,
+            optimizers=optimizers,
             plain_calls=plain_calls,
             counters=counters,
             meter=self._meter,
@@ -197,7 +200,13 @@ class Engine(Generic[Model_co]):
         return asked
 
     def step(
-        self, batch: Batch, *, microbatches: int | None = None, stop: Callable[[], bool] | None = None
+        self,
+        batch: Batch,
+        *,
+        microbatches: int | None = None,
+        stop: Callable[[], bool] | None = None,
+        only: str | Sequence[str] | None = None,
+        loss: LossFunction | None = None,
     ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
@@ -205,13 +214,16 @@ class Engine(Generic[Model_co]):
         microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's.
         stop: asked once per step. Where it is true on any rank, `stop` of the report is true on all, so that a signal
             to one ends all loops after the same step. It costs no message.
+        only: the group of parameters that is updated, or several (`groups` of `parallelize`). The others have no
+            gradient in this step, and their optimizers do not step. None: all.
+        loss: the loss function of this step, as in `parallelize`; None: that of `parallelize`.
 
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
         num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
+        parts, weights, weighting, trained = self._open(batch, num_microbatches, only, purpose="weights of a step")
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -219,25 +231,26 @@ class Engine(Generic[Model_co]):
         region = self._computation.autocast.left(steps=True, warns=self.channel.rank == 0)
         with self._stopping_peers("a step"), region:
             self._has_gradients = False
-            # May lay out the arena anew, under the views that `gradients()` gave: so it gives none from here on.
-            self._gradients.begin(num_microbatches)
-            self._ties.begin(num_microbatches)
-            self._writes.begin()
+            # The arena may be laid out anew, under the views that `gradients()` gave: so it gives none from here on.
+            self._closing.begin(num_microbatches, trained)
             factors: Sequence[Weight] = weighting.factors(self._channels.everyone.rank)
             own_weights = None
             if not weighting.is_known:
                 own_weights, factors = factors_on_device(self._channels.everyone, weights, weighting)
             # Launched before the forwards, which may write to the batch.
             digests = self._digests.of(batch) if self._shares_batch else {}
-            losses = self._computation.train(
-                # The last backward differs from those before: what it finishes gets no further terms, so a bucket
-                # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
-                # next microbatch.
-                parts,
-                factors,
-                joint=weighting.joint,
-                before_last_backward=self._gradients.expect_last,
-            )
+            with self._trained.alone(trained):
+                losses = self._computation.train(
+                    # The last backward differs from those before: what it finishes gets no further terms, so a bucket
+                    # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
+                    # next microbatch.
+                    parts,
+                    factors,
+                    joint=weighting.joint,
+                    before_last_backward=self._gradients.expect_last,
+                    trained=trained,
+                    loss=loss,
+                )
             gradients = self._closing.reduce()
             self._has_gradients = True
             gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)
@@ -283,7 +296,7 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._open(batch, None, purpose="weights of an evaluation")
+        parts, _, weighting, _ = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
@@ -327,14 +340,16 @@ class Engine(Generic[Model_co]):
         """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
 
         Views, in the dtype of the masters, of the piece's shape, or flat for a piece with a run. They hold until the
-        next step begins; before the first there are none. Of parameters that no microbatch used, they are zero.
+        next step begins; before the first there are none. Of parameters that no microbatch used, they are zero; those
+        that the step did not train (`only`, frozen) have none.
         """
         spec_of = {spec.name: spec for spec in self._inventory.specs}
         pieces: dict[Piece, torch.Tensor] = {}
         # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
         gradients = self._gradients.views_of(self._closing.owned) if self._has_gradients else {}
         for owned in self._closing.owned if self._has_gradients else ():
-            name = owned.segment.name
+            if (name := owned.segment.name) not in self._closing.trained:
+                continue
             pieces |= placed(name, gradients[name], spec_of[name], owned.segment)
         return pieces
 
@@ -373,6 +388,7 @@ class Engine(Generic[Model_co]):
             loss=self._computation.loss,
             loss_weight=self._loss_weight,
             optimizers=self._known_optimizers,
+            groups={name: each.globs for name, each in self._trained.groups.items()},
         )
 
     def take_charge(self) -> None:
@@ -421,8 +437,8 @@ class Engine(Generic[Model_co]):
     # [1] ------------------------------------------------------------------------------------------------------------
 
     def _open(
-        self, batch: Batch, num_microbatches: int | None, *, purpose: str
-    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting]:
+        self, batch: Batch, num_microbatches: int | None, only: str | Sequence[str] | None = None, *, purpose: str
+    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting, Trained]:
         """Split and weigh the batch; every rank raises the same error when one cannot."""
         parts: Sequence[Microbatch] = []
         # An evaluation leaves out what has no weight: its loss may be nan.
@@ -433,6 +449,7 @@ class Engine(Generic[Model_co]):
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
         ) as agreement:
             self._check_model()
+            trained = self._trained.of(only) if is_step else ALL
             wanted = num_microbatches
             if wanted is None:
                 wanted = min(self.plan.merge.microbatches, count_rows(batch))
@@ -454,6 +471,7 @@ class Engine(Generic[Model_co]):
                 weights,
                 written=self._buffers.written,
                 autocast=self._computation.autocast.described(),
+                trained=trained.described,
                 batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
             )
         if compares:
@@ -467,7 +485,7 @@ class Engine(Generic[Model_co]):
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
-        return parts, weights, weighting
+        return parts, weights, weighting, trained
 
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""

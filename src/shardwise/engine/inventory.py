@@ -84,13 +84,11 @@ class Inventory:
         return {alias: spec.name for spec in self.specs for alias in spec.aliases}
 
     def replaced(self) -> list[str]:
-        """Names of parameters in whose place the model now has another object, or none, or one (un)frozen since."""
-        trainable = {spec.name: spec.trainable for spec in self.specs}
+        """Names of parameters in whose place the model now has another object, or none."""
         return [
             name
             for module, attribute, name in self.places
-            if (held := module._parameters.get(attribute)) is not self.parameters[name]
-            or held.requires_grad != trainable[name]
+            if module._parameters.get(attribute) is not self.parameters[name]
         ]
 
 
@@ -196,10 +194,10 @@ def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
 
 def refuse_replaced(names: Sequence[str]) -> None:
-    """Raise ModelError where parameters are others than those that parallelize found, or became frozen or trainable."""
+    """Raise ModelError where parameters are others than those that parallelize found."""
     if names:
         raise ModelError(
-            f"{len(names)} parameters were replaced, frozen or unfrozen after parallelize, among them {names[0]!r}; "
+            f"{len(names)} parameters were replaced after parallelize, among them {names[0]!r}; "
             "do that before parallelize, which assigns owners"
         )
 
@@ -228,30 +226,51 @@ class ModelContents:
     Asked before every step: one pass without names finds that nothing has changed, and names are for errors.
     """
 
-    def __init__(self, model: nn.Module, inventories: Sequence[Inventory]) -> None:
-        """`inventories`: of the parameters that this rank computes with."""
+    def __init__(
+        self,
+        model: nn.Module,
+        inventories: Sequence[Inventory],
+        *,
+        ties: Mapping[str, str],
+        trainable: Collection[str],
+    ) -> None:
+        """`inventories`: of the parameters that this rank computes with. `ties`: other names of parameters, and their
+        first. `trainable`: first names of those that the engine can train."""
         self._model = model
         self._inventories = inventories
         self._places = places_in(model)
-        self._parameters = [each for inventory in inventories for each in inventory.parameters.values()]
-        self._trainable = [spec.trainable for inventory in inventories for spec in inventory.specs]
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Of the whole model by first name; those of other stages have no memory."""
+        for _, _, name, parameter in named_places(model):
+            self.parameters.setdefault(ties.get(name, name), parameter)
+        self._listed = list(self.parameters.values())
+        self._trainable = trainable
+        self._flags = [name in trainable for name in self.parameters]
+        self.frozen: frozenset[str] = frozenset()
+        """What the engine can train, and does not at present: its `requires_grad` is off."""
+        self.unfrozen: frozenset[str] = frozenset()
+        """What was frozen when the engine was made, and is not any more."""
         self._known: list[nn.Module] = []
         """Every module of the model, and what they had when all was well."""
         self._held: list[object] = []
 
     def check(self) -> None:
-        """Raise ModelError for parameters that came since, are others, or became frozen or trainable."""
+        """Raise ModelError for parameters that came since, or are others; note which are frozen."""
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-            are_trainable = [each.requires_grad for each in self._parameters]
+            flags = [each.requires_grad for each in self._listed]
         # Where the known modules hold what they held, no other one is reached.
         held = _held_by(self._known)
         is_known = bool(held) and len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        if is_known and are_trainable == self._trainable:
+        if is_known and flags == self._flags:
             return
         refuse_replaced([name for inventory in self._inventories for name in inventory.replaced()])
         refuse_added(self._model, self._places)
         self._known = list(self._model.modules())  # a module without parameters came or went
         self._held = _held_by(self._known)
+        self._flags = flags
+        trained = {name for name, is_on in zip(self.parameters, flags, strict=True) if is_on}
+        self.frozen = frozenset(name for name in self._trainable if name not in trained)
+        self.unfrozen = frozenset(name for name in trained if name not in self._trainable)
 
 
 def _held_by(modules: Sequence[nn.Module]) -> list[object]:

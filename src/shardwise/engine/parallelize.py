@@ -65,6 +65,7 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
+from shardwise.engine.trained_parameters import GivenGroups, Groups, groups_in
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
@@ -104,12 +105,16 @@ def parallelize(
     channel: Channel | None = None,
     seed: int | None = None,
     sample: Batch | None = None,
+    groups: GivenGroups | None = None,
 ) -> Engine[Model]:
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
     optimizer: a function of the list of the model's parameters (in their own shapes) that returns a torch optimizer or
         several, or optimizers already built over them. Their groups and attached schedulers stay.
     loss: f(output, microbatch) -> scalar tensor; None: the model is called with the whole microbatch and gives its own.
+        f(microbatch), with one argument, calls what it needs of the model itself.
+    groups: {name: glob or globs of parameters or modules}: what `engine.step(batch, only=name)` updates alone. They may
+        overlap.
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
     seed: of the random numbers that forwards draw (dropout). They depend on it, the step and the microbatch, not on the
         plan. None: the seed that rank 0 last gave to torch.manual_seed.
@@ -128,7 +133,9 @@ def parallelize(
         channel = default_channel()
     # A failure of one rank alone (no memory, a bug in a module) aborts: the others are in a collective or on the way.
     with aborting(channel, "parallelize"):
-        engine = parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        engine = parallelize_with(
+            model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample, groups=groups
+        )
         # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
         # the new one's refusals on the model.
         engine.take_charge()
@@ -145,10 +152,11 @@ def parallelize_with(
     seed: int | None,
     sample: Batch | None,
     values: ValueSource | None = None,
+    groups: GivenGroups | None = None,
 ) -> Engine[Model]:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
-        inspected = _inspect(model, plan, source, channel, seed)
+        inspected = _inspect(model, plan, source, channel, seed, groups)
         # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
         # differently, and rank 0's holds then.
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
@@ -166,9 +174,17 @@ class _Inspected:
     optimizers: tuple[torch.optim.Optimizer, ...]
     given: Mapping[str, Portion]
     """The portions of parameters that came as DTensors."""
+    groups: Groups
 
 
-def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None) -> _Inspected:
+def _inspect(
+    model: nn.Module,
+    plan: Plan,
+    source: OptimizerSource,
+    channel: Channel,
+    seed: int | None,
+    groups: GivenGroups | None,
+) -> _Inspected:
     """Look at the model and the optimizer. Raises what is wrong with them on this rank."""
     plan.mesh.check_world(channel.size)
     if seed is not None and type(seed) is not int:
@@ -185,7 +201,9 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
         check_elementwise(optimizers, channel.device)
     elif _num_owners(plan) > 1:
         check_apart(optimizers, channel.device)
-    return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
+    return _Inspected(
+        inventory=inventory, optimizers=optimizers, given=given, groups=groups_in(groups, inventory.specs)
+    )
 
 
 def _num_owners(plan: Plan) -> int:
@@ -226,7 +244,11 @@ def _agree(
     compare(
         channel,
         # Names and shapes before values: digests of different models would say only that everything differs.
-        [*describe_model(inventory), *describe_settings(inspected.optimizers, inventory)],
+        [
+            *describe_model(inventory),
+            *describe_settings(inspected.optimizers, inventory),
+            *(f"group {name!r} of {list(each.globs)}" for name, each in inspected.groups.items()),
+        ],
         subject="models or optimizers",
         hint="Build the same model and optimizer on every rank.",
     )
@@ -408,6 +430,7 @@ def _build(
             and all(spec.portion is None for spec in inventory.specs),
         ),
         tensor_decision=decision,
+        groups=inspected.groups,
     )
 
 

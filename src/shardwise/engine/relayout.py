@@ -67,6 +67,7 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
             sample=None,
             # Initialising the emptied model would be work for nothing: the move overwrites all.
             values=Later(),
+            groups=handed.groups,
         )
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, _targets(restoration, handed.model), channel, cast=True)

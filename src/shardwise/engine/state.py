@@ -34,6 +34,7 @@ from shardwise.engine.loss_scaling import of_settings
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
+from shardwise.engine.trained_parameters import GivenGroups
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError
 from shardwise.plan import Parameter, Segment
@@ -73,6 +74,7 @@ class HandOver:
     loss: LossOfModel
     loss_weight: LossWeight | None
     optimizers: tuple[KnownOptimizer, ...]
+    groups: GivenGroups
 
 
 def state_of(

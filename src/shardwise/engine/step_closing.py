@@ -20,7 +20,7 @@ from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.norm import norm_dtype
-from shardwise.engine.optimizers import can_skip_on_device, skipping
+from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
@@ -30,6 +30,7 @@ from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_ste
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.trained_parameters import ALL, Trained
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Plan
@@ -53,7 +54,7 @@ class StepClosing:
         summed: SummedGradients,
         model_buffers: ModelBuffers,
         writes: ForwardWrites,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: tuple[KnownOptimizer, ...],
         plain_calls: PlainCalls,
         counters: Counters,
         meter: StepMeter,
@@ -70,7 +71,7 @@ class StepClosing:
         self._summed = summed
         self._model_buffers = model_buffers
         self._writes = writes
-        self._optimizers = optimizers
+        self._known = optimizers
         self._plain_calls = plain_calls
         self._counters = counters
         self._meter = meter
@@ -90,6 +91,8 @@ class StepClosing:
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
         self._bucket_updates = BucketUpdates(optimizers, buffers)
+        self.trained = ALL
+        """What the step that goes on trains, or the last one."""
         self._updated: set[str] = set()
         """Parameters that optimizers have updated: from then on they have state for them."""
 
@@ -120,6 +123,15 @@ class StepClosing:
         """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
         return self._channels.replicas.rank == 0 and (self._channels.tensor.rank == 0 or name in self._cut)
 
+    def begin(self, num_microbatches: int, trained: Trained) -> None:
+        """The gradients of a step follow; `trained`: whose."""
+        self.trained = trained
+        # May lay out the arena anew, under the views that `engine.gradients()` gave.
+        self._gradients.begin(num_microbatches, trained)
+        self._ties.begin(num_microbatches, trained)
+        self._writes.begin()
+        self._summed.turn_to(trained)
+
     # [3] ------------------------------------------------------------------------------------------------------------
 
     def reduce(self) -> Mapping[str, torch.Tensor]:
@@ -131,7 +143,8 @@ class StepClosing:
         owned = self._gradients.views_of(self.owned)
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
         # over tp of the parts is enough and sends 1/d of the elements.
-        sum_over_ranks([owned[name] for name, _ in self._masters if name in self._summed.names], self._channels.tensor)
+        summed = [owned[name] for name, _ in self._masters if name in self._summed.names and name in self.trained]
+        sum_over_ranks(summed, self._channels.tensor)
         return owned
 
     # [4] ------------------------------------------------------------------------------------------------------------
@@ -215,7 +228,8 @@ class StepClosing:
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
         # also looks for optimizers that cannot leave out a step by themselves.
         found_inf = figures.found_inf
-        if not (can_skip_on_device(self._optimizers) and touched <= self._updated):
+        optimizers = [known.optimizer for known in self._known]
+        if not (can_skip_on_device(optimizers) and touched <= self._updated):
             found_inf = None
         if found_inf is None:
             figures.check()
@@ -233,8 +247,8 @@ class StepClosing:
             figures.clip(self._gradients.parts, self._plan.clip_grad_norm)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
-        with self._plain_calls.engine_step(), skipping(self._optimizers, found_inf), recorder.updating():
-            self._bucket_updates.run(self._counters)
+        with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating():
+            self._bucket_updates.run(self._counters, self.trained)
         for _, master in self._masters:
             master.grad = None  # a view of the arena, which the next update may lay out anew
         self._updated |= touched

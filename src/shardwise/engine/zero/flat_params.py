@@ -27,6 +27,7 @@ from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
+from shardwise.engine.trained_parameters import ALL, Trained
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 from shardwise.plan.memory import sharded_run_bytes
@@ -370,12 +371,17 @@ class FlatParams:
         """The number of the bucket in which an owned stretch is."""
         return self.buckets.index(self._slots[owned.segment.name][0])
 
-    def publish(self, counters: Counters, *, before: Callable[[int], None] | None = None) -> None:
+    def publish(
+        self, counters: Counters, *, trained: Trained = ALL, before: Callable[[int], None] | None = None
+    ) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks.
 
-        before: what updates a bucket by its number; the buckets before are on their way then.
+        Of buckets with something `trained`. before: what updates a bucket by its number; the buckets before are on
+        their way then.
         """
         trainable = [index for index, bucket in enumerate(self.buckets) if bucket.plan.trainable]
+        if trained is not ALL:
+            trainable = [at for at in trainable if trained.meets(slot.name for slot in self.buckets[at].plan.slots)]
         if self.publishes_in_parts:
             # The smallest first: nothing travels while it is updated. Links are slower than updates, which write the
             # owned part of a bucket where links move all of it.

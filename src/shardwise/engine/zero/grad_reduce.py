@@ -29,6 +29,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, values_of
 from shardwise.engine.reports import Counters
+from shardwise.engine.trained_parameters import ALL, Trained
 from shardwise.engine.zero.flat_params import Owned, Run
 from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
@@ -89,8 +90,11 @@ class GradReduce(Collector, Protocol):
     def touched(self) -> frozenset[str]:
         """Parameters that got a gradient since `begin`."""
 
-    def begin(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+    def begin(self, num_microbatches: int, trained: Trained = ALL) -> None:
+        """Forget the gradients of the last update and make room for those of `num_microbatches`.
+
+        Buckets without a parameter that is `trained` are left alone.
+        """
 
     def expect_last(self) -> None:
         """The next backward is the last of this update."""
@@ -115,7 +119,7 @@ class GradReduce(Collector, Protocol):
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """The owned parts of all buckets, flat, valid after `reduce`."""
+        """The owned parts of all buckets with something trained, flat, valid after `reduce`."""
 
 
 class OwnedGradients:
@@ -203,6 +207,9 @@ class GradPerUpdate:
         self._parameters = [parameters[name] for name in self._bucket_of]
         self._copies = GradCopies()
         self._owned = OwnedGradients()
+        self._trained = ALL
+        self._left_out: frozenset[int] = frozenset()
+        """Buckets with nothing that is trained in this update."""
         self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self)
 
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
@@ -211,7 +218,14 @@ class GradPerUpdate:
 
     def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
         """See `GradReduce`."""
-        return self._owned.runs(runs)
+        found = self._owned.runs(runs)
+        if not self._left_out:
+            return found
+        return [each for each, run in zip(found, runs, strict=True) if not self.leaves_out(run[0])]
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the bucket of a parameter has nothing that is trained in this update."""
+        return self._bucket_of[name] in self._left_out
 
     def part_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
@@ -219,8 +233,8 @@ class GradPerUpdate:
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """The owned parts of all buckets, flat, valid after `reduce`."""
-        return self.reduced
+        """See `GradReduce`."""
+        return [each for at, each in enumerate(self.reduced) if at not in self._left_out]
 
     @property
     def touched(self) -> frozenset[str]:
@@ -240,8 +254,13 @@ class GradPerUpdate:
             view.copy_(gradient)
         self._touched.add(name)
 
-    def begin(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+    def begin(self, num_microbatches: int, trained: Trained = ALL) -> None:
+        """See `GradReduce`."""
+        if trained is not self._trained:
+            self._trained = trained
+            self._left_out = frozenset(
+                at for at, bucket in enumerate(self._buckets) if not trained.meets(slot.name for slot in bucket.slots)
+            )
         layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
         self._copies.forget()
         # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
@@ -258,7 +277,7 @@ class GradPerUpdate:
     def expect_last(self) -> None:
         """The next backward is the last of this update: buckets it completes may be reduced at once."""
         self._starts_early = self._owners.progresses_alone
-        self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
+        self._pending = [{slot.name for slot in bucket.slots if slot.name in self._trained} for bucket in self._buckets]
 
     def expect(self, touched: Collection[str]) -> None:
         """`touched`: what any rank had a gradient for. Buckets are reduced at the end, and wait for nothing."""
@@ -303,8 +322,8 @@ class GradPerUpdate:
     def _launch_complete(self) -> None:
         """Start the reductions whose turn it is."""
         while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
+            self._counters.early_reductions += len(self._works) not in self._left_out
             self._launch()
-            self._counters.early_reductions += 1
 
     def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
         self._layout = layout
@@ -336,6 +355,9 @@ class GradPerUpdate:
         """Start the reduction of the next bucket; buckets go in one order on all ranks, whatever backward did first."""
         self._copies.flush()
         index = len(self._works)
+        if index in self._left_out:
+            self._works.append(None)
+            return
         bucket = self._buckets[index]
         buffer = self._buffers[index]
         # What is held until a wait is that of one or two buckets, and not of all: of one where a narrower copy travels
@@ -373,6 +395,8 @@ class GradPerUpdate:
 
     def _finish(self, index: int) -> None:
         """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""
+        if index in self._left_out:
+            return
         reduced, buffer = self.reduced[index], self._buffers[index]
         if self._replicas.size == 1:
             if self._owners.size == 1 and reduced.dtype != buffer.dtype:
