@@ -18,7 +18,7 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Generic
@@ -65,7 +65,7 @@ from shardwise.engine.trained_batches import TrainedBatches
 from shardwise.engine.trained_parameters import ALL, Groups, Trained, TrainedParameters
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError, few_of
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
@@ -113,6 +113,8 @@ class Engine(Generic[Model_co]):
         self.counters = counters
         """Updates, collectives and casts since `parallelize` returned."""
         self._known_optimizers = optimizers
+        self._added: Mapping[int, Mapping[int, Sequence[str]]] = {}
+        """What came into groups of the optimizers since, and is not trained yet."""
         self._inventory = inventory
         self._names = names
         self._computation = computation
@@ -224,6 +226,11 @@ class Engine(Generic[Model_co]):
         num_microbatches = self._count(microbatches)
         self._meter.begin()
         parts, weights, weighting, trained = self._open(batch, num_microbatches, only, purpose="weights of a step")
+        if self._contents.unfrozen or self._added:
+            from shardwise.engine.relayout import refit  # which knows engines
+
+            refit(self)
+            return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss)
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -388,8 +395,17 @@ class Engine(Generic[Model_co]):
             loss=self._computation.loss,
             loss_weight=self._loss_weight,
             optimizers=self._known_optimizers,
+            frozen=self._contents.frozen,
+            unfrozen=self._contents.unfrozen,
             groups={name: each.globs for name, each in self._trained.groups.items()},
         )
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze parameters that stay the engine's to train."""
+        for name in names:
+            with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                self._contents.parameters[name].requires_grad_(False)
+        self._contents.check()
 
     def take_charge(self) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`."""
@@ -450,6 +466,8 @@ class Engine(Generic[Model_co]):
         ) as agreement:
             self._check_model()
             trained = self._trained.of(only) if is_step else ALL
+            if is_step and self._contents.unfrozen:
+                self._check_unfrozen()
             wanted = num_microbatches
             if wanted is None:
                 wanted = min(self.plan.merge.microbatches, count_rows(batch))
@@ -471,7 +489,7 @@ class Engine(Generic[Model_co]):
                 weights,
                 written=self._buffers.written,
                 autocast=self._computation.autocast.described(),
-                trained=trained.described,
+                trained=f"{trained.described} added: {self._added}" if self._added else trained.described,
                 batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
             )
         if compares:
@@ -509,9 +527,22 @@ class Engine(Generic[Model_co]):
     def _check_model(self) -> None:
         self._check_turn()
         self._contents.check()
-        self._plain_calls.check_groups()
+        if (added := self._plain_calls.added(self._contents.parameters)) != self._added:
+            self._added = added
+            self._known_optimizers = tuple(
+                known.taking_in(added.get(at, {})) for at, known in enumerate(self._closing.optimizers)
+            )
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
+
+    def _check_unfrozen(self) -> None:
+        """Raise OptimizerError where parameters were unfrozen that no optimizer has."""
+        held = {name for known in self._known_optimizers for names in known.held for name in names}
+        if lost := sorted(self._contents.unfrozen - held):
+            raise OptimizerError(
+                f"{len(lost)} parameters were unfrozen, and no optimizer has them: {few_of(lost)}. Give them to one, "
+                "optimizer.add_param_group({'params': [...]}), or freeze them again (requires_grad_(False))"
+            )
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         return stopping_peers(self._channels.world, doing, advice=self._computation.advice)

@@ -188,6 +188,27 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     return cast("_T", made)
 
 
+def take_over(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+    """What has the content of `made` from now on: `parameter` itself, so that code which holds it goes on with it.
+
+    Where torch cannot exchange the two (something else holds what is behind the object), it is `made`.
+    """
+    try:
+        exchange(parameter, made)
+    except RuntimeError:
+        return made
+    return parameter
+
+
+def exchange(one: nn.Parameter, other: nn.Parameter) -> None:
+    """Let each of two parameters have the content of the other, with its hooks. Raises RuntimeError if torch cannot."""
+    hooks = [each._post_accumulate_grad_hooks for each in (one, other)]
+    torch.utils.swap_tensors(one, other)
+    # torch leaves the list of these hooks with the object, and what calls them with the content.
+    for each, held in zip((other, one), hooks, strict=True):
+        each._post_accumulate_grad_hooks = held
+
+
 def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     """(module, attribute) -> a full name, for every place that holds a parameter."""
     return {(module, attribute): name for module, attribute, name, _ in named_places(model)}

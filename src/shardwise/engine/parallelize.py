@@ -30,7 +30,14 @@ from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward_writes import ModelBuffers
-from shardwise.engine.inventory import Inventory, describe_model, portions_of_dtensors, take_inventory, with_values
+from shardwise.engine.inventory import (
+    Inventory,
+    describe_model,
+    portions_of_dtensors,
+    take_inventory,
+    take_over,
+    with_values,
+)
 from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.optimizers import (
     KnownOptimizer,
@@ -525,7 +532,7 @@ def give_room(
             # A fused parameter moves to a flat buffer next. One element, expanded to its shape, stands for it until
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-            fresh[spec.name] = with_values(old, room.expand(spec.shape))
+            fresh[spec.name] = take_over(old, with_values(old, room.expand(spec.shape)))
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs

@@ -75,6 +75,10 @@ class HandOver:
     loss_weight: LossWeight | None
     optimizers: tuple[KnownOptimizer, ...]
     groups: GivenGroups
+    frozen: frozenset[str]
+    """Parameters that are trained when they are unfrozen again."""
+    unfrozen: frozenset[str]
+    """Parameters that were frozen so far: they begin without optimizer state."""
 
 
 def state_of(

@@ -71,7 +71,7 @@ class StepClosing:
         self._summed = summed
         self._model_buffers = model_buffers
         self._writes = writes
-        self._known = optimizers
+        self.optimizers = optimizers
         self._plain_calls = plain_calls
         self._counters = counters
         self._meter = meter
@@ -228,7 +228,7 @@ class StepClosing:
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
         # also looks for optimizers that cannot leave out a step by themselves.
         found_inf = figures.found_inf
-        optimizers = [known.optimizer for known in self._known]
+        optimizers = [known.optimizer for known in self.optimizers]
         if not (can_skip_on_device(optimizers) and touched <= self._updated):
             found_inf = None
         if found_inf is None:

@@ -109,7 +109,7 @@ class TrainedParameters:
         return found
 
     def _made(self, chosen: tuple[str, ...] | None, frozen: frozenset[str], unfrozen: frozenset[str]) -> Trained:
-        names = self._trainable - frozen
+        names = (self._trainable | unfrozen) - frozen
         if chosen is not None:
             names &= frozenset().union(*(self._group(each) for each in chosen))
             if not names:

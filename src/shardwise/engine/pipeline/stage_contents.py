@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
-from shardwise.engine.inventory import Inventory, named_places, with_values
+from shardwise.engine.inventory import Inventory, named_places, take_over, with_values
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
 
@@ -198,7 +198,8 @@ def drop_foreign(
     for module, attribute, name in inventory.places:
         if name not in held:
             if name not in empty:
-                empty[name] = _without_memory(inventory.parameters[name], spec_of[name])
+                parameter = inventory.parameters[name]
+                empty[name] = take_over(parameter, _without_memory(parameter, spec_of[name]))
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
