@@ -36,6 +36,7 @@ from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
+from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
@@ -167,6 +168,7 @@ class Engine(Generic[Model_co]):
             plain_calls=plain_calls,
             counters=counters,
             meter=self._meter,
+            groups=groups,
         )
 
     @property
@@ -209,6 +211,7 @@ class Engine(Generic[Model_co]):
         stop: Callable[[], bool] | None = None,
         only: str | Sequence[str] | None = None,
         loss: LossFunction | None = None,
+        norms: Norms | None = None,
     ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
@@ -219,18 +222,22 @@ class Engine(Generic[Model_co]):
         only: the group of parameters that is updated, or several (`groups` of `parallelize`). The others have no
             gradient in this step, and their optimizers do not step. None: all.
         loss: the loss function of this step, as in `parallelize`; None: that of `parallelize`.
+        norms: of which parts of the gradient the report has the norm: "groups", "layers" (the modules that hold
+            parameters), "parameters", or {name: glob or globs}. It costs no message and no further pass.
 
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
         num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting, trained = self._open(batch, num_microbatches, only, purpose="weights of a step")
+        parts, weights, weighting, trained, asked = self._open(
+            batch, num_microbatches, only, norms, purpose="weights of a step"
+        )
         if self._contents.unfrozen or self._added:
             from shardwise.engine.relayout import refit  # which knows engines
 
             refit(self)
-            return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss)
+            return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss, norms=norms)
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -239,7 +246,7 @@ class Engine(Generic[Model_co]):
         with self._stopping_peers("a step"), region:
             self._has_gradients = False
             # The arena may be laid out anew, under the views that `gradients()` gave: so it gives none from here on.
-            self._closing.begin(num_microbatches, trained)
+            self._closing.begin(num_microbatches, trained, asked)
             factors: Sequence[Weight] = weighting.factors(self._channels.everyone.rank)
             own_weights = None
             if not weighting.is_known:
@@ -290,10 +297,12 @@ class Engine(Generic[Model_co]):
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
                 **({} if scale is None else {"loss_scale": float(scale)}),
+                **({} if asked is None or norms is None else {"norms": asked.reported(figures.norms, trained)}),
             },
             num_microbatches=num_microbatches,
             stop=closing.stop,
             is_scaled=scale is not None,
+            has_norms=norms is not None,
             times=closing.times,
         )
 
@@ -303,7 +312,7 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting, _ = self._open(batch, None, purpose="weights of an evaluation")
+        parts, _, weighting, *_ = self._open(batch, None, purpose="weights of an evaluation")
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
@@ -453,8 +462,14 @@ class Engine(Generic[Model_co]):
     # [1] ------------------------------------------------------------------------------------------------------------
 
     def _open(
-        self, batch: Batch, num_microbatches: int | None, only: str | Sequence[str] | None = None, *, purpose: str
-    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting, Trained]:
+        self,
+        batch: Batch,
+        num_microbatches: int | None,
+        only: str | Sequence[str] | None = None,
+        norms: Norms | None = None,
+        *,
+        purpose: str,
+    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting, Trained, NormParts | None]:
         """Split and weigh the batch; every rank raises the same error when one cannot."""
         parts: Sequence[Microbatch] = []
         # An evaluation leaves out what has no weight: its loss may be nan.
@@ -466,6 +481,7 @@ class Engine(Generic[Model_co]):
         ) as agreement:
             self._check_model()
             trained = self._trained.of(only) if is_step else ALL
+            asked = self._closing.norms(norms) if is_step else None
             if is_step and self._contents.unfrozen:
                 self._check_unfrozen()
             wanted = num_microbatches
@@ -489,7 +505,7 @@ class Engine(Generic[Model_co]):
                 weights,
                 written=self._buffers.written,
                 autocast=self._computation.autocast.described(),
-                trained=f"{trained.described} added: {self._added}" if self._added else trained.described,
+                trained=self._described(trained, norms),
                 batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
             )
         if compares:
@@ -503,7 +519,7 @@ class Engine(Generic[Model_co]):
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
-        return parts, weights, weighting, trained
+        return parts, weights, weighting, trained, asked
 
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
@@ -534,6 +550,12 @@ class Engine(Generic[Model_co]):
             )
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
+
+    def _described(self, trained: Trained, norms: Norms | None) -> str:
+        """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
+        added = f", with {self._added} new in groups" if self._added else ""
+        asked = "" if norms is None else f", with norms of {norms!r}"
+        return f"{trained.described or 'all'}{added}{asked}" if trained.described or added or asked else ""
 
     def _check_unfrozen(self) -> None:
         """Raise OptimizerError where parameters were unfrozen that no optimizer has."""

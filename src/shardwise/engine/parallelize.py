@@ -39,6 +39,7 @@ from shardwise.engine.inventory import (
     with_values,
 )
 from shardwise.engine.meta_init import Initialisation
+from shardwise.engine.norm_parts import clipped_parts
 from shardwise.engine.optimizers import (
     KnownOptimizer,
     OptimizerSource,
@@ -208,9 +209,10 @@ def _inspect(
         check_elementwise(optimizers, channel.device)
     elif _num_owners(plan) > 1:
         check_apart(optimizers, channel.device)
-    return _Inspected(
-        inventory=inventory, optimizers=optimizers, given=given, groups=groups_in(groups, inventory.specs)
-    )
+    named = groups_in(groups, inventory.specs)
+    if isinstance(plan.clip_grad_norm, Mapping):
+        clipped_parts(plan.clip_grad_norm, named, inventory.specs)
+    return _Inspected(inventory=inventory, optimizers=optimizers, given=given, groups=named)
 
 
 def _num_owners(plan: Plan) -> int:

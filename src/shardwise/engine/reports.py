@@ -48,7 +48,7 @@ class _FilledOnLook:
 
 class _ValuesOnLook(_FilledOnLook):
     __slots__ = ("_times", "_values")
-    _values: Callable[[], Mapping[str, float]]
+    _values: Callable[[], Mapping[str, Any]]
     _times: Sequence[RankValues]
 
     def _on_look(self, name: str) -> Any:
@@ -84,6 +84,8 @@ class StepReport(_ValuesOnLook):
     """Whether `stop` of `step` was true on some rank."""
     loss_scale: float | None = None
     """What the losses were multiplied by for their backward; None where the plan scales none."""
+    norms: Mapping[str, float] | None = None
+    """2-norms of the parts that `step(norms=...)` asked for, each as `grad_norm`; None where it asked for none."""
 
     @property
     def ranks(self) -> tuple[RankTimes, ...]:
@@ -104,14 +106,17 @@ class StepReport(_ValuesOnLook):
 
 
 def report_on_look(
-    values: Callable[[], Mapping[str, float]],
+    values: Callable[[], Mapping[str, Any]],
     *,
     num_microbatches: int,
     stop: bool,
     is_scaled: bool = False,
+    has_norms: bool = False,
     times: Sequence[RankValues] = (),
 ) -> StepReport:
-    """A report whose other fields are what `values` gives at the first look; is_scaled: `loss_scale` is one of them.
+    """A report whose other fields are what `values` gives at the first look.
+
+    is_scaled: `loss_scale` is one of them. has_norms: `norms` is.
 
     times: what all ranks have packed of theirs.
     """
@@ -126,6 +131,8 @@ def report_on_look(
         object.__setattr__(report, name, value)
     if not is_scaled:
         object.__setattr__(report, "loss_scale", None)
+    if not has_norms:
+        object.__setattr__(report, "norms", None)
     return report
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.norm import norm_dtype
+from shardwise.engine.norm import clip_values, norm_dtype
+from shardwise.engine.norm_parts import NormParts, Norms, clipped_parts, norm_parts, reported_parts
 from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
@@ -30,10 +32,12 @@ from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_ste
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, Trained
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Plan
+
+_UNKNOWN: Any = object()
 
 
 class StepClosing:
@@ -58,6 +62,7 @@ class StepClosing:
         plain_calls: PlainCalls,
         counters: Counters,
         meter: StepMeter,
+        groups: Groups,
     ) -> None:
         """`cut`: names of owned parameters that are cut along tp."""
         self._plan = plan
@@ -91,6 +96,9 @@ class StepClosing:
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
         self._bucket_updates = BucketUpdates(optimizers, buffers)
+        self._groups = groups
+        self._parts: dict[str, NormParts | None] = {}
+        self._asked = self.norms(None)
         self.trained = ALL
         """What the step that goes on trains, or the last one."""
         self._updated: set[str] = set()
@@ -123,9 +131,30 @@ class StepClosing:
         """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
         return self._channels.replicas.rank == 0 and (self._channels.tensor.rank == 0 or name in self._cut)
 
-    def begin(self, num_microbatches: int, trained: Trained) -> None:
-        """The gradients of a step follow; `trained`: whose."""
+    def norms(self, asked: Norms | None) -> NormParts | None:
+        """The parts whose norms a step needs: for a report, or to clip by them. Raises PlanError for unknown ones."""
+        key = repr(asked)
+        if (found := self._parts.get(key, _UNKNOWN)) is _UNKNOWN:
+            if len(self._parts) > MOST_TRAINED:
+                self._parts.clear()
+            found = self._parts[key] = self._norm_parts(asked)
+        return found
+
+    def _norm_parts(self, asked: Norms | None) -> NormParts | None:
+        specs, limits = self._names.specs, self._plan.clip_grad_norm
+        members = {} if asked is None else reported_parts(asked, self._groups, specs)
+        if isinstance(limits, Mapping):
+            members |= clipped_parts(limits, self._groups, specs)
+        if not members:
+            return None
+        return norm_parts(
+            members, list(self._names.trainable), self._buffers.owned, self._buffers.ownership, counts=self._counts
+        )
+
+    def begin(self, num_microbatches: int, trained: Trained, norms: NormParts | None) -> None:
+        """The gradients of a step follow; `trained`: whose. norms: of which parts they are taken."""
         self.trained = trained
+        self._asked = norms
         # May lay out the arena anew, under the views that `engine.gradients()` gave.
         self._gradients.begin(num_microbatches, trained)
         self._ties.begin(num_microbatches, trained)
@@ -167,6 +196,8 @@ class StepClosing:
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
             runs=self._gradients.runs_of(self.runs),
             parts=self._gradients.parts,
+            norms=self._asked,
+            marked=() if self._asked is None else self._gradients.runs_of(self._asked.runs),
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.
             divisor=weighting.num_microbatches if self._plan.merge.average else self._channels.everyone.size,
@@ -242,9 +273,7 @@ class StepClosing:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
             master.grad = gradients[name] if name in touched else None
-        # Every rank clips its own part by the one norm of the whole gradient.
-        if self._plan.clip_grad_norm is not None:
-            figures.clip(self._gradients.parts, self._plan.clip_grad_norm)
+        self._clip(figures)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
         with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating():
@@ -257,3 +286,18 @@ class StepClosing:
         self._gradients.expect(touched)
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
         self._ties.publish()
+
+    def _clip(self, figures: Figures) -> None:
+        """Every rank clips its own part of the gradient by norms of the whole one, and then by value."""
+        limits, parts = self._plan.clip_grad_norm, self._gradients.parts
+        if isinstance(limits, Mapping):
+            assert self._asked is not None
+            runs = self._gradients.runs_of(self._asked.runs)
+            for name, most in limits.items():
+                atoms = self._asked.atoms["clip", name]
+                mine = [run for run, mark in runs if (mark if mark >= 0 else ~mark) in atoms]
+                figures.clip(mine, most, ("clip", name))
+        elif limits is not None:
+            figures.clip(parts, limits)
+        if self._plan.clip_grad_value is not None:
+            clip_values(parts, self._plan.clip_grad_value)

@@ -17,7 +17,7 @@ ShardedBucket   the working copy of the owned part; that of all elements from `f
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -214,19 +214,21 @@ class Owned:
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
 
 
-Run: TypeAlias = tuple[str, int, bool]
-"""The first name of what follows each other in memory, its elements, and whether its parameters count."""
+Mark = TypeVar("Mark", bound=int)
+
+Run: TypeAlias = tuple[str, int, Mark]
+"""The first name of what follows each other in memory, its elements, and whether (or how) its parameters count."""
 
 
-def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], bool]) -> list[Run]:
+def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], Mark]) -> list[Run[Mark]]:
     """What is owned, as few runs of memory: the first name of each, its elements, and whether its parameters count.
 
     part of a bucket    | a 6 | b 4 | c 2 | padding |
     a and b count       | a, 10     | c, 2 |           padding belongs to no run: it may be anything
     """
     bucket_of = {slot.name: at for at, bucket in enumerate(ownership.buckets) for slot in bucket.slots}
-    runs: list[Run] = []
-    end: tuple[int, int, bool] | None = None
+    runs: list[Run[Mark]] = []
+    end: tuple[int, int, Mark] | None = None
     for each in sorted(owned, key=lambda each: (bucket_of[each.segment.name], each.segment.start)):
         name, start, num_elements = each.segment.name, each.segment.start, each.segment.run.num_elements
         if not num_elements:

@@ -36,7 +36,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, Trained
-from shardwise.engine.zero.flat_params import Owned, Run
+from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_reduce import (
     Collectors,
@@ -302,7 +302,7 @@ class GradPerMicrobatch(Passes):
         """See `GradReduce`."""
         return self._owned.views(owned, [*self._reduced, *self._whole.reduced], self._part_of)
 
-    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """See `GradReduce`."""
         found = self._owned.runs(runs)
         if self._trained is ALL:

@@ -18,7 +18,7 @@ with several microbatches the last bits of the two ways differ. Each is the same
 import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, Trained
-from shardwise.engine.zero.flat_params import Owned, Run
+from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Ownership, Precision, plan_arena
@@ -114,7 +114,7 @@ class GradReduce(Collector, Protocol):
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """The reduced gradients of all that is owned, by name, in the shapes of the masters; valid after `reduce`."""
 
-    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """The same in as few flat tensors as can be, and whether each counts; asked for after `views_of`."""
 
     @property
@@ -129,7 +129,8 @@ class OwnedGradients:
         self._parts: Sequence[torch.Tensor] = ()
         """The owned parts of buckets that are viewed."""
         self._views: dict[str, torch.Tensor] = {}
-        self._runs: list[tuple[torch.Tensor, bool]] = []
+        self._runs: dict[int, tuple[Sequence[Run[Any]], list[tuple[torch.Tensor, Any]]]] = {}
+        """By the list of runs that was asked for."""
 
     def views(
         self, owned: Sequence[Owned], parts: Sequence[torch.Tensor], part_of: Callable[[str], torch.Tensor]
@@ -137,7 +138,7 @@ class OwnedGradients:
         """The gradients of what is owned, by name. `parts`: the owned parts of all buckets. `part_of`: the one with a
         parameter."""
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-            self._views, self._runs = {}, []
+            self._views, self._runs = {}, {}
             for each in owned:
                 segment = each.segment
                 span = slice(segment.start, segment.start + segment.run.num_elements)
@@ -145,15 +146,17 @@ class OwnedGradients:
             self._parts = list(parts)
         return self._views
 
-    def runs(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """The same gradients as flat runs."""
-        if not self._runs:
-            self._runs = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
-        return self._runs
+        known = self._runs.get(id(runs))
+        if known is None or known[0] is not runs:
+            made = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
+            known = self._runs[id(runs)] = runs, made
+        return known[1]
 
     def forget(self) -> None:
         """The buffers are given back: views would keep them."""
-        self._parts, self._views, self._runs = (), {}, []
+        self._parts, self._views, self._runs = (), {}, {}
 
 
 def twice_in_one_backward(name: str) -> str:
@@ -216,7 +219,7 @@ class GradPerUpdate:
         """See `GradReduce`."""
         return self._owned.views(owned, self.reduced, self.part_of)
 
-    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """See `GradReduce`."""
         found = self._owned.runs(runs)
         if not self._left_out:
