@@ -1,6 +1,8 @@
 """Clips by norm of all, by norms of parts and by value, and the norms of a report: as torch has them in one process."""
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
+from shardwise.errors import MismatchError, PlanError
+from shardwise.train.config import read_config
 from tests.covering import pairwise
+from tests.engine.refusals import same_error_everywhere
+from tests.train.test_config import MINIMAL, written
 
 GROUPS = {"body": ("first", "middle.*"), "ends": "last"}
 RULES = {"first": "column", "middle": "row"}
@@ -163,3 +169,117 @@ def test_ranks_clip_and_report_as_torch_does(
     assert all(repr(each[0]) == repr(found[0][0]) for each in found)
     expected = plain(plan, is_tied=is_tied, k=k * plan.mesh.num_data_ranks)
     compare(expected, found[0], exactly=False)
+
+
+def test_a_report_has_the_norms_of_parts_by_globs_and_those_of_a_turn_only_what_it_trains() -> None:
+    def run(channel: sw.Channel) -> list[Any]:
+        model = net()
+        engine = sw.parallelize(
+            model,
+            sw.Plan(mesh=sw.Mesh(dp_shard=2)),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=loss_of,
+            channel=channel,
+            groups=GROUPS,
+        )
+        one = engine.step(
+            batch_of(0), norms={"weights": "*.weight", "first": ("first", "middle.bias"), "still": "still"}
+        )
+        two = engine.step(batch_of(0), norms="parameters", only="ends")
+        three = engine.step(batch_of(0), norms="groups", only="ends")
+        return [one.norms, one.grad_norm, two.norms, two.grad_norm, three.norms, three.grad_norm]
+
+    first, second = sw.simulate(2, run)
+    assert first == second
+    weights, of_one, by_parameter, of_two, by_group, of_three = first
+    model = net()
+    loss_of(model(batch_of(0)["x"]), None).backward()
+    gradient = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert weights == pytest.approx(
+        {
+            "weights": nn.utils.get_total_norm([each for name, each in gradient.items() if "weight" in name]).item(),
+            "first": nn.utils.get_total_norm(
+                [gradient[n] for n in ("first.weight", "first.bias", "middle.bias")]
+            ).item(),
+        }
+    )
+    assert of_one == pytest.approx(nn.utils.get_total_norm(list(gradient.values())).item())
+    assert by_parameter == {"last.weight": of_two}
+    assert by_group == {"ends": of_three}
+
+
+def test_norms_of_a_step_that_is_not_finite_are_nan() -> None:
+    model = net()
+    engine = sw.parallelize(
+        model,
+        sw.Plan(clip_grad_norm={"first": 1.0, "middle": 1.0}),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda output, _: output.square().sum() * math.inf,
+        channel=alone(),
+    )
+    report = engine.step(batch_of(0), norms="layers")
+    assert report.skipped
+    assert report.norms is not None
+    assert all(map(math.isnan, (report.norms["first"], report.norms["last"])))
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), net().parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("clip", "words"),
+    [
+        ({"firts": 1.0}, "clip_grad_norm: 'firts' matches none of the 7 parameters; the nearest parameter is"),
+        (
+            {"body": 1.0, "first.weight": 1.0},
+            "'first.weight' belongs to 'body' and to 'first.weight'; a gradient is clipped",
+        ),
+    ],
+)
+def test_a_clip_of_parts_that_are_none_or_overlap_is_refused_before_anything_changes(clip: Any, words: str) -> None:
+    model = net()
+    before = [each.data_ptr() for each in model.parameters()]
+    with pytest.raises(PlanError, match=words):
+        sw.parallelize(
+            model,
+            sw.Plan(clip_grad_norm=clip),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=loss_of,
+            channel=alone(),
+            groups=GROUPS,
+        )
+    assert [each.data_ptr() for each in model.parameters()] == before
+
+
+@pytest.mark.parametrize(
+    ("norms", "words", "kind"),
+    [
+        ("everything", "is neither 'groups', 'layers' nor 'parameters'", PlanError),
+        ({"a": "nothing.*"}, r"norms['a']: 'nothing.*' matches none of the 7 parameters", PlanError),
+        ("layers", "rank 0 trains all, and rank 1 trains all, with norms of 'layers'", MismatchError),
+    ],
+)
+def test_norms_that_mean_nothing_or_differ_are_refused_on_all_ranks(norms: Any, words: str, kind: type) -> None:
+    def run(channel: sw.Channel) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
+        try:
+            engine.step(batch_of(0), norms=norms if channel.rank or kind is PlanError else None)
+        finally:
+            engine.step(batch_of(0))
+
+    error = same_error_everywhere(2, run)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_clips_are_written_in_a_configuration(tmp_path: Path) -> None:
+    text = MINIMAL + 'clip_grad_norm = { "layers.*" = 1, head = 0.5 }\nclip_grad_value = 2\n'
+    plan = read_config(written(tmp_path, text)).plan
+    assert plan.clip_grad_norm == {"layers.*": 1.0, "head": 0.5}
+    assert plan.clip_grad_value == 2.0
+    assert plan.text().splitlines()[:2] == [
+        'clip_grad_norm = {"head" = 0.5, "layers.*" = 1.0}',
+        "clip_grad_value = 2.0",
+    ]
+    assert sw.Plan.parse(plan.text()) == plan
