@@ -19,7 +19,7 @@ import torch
 from shardwise.engine.optimizers import KnownOptimizer, updates_apart
 from shardwise.engine.plain_calls import counts_steps
 from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Trained
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.flat_params import FlatParams
 
 _Groups = list[dict[str, list[Any]]]
@@ -35,10 +35,10 @@ class BucketUpdates:
     def __init__(self, optimizers: Sequence[KnownOptimizer], buffers: FlatParams) -> None:
         self._known = optimizers
         self._buffers = buffers
-        self._parts: dict[Trained, dict[int, _Part]] = {}
+        self._parts: dict[TrainedSet, dict[int, _Part]] = {}
         """By bucket, for what is trained. Empty where the update is made at once."""
 
-    def run(self, counters: Counters, trained: Trained = ALL) -> None:
+    def run(self, counters: Counters, trained: TrainedSet = ALL) -> None:
         """Step the optimizers of what is trained on the gradients of the masters, and publish the masters."""
         if trained is ALL:
             self._run([known.optimizer for known in self._known], counters, trained)
@@ -49,7 +49,7 @@ class BucketUpdates:
                 stack.enter_context(_only_groups(known, trained))
             self._run([known.optimizer for known in stepping], counters, trained)
 
-    def _run(self, optimizers: Sequence[torch.optim.Optimizer], counters: Counters, trained: Trained) -> None:
+    def _run(self, optimizers: Sequence[torch.optim.Optimizer], counters: Counters, trained: TrainedSet) -> None:
         if (parts := self._parts.get(trained)) is None:
             if len(self._parts) > MOST_TRAINED:
                 self._parts.clear()
@@ -92,7 +92,7 @@ class BucketUpdates:
 
 
 @contextmanager
-def _only_groups(known: KnownOptimizer, trained: Trained) -> Iterator[None]:
+def _only_groups(known: KnownOptimizer, trained: TrainedSet) -> Iterator[None]:
     """Inside, the optimizer has only the groups with something that is trained, on whichever rank."""
     # An optimizer may count the steps of a group, whether or not its parameters have gradients.
     groups = known.optimizer.param_groups

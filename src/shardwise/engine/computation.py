@@ -26,7 +26,7 @@ from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight, Weighting, scaled_loss
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import module_noted
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
@@ -100,7 +100,7 @@ class Computation:
         *,
         joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
-        trained: Trained = ALL,
+        trained: TrainedSet = ALL,
         loss: LossFunction | None = None,
     ) -> list[torch.Tensor]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.

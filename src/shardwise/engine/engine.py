@@ -17,7 +17,6 @@ One update on two data ranks (numbers as in docs/internals.md):
 An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -28,9 +27,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.comm.hosts import hosts_of, with_hosts
-from shardwise.engine.batch_digests import BatchDigests, describe_batch
-from shardwise.engine.batches import Batch, LossFunction, LossWeight, Microbatch, count_rows, is_on_host, split_batch
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, Microbatch
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
@@ -47,34 +44,24 @@ from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, names_of_state, placed, state_of
 from shardwise.engine.step_closing import StepClosing
 from shardwise.engine.step_exchange import (
-    NUM_PARTS_OF_OPENING,
     Weight,
-    Weighting,
-    batch_compared,
-    check_writes,
     exchange_loss,
     factors_on_device,
-    merge_weights,
-    parts_of_opening,
-    ranks_with_same_rows,
-    weigh,
 )
 from shardwise.engine.step_meter import step_meter
+from shardwise.engine.step_opening import StepOpening
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
-from shardwise.engine.trained_parameters import ALL, Groups, Trained, TrainedParameters
+from shardwise.engine.trained_parameters import ALL, Groups, TrainedParameters, TrainedSet
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError, few_of
+from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
-
-_COMPARED_STEPS = 3
-"""First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
 Model_co = TypeVar("Model_co", bound=nn.Module, covariant=True, default=nn.Module)
 
@@ -114,12 +101,13 @@ class Engine(Generic[Model_co]):
         self.counters = counters
         """Updates, collectives and casts since `parallelize` returned."""
         self._known_optimizers = optimizers
+        self._chosen: tuple[TrainedSet, NormParts | None] = ALL, None
+        """What the step that opened last trains, and of which parts it takes norms."""
         self._added: Mapping[int, Mapping[int, Sequence[str]]] = {}
         """What came into groups of the optimizers since, and is not trained yet."""
         self._inventory = inventory
         self._names = names
         self._computation = computation
-        self._loss_weight = loss_weight
         self.channel = channels.world
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
@@ -147,10 +135,16 @@ class Engine(Generic[Model_co]):
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._ranks = RankGroups.of(plan)
         self._meter = step_meter(channels.world)
-        self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
-        self._digests = BatchDigests()
-        self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
-        """Steps to come in which data ranks compare their rows."""
+        self._opening = StepOpening(
+            plan=plan,
+            loss_weight=loss_weight,
+            channels=channels,
+            ranks=self._ranks,
+            buffers=buffers,
+            autocast=computation.autocast,
+            counters=counters,
+            check_model=self._check_model,
+        )
         self._closing = StepClosing(
             plan=plan,
             names=names,
@@ -230,9 +224,10 @@ class Engine(Generic[Model_co]):
         """
         num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting, trained, asked = self._open(
-            batch, num_microbatches, only, norms, purpose="weights of a step"
+        parts, weights, weighting = self._opening.open(
+            batch, num_microbatches, purpose="weights of a step", choose=lambda: self._choose(only, norms)
         )
+        trained, asked = self._chosen
         if self._contents.unfrozen or self._added:
             from shardwise.engine.relayout import refit  # which knows engines
 
@@ -252,7 +247,7 @@ class Engine(Generic[Model_co]):
             if not weighting.is_known:
                 own_weights, factors = factors_on_device(self._channels.everyone, weights, weighting)
             # Launched before the forwards, which may write to the batch.
-            digests = self._digests.of(batch) if self._shares_batch else {}
+            digests = self._opening.digests(batch)
             with self._trained.alone(trained):
                 losses = self._computation.train(
                     # The last backward differs from those before: what it finishes gets no further terms, so a bucket
@@ -312,7 +307,7 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting, *_ = self._open(batch, None, purpose="weights of an evaluation")
+        parts, _, weighting = self._opening.open(batch, None, purpose="weights of an evaluation")
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
@@ -402,7 +397,7 @@ class Engine(Generic[Model_co]):
             state=state,
             settings=settings,
             loss=self._computation.loss,
-            loss_weight=self._loss_weight,
+            loss_weight=self._opening.loss_weight,
             optimizers=self._known_optimizers,
             frozen=self._contents.frozen,
             unfrozen=self._contents.unfrozen,
@@ -461,81 +456,6 @@ class Engine(Generic[Model_co]):
 
     # [1] ------------------------------------------------------------------------------------------------------------
 
-    def _open(
-        self,
-        batch: Batch,
-        num_microbatches: int | None,
-        only: str | Sequence[str] | None = None,
-        norms: Norms | None = None,
-        *,
-        purpose: str,
-    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting, Trained, NormParts | None]:
-        """Split and weigh the batch; every rank raises the same error when one cannot."""
-        parts: Sequence[Microbatch] = []
-        # An evaluation leaves out what has no weight: its loss may be nan.
-        is_step, device = num_microbatches is not None, self._channels.everyone.device
-        self.counters.exchanges += 1
-        lines: Sequence[str] = ()
-        with agreed(
-            self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
-        ) as agreement:
-            self._check_model()
-            trained = self._trained.of(only) if is_step else ALL
-            asked = self._closing.norms(norms) if is_step else None
-            if is_step and self._contents.unfrozen:
-                self._check_unfrozen()
-            wanted = num_microbatches
-            if wanted is None:
-                wanted = min(self.plan.merge.microbatches, count_rows(batch))
-            # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
-            if wanted or num_microbatches is not None:
-                parts = split_batch(batch, wanted, device)
-            weighed = parts
-            if self._loss_weight is not None and parts and device.type != "cpu" and is_on_host(batch):
-                # Where the rows are: the host then knows the weights, and waits for nothing.
-                weighed = split_batch(batch, wanted, torch.device("cpu"))
-            weights = weigh(weighed, self._loss_weight, reads_device=not is_step)
-            # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
-            # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
-            # sent anyway.
-            compares = is_step and self._compared_steps > 0
-            if self._shares_batch or compares:
-                lines = describe_batch(batch, digest=not is_step)
-            agreement.parts = parts_of_opening(
-                weights,
-                written=self._buffers.written,
-                autocast=self._computation.autocast.described(),
-                trained=self._described(trained, norms),
-                batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
-            )
-        if compares:
-            self._warn_of_same_rows(agreement.of_parts[-1])
-        weighting, written = merge_weights(
-            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._ranks
-        )
-        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
-        # other values would go its own way with every loss still looking right. All ranks know that they take part,
-        # because `written` is the union over all of them.
-        if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
-            self._buffers.written.clear()
-        return parts, weights, weighting, trained, asked
-
-    def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
-        """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
-        self._compared_steps -= 1
-        if ranks := ranks_with_same_rows(batches, self._ranks.speakers):
-            self._compared_steps = 0
-            if self.channel.rank == 0:
-                named = " and ".join(f"rank {rank}" for rank in ranks[:2])
-                more = f" (and {len(ranks) - 2} more)" if len(ranks) > 2 else ""
-                text = (
-                    f"{named}{more} are different data ranks, and got the same rows: they train on one share of the "
-                    "data twice. Choose the rows by the data rank, plan.mesh.data_rank(channel.rank), as sw.Data does: "
-                    "for batch in data.on(engine)"
-                )
-                warnings.warn(with_hosts(text, hosts_of(self.channel)), SameRowsWarning, stacklevel=4)
-
     def _check_turn(self) -> None:
         if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
@@ -551,11 +471,15 @@ class Engine(Generic[Model_co]):
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 
-    def _described(self, trained: Trained, norms: Norms | None) -> str:
+    def _choose(self, only: str | Sequence[str] | None, norms: Norms | None) -> str:
         """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
-        added = f", with {self._added} new in groups" if self._added else ""
-        asked = "" if norms is None else f", with norms of {norms!r}"
-        return f"{trained.described or 'all'}{added}{asked}" if trained.described or added or asked else ""
+        if self._contents.unfrozen:
+            self._check_unfrozen()
+        trained = self._trained.of(only)
+        self._chosen = trained, self._closing.norms(norms)
+        new = f", with {self._added} new in groups" if self._added else ""
+        shown = "" if norms is None else f", with norms of {norms!r}"
+        return f"{trained.described or 'all'}{new}{shown}" if trained.described or new or shown else ""
 
     def _check_unfrozen(self) -> None:
         """Raise OptimizerError where parameters were unfrozen that no optimizer has."""

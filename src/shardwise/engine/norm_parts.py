@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.engine.trained_parameters import Groups, Trained, meant_by_globs
+from shardwise.engine.trained_parameters import Groups, TrainedSet, meant_by_globs
 from shardwise.engine.zero.flat_params import Owned, Run, runs_of
 from shardwise.errors import PlanError, few_of
 from shardwise.plan import Ownership, Parameter
@@ -35,7 +35,7 @@ class NormParts:
     runs: Sequence[Run[int]]
     """What this rank owns, in as few runs of memory as can be; each with its atom, or ~atom where another counts it."""
 
-    def reported(self, norms: Mapping[Key, float], trained: Trained) -> dict[str, float]:
+    def reported(self, norms: Mapping[Key, float], trained: TrainedSet) -> dict[str, float]:
         """Those that a report has, by name: of parts with something that is trained."""
         return {
             key[1]: norm
@@ -112,5 +112,5 @@ def clipped_parts(
     return found
 
 
-def _any_trained(members: Collection[str], trained: Trained) -> bool:
+def _any_trained(members: Collection[str], trained: TrainedSet) -> bool:
     return bool(members) and trained.meets(members)

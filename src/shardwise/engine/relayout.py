@@ -91,8 +91,8 @@ def refit(engine: Engine[Model]) -> None:
     new = relayout(engine, engine.plan)
     new.ask_in_steps(asked)
     new.counters.__setstate__(counters.__getstate__())  # they go on
-    vars(engine).clear()
-    vars(engine).update(vars(new))
+    # One dict for both: parts of the new engine ask it by its own name.
+    engine.__dict__ = new.__dict__
 
 
 def _sources(handed: HandOver) -> Pieces:

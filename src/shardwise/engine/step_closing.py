@@ -32,7 +32,7 @@ from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_ste
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, Trained
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, TrainedSet
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Plan
@@ -151,7 +151,7 @@ class StepClosing:
             members, list(self._names.trainable), self._buffers.owned, self._buffers.ownership, counts=self._counts
         )
 
-    def begin(self, num_microbatches: int, trained: Trained, norms: NormParts | None) -> None:
+    def begin(self, num_microbatches: int, trained: TrainedSet, norms: NormParts | None) -> None:
         """The gradients of a step follow; `trained`: whose. norms: of which parts they are taken."""
         self.trained = trained
         self._asked = norms

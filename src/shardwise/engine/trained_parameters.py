@@ -38,7 +38,7 @@ Groups: TypeAlias = Mapping[str, NamedGroup]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Trained:
+class TrainedSet:
     """What one step trains. The same object for equal steps."""
 
     names: frozenset[str] | None = None
@@ -54,7 +54,7 @@ class Trained:
         return self.names is None or not self.names.isdisjoint(names)
 
 
-ALL = Trained()
+ALL = TrainedSet()
 
 MOST_TRAINED = 64
 """Of how many kinds of steps something is remembered: a loop with more freezes others all the time."""
@@ -90,9 +90,9 @@ class TrainedParameters:
         self.groups = groups
         self._trainable = frozenset(trainable)
         self._contents = contents
-        self._known: dict[object, Trained] = {}
+        self._known: dict[object, TrainedSet] = {}
 
-    def of(self, only: str | Sequence[str] | None) -> Trained:
+    def of(self, only: str | Sequence[str] | None) -> TrainedSet:
         """What a step with `only` trains now. Raises ModelError for a group that is unknown, or has nothing to train.
 
         The flags are those that `ModelContents.check` saw last.
@@ -108,7 +108,7 @@ class TrainedParameters:
             found = self._known[key] = self._made(chosen, frozen, unfrozen)
         return found
 
-    def _made(self, chosen: tuple[str, ...] | None, frozen: frozenset[str], unfrozen: frozenset[str]) -> Trained:
+    def _made(self, chosen: tuple[str, ...] | None, frozen: frozenset[str], unfrozen: frozenset[str]) -> TrainedSet:
         names = (self._trainable | unfrozen) - frozen
         if chosen is not None:
             names &= frozenset().union(*(self._group(each) for each in chosen))
@@ -122,7 +122,7 @@ class TrainedParameters:
         for what, found in (("frozen", frozen), ("unfrozen", unfrozen)):
             if found:
                 described.append(f"{few_of(sorted(found))} {what} (digest {digest_of_lines(sorted(found))[:8]})")
-        return Trained(names=names, described=", ".join(described))
+        return TrainedSet(names=names, described=", ".join(described))
 
     def _group(self, name: str) -> frozenset[str]:
         if (found := self.groups.get(name)) is None:
@@ -134,7 +134,7 @@ class TrainedParameters:
         return found.names
 
     @contextmanager
-    def alone(self, trained: Trained) -> Iterator[None]:
+    def alone(self, trained: TrainedSet) -> Iterator[None]:
         """Inside, nothing but what is trained gets gradients."""
         if trained.names is None:
             yield

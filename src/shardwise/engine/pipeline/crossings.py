@@ -22,7 +22,7 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.engine.tensor.summed_gradients import Gradient, SummedGradients, Traced, resolve
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.errors import ModelError
 
 
@@ -174,9 +174,9 @@ class GradientKinds:
         self._pipeline = pipeline
         self._is_settled = False
         self._trained = ALL
-        self._settled: set[Trained] = set()
+        self._settled: set[TrainedSet] = set()
 
-    def turn_to(self, trained: Trained) -> None:
+    def turn_to(self, trained: TrainedSet) -> None:
         """The next steps train these parameters, as `SummedGradients` has it."""
         self._trained, self._is_settled = trained, trained in self._settled
 

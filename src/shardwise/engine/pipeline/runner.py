@@ -33,7 +33,7 @@ from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, de
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Trained
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 from shardwise.plan import Pipeline
@@ -82,7 +82,7 @@ class PipelineRunner:
         self._steps_back = False
         self._has_news = False
         self._trained = ALL
-        self._memories: dict[Trained, tuple[Paths, bool, bool]] = {}
+        self._memories: dict[TrainedSet, tuple[Paths, bool, bool]] = {}
         """What was known of the forwards when another set of parameters was trained: they may take other paths."""
         self._equipment = Equipment(
             stages=self.stages,
@@ -142,7 +142,7 @@ class PipelineRunner:
             known=(self._paths, self._steps_back) if purpose == "step" and self._paths else None,
         )
 
-    def turn_to(self, trained: Trained) -> None:
+    def turn_to(self, trained: TrainedSet) -> None:
         """The next steps train these parameters; `requires_grad` of all says so already."""
         if trained is self._trained:
             return

@@ -29,7 +29,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
@@ -132,7 +132,7 @@ class StageTies:
         """Names of replicas that somebody gave another storage."""
         return [name for name in self._names if self._parameters[name].data_ptr() != self._placed[name]]
 
-    def begin(self, num_microbatches: int, trained: Trained = ALL) -> None:
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
         """Forget the gradients of the last update. What is not `trained` travels in none of its messages."""
         self._handed_down.clear()
         self._trained = trained

@@ -25,7 +25,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.tensor.tp_collectives import TpCollectives, collective_of, module_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Trained
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.errors import ModelError
 
 Gradient = Literal["complete", "own", "both", "hidden"]
@@ -163,7 +163,7 @@ class SummedGradients:
         self._named = self._by_rules | frozenset(named)
         self._whole = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}
         self._trained = ALL
-        self._memories: dict[Trained, tuple[frozenset[str], dict[str, Gradient], dict[str, nn.Parameter], bool]] = {}
+        self._memories: dict[TrainedSet, tuple[frozenset[str], dict[str, Gradient], dict[str, nn.Parameter], bool]] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -173,7 +173,7 @@ class SummedGradients:
         self._has_learned = False
         self._unseen = {name: each for name, each in self._whole.items() if name in self._trained}
 
-    def turn_to(self, trained: Trained) -> None:
+    def turn_to(self, trained: TrainedSet) -> None:
         """The next steps train these parameters, perhaps by another loss: what graphs show is known of each."""
         if trained is self._trained:
             return

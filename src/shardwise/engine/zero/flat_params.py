@@ -27,7 +27,7 @@ from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.plan import Bucket, Ownership, Segment, Slot
 from shardwise.plan.memory import sharded_run_bytes
@@ -374,7 +374,7 @@ class FlatParams:
         return self.buckets.index(self._slots[owned.segment.name][0])
 
     def publish(
-        self, counters: Counters, *, trained: Trained = ALL, before: Callable[[int], None] | None = None
+        self, counters: Counters, *, trained: TrainedSet = ALL, before: Callable[[int], None] | None = None
     ) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks.
 

@@ -35,7 +35,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_reduce import (
@@ -340,7 +340,7 @@ class GradPerMicrobatch(Passes):
         """The next backward is the last of this update."""
         self._whole.expect_last()
 
-    def begin(self, num_microbatches: int, trained: Trained = ALL) -> None:
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
         """See `GradReduce`."""
         if trained is not self._trained:
             self._trained = trained

@@ -29,7 +29,7 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.trained_parameters import ALL, Trained
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
@@ -90,7 +90,7 @@ class GradReduce(Collector, Protocol):
     def touched(self) -> frozenset[str]:
         """Parameters that got a gradient since `begin`."""
 
-    def begin(self, num_microbatches: int, trained: Trained = ALL) -> None:
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
         """Forget the gradients of the last update and make room for those of `num_microbatches`.
 
         Buckets without a parameter that is `trained` are left alone.
@@ -257,7 +257,7 @@ class GradPerUpdate:
             view.copy_(gradient)
         self._touched.add(name)
 
-    def begin(self, num_microbatches: int, trained: Trained = ALL) -> None:
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
         """See `GradReduce`."""
         if trained is not self._trained:
             self._trained = trained
