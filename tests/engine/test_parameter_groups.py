@@ -48,10 +48,12 @@ def losses_of(model: Gan) -> list[tuple[str, Callable[..., torch.Tensor]]]:
     """Of one round: what is trained, and by which loss. Two of them call the critic; one needs no forward."""
 
     def tell_apart(fake: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return F.softplus(-model.d(batch["real"])).mean() + F.softplus(model.d(fake)).mean()
+        real, made = model.d(batch["real"]), model.d(fake)
+        return F.softplus(-real).mean() + F.softplus(made).mean()
 
     def penalty(batch: Batch) -> torch.Tensor:
-        return model.d(batch["real"]).square().mean()
+        found: torch.Tensor = model.d(batch["real"])
+        return found.square().mean()
 
     def deceive(fake: torch.Tensor, _: Batch) -> torch.Tensor:
         return F.softplus(-model.d(fake)).mean()
@@ -98,6 +100,10 @@ def plain_rounds(rounds: int, *, ranks: int = 1, k: int = 1, one: bool = False) 
             schedulers[at].step()
             figures.append((total, norm.item()))
     return figures, {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def broken(*_: object) -> torch.Tensor:
+    raise ZeroDivisionError
 
 
 def engine_of(channel: sw.Channel, plan: sw.Plan, *, one: bool = False) -> tuple[sw.Engine[Gan], list[Any]]:
@@ -238,9 +244,8 @@ class Counting(torch.optim.SGD):
 def test_only_optimizers_and_groups_with_something_trained_step() -> None:
     def run(channel: sw.Channel) -> list[int]:
         model = gan()
-        optimizer = Counting(
-            [{"params": model.g.parameters()}, {"params": [*model.d.parameters(), model.nothing["a"]]}], lr=0.1
-        )
+        critic: list[Any] = [*model.d.parameters(), *model.nothing.parameters()]
+        optimizer = Counting([{"params": [*model.g.parameters()]}, {"params": critic}], lr=0.1)
         engine = sw.parallelize(
             model, sw.Plan(mesh=sw.Mesh(dp_shard=2)), optimizer=optimizer, channel=channel, groups=GROUPS
         )
@@ -277,7 +282,7 @@ def test_a_loss_of_the_call_without_a_group_trains_everything() -> None:
     model, plain = gan(), gan()
     opt = torch.optim.SGD(plain.parameters(), lr=0.1)
     engine = sw.parallelize(
-        model, sw.Plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), channel=alone(), loss=lambda *_: 1 / 0
+        model, sw.Plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), channel=alone(), loss=broken
     )
     for step in range(2):
         batch = batch_of(step)
@@ -350,7 +355,7 @@ def test_what_no_step_can_train_is_refused_on_all_ranks(step: Any, words: str, k
 def test_an_error_in_a_loss_leaves_the_flags_of_all_parameters_on() -> None:
     engine, _ = engine_of(alone(), sw.Plan())
     with pytest.raises(ZeroDivisionError):
-        engine.step(batch_of(0), only="generator", loss=lambda *_: 1 / 0)
+        engine.step(batch_of(0), only="generator", loss=broken)
     assert all(each.requires_grad for each in engine.model.parameters())
 
 

@@ -150,6 +150,9 @@ def _counted_apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [first, *(first.as_strided(each.shape, each.stride(), each.storage_offset()) for each in others)]
 
 
+_OF_FUNCTION = "the loss function's result"
+
+
 class LossOfModel:
     """Calls the model on a microbatch and finds the loss.
 
@@ -160,7 +163,7 @@ class LossOfModel:
 
     def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
         self._model = model
-        self._loss = loss
+        self._loss: Callable[..., torch.Tensor] | None = loss
         self._takes_output = _takes_output(loss)
         inner = model
         while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
@@ -190,8 +193,16 @@ class LossOfModel:
         """The loss of one microbatch, a scalar tensor. Raises ModelError when there is none."""
         if self._loss is None:
             return _scalar(_loss_in(self._called(microbatch, microbatch)), "the model's output")
-        given = (self._output(microbatch), microbatch) if self._takes_output else (microbatch,)
-        return _scalar(self._loss(*given), "the loss function's result")
+        if self._takes_output:
+            return _scalar(self._loss(self._output(microbatch), microbatch), _OF_FUNCTION)
+        try:
+            return _scalar(self._loss(microbatch), _OF_FUNCTION)
+        except Exception as error:
+            error.add_note(
+                "shardwise: a loss function with one argument gets the microbatch, and calls the model itself. With two "
+                "it gets the output and the microbatch"
+            )
+            raise
 
     def _output(self, microbatch: Microbatch) -> Any:
         # By name, as far as names fit. A position is taken only where it cannot be the wrong one.

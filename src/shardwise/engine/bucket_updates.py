@@ -93,7 +93,7 @@ class BucketUpdates:
 
 @contextmanager
 def _only_groups(known: KnownOptimizer, trained: TrainedSet) -> Iterator[None]:
-    """Inside, the optimizer has only the groups with something that is trained, on whichever rank."""
+    """Inside, the optimizer has only the groups with something that is trained, here or on another rank."""
     # An optimizer may count the steps of a group, whether or not its parameters have gradients.
     groups = known.optimizer.param_groups
     known.optimizer.param_groups = [

@@ -102,7 +102,7 @@ class Engine(Generic[Model_co]):
         """Updates, collectives and casts since `parallelize` returned."""
         self._known_optimizers = optimizers
         self._chosen: tuple[TrainedSet, NormParts | None] = ALL, None
-        """What the step that opened last trains, and of which parts it takes norms."""
+        """What the step that opened last trains, and the parts whose norms it takes."""
         self._added: Mapping[int, Mapping[int, Sequence[str]]] = {}
         """What came into groups of the optimizers since, and is not trained yet."""
         self._inventory = inventory
@@ -216,7 +216,7 @@ class Engine(Generic[Model_co]):
         only: the group of parameters that is updated, or several (`groups` of `parallelize`). The others have no
             gradient in this step, and their optimizers do not step. None: all.
         loss: the loss function of this step, as in `parallelize`; None: that of `parallelize`.
-        norms: of which parts of the gradient the report has the norm: "groups", "layers" (the modules that hold
+        norms: the parts of the gradient whose norms the report has: "groups", "layers" (the modules that hold
             parameters), "parameters", or {name: glob or globs}. It costs no message and no further pass.
 
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything

@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from shardwise.engine.exact_sums import exact_sum
+from shardwise.engine.exact_sums import Numbers, exact_sum
 from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 
@@ -118,7 +118,7 @@ def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, (each.to_real() for each in gradients), torch.float32)
 
 
-def norm_of(squares: Sequence[float], dtype: torch.dtype) -> float:
+def norm_of(squares: Sequence[float] | Numbers, dtype: torch.dtype) -> float:
     """The 2-norm from the ranks' sums of squares, rounded to `dtype`: the same on every rank, for every partition.
 
     The sum is exact up to float64 rounding of each rank's share, some 1e-16 of it, far below half a float32 step.
@@ -191,7 +191,7 @@ def clip_values(parts: Sequence[torch.Tensor], most: float) -> None:
 
 
 def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torch.Tensor, of: str = "") -> None:
-    """The 2-norm of all elements in float64, as one number on the device; `of`: what has places of its own."""
+    """The 2-norm of all elements in float64, as one number on the device; `of`: names its places."""
     if not runs:
         out.zero_()
         return

@@ -103,8 +103,8 @@ def clipped_parts(
         members = meant_by_globs((name,), specs, role="clip_grad_norm") if group is None else group.names
         found["clip", name] = members
     seen: dict[str, str] = {}
-    for (_, name), members in found.items():
-        if twice := [each for each in members if seen.setdefault(each, name) != name]:
+    for (_, name), held in found.items():
+        if twice := [each for each in held if seen.setdefault(each, name) != name]:
             raise PlanError(
                 f"clip_grad_norm: {few_of(sorted(twice))} belongs to {seen[twice[0]]!r} and to {name!r}; a gradient is "
                 "clipped by one norm"

@@ -254,7 +254,7 @@ def _names_in_groups(
 ) -> dict[int, Sequence[str]]:
     """The model's own parameters in the groups of an optimizer, which has masters else."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    found = {}
+    found: dict[int, Sequence[str]] = {}
     for at, group in enumerate(optimizer.param_groups):
         if names := [name_of[id(each)] for each in group["params"] if id(each) in name_of]:
             found[at] = names

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +35,6 @@ from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, Train
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Plan
-
-_UNKNOWN: Any = object()
 
 
 class StepClosing:
@@ -134,11 +131,11 @@ class StepClosing:
     def norms(self, asked: Norms | None) -> NormParts | None:
         """The parts whose norms a step needs: for a report, or to clip by them. Raises PlanError for unknown ones."""
         key = repr(asked)
-        if (found := self._parts.get(key, _UNKNOWN)) is _UNKNOWN:
+        if key not in self._parts:
             if len(self._parts) > MOST_TRAINED:
                 self._parts.clear()
-            found = self._parts[key] = self._norm_parts(asked)
-        return found
+            self._parts[key] = self._norm_parts(asked)
+        return self._parts[key]
 
     def _norm_parts(self, asked: Norms | None) -> NormParts | None:
         specs, limits = self._names.specs, self._plan.clip_grad_norm
@@ -152,7 +149,7 @@ class StepClosing:
         )
 
     def begin(self, num_microbatches: int, trained: TrainedSet, norms: NormParts | None) -> None:
-        """The gradients of a step follow; `trained`: whose. norms: of which parts they are taken."""
+        """The gradients of a step follow. trained: whose. norms: the parts whose norms are taken."""
         self.trained = trained
         self._asked = norms
         # May lay out the arena anew, under the views that `engine.gradients()` gave.
