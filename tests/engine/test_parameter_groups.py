@@ -278,6 +278,23 @@ def test_a_save_between_two_losses_goes_on_in_another_layout(tmp_path: Any) -> N
     is_close(expected, ([*first, *rest[0]], rest[1]))
 
 
+def test_groups_and_frozen_parameters_go_on_after_a_relayout() -> None:
+    def run(channel: sw.Channel, *, moves: bool) -> tuple[Figures, dict[str, torch.Tensor]]:
+        engine, schedulers = engine_of(channel, sw.Plan(mesh=sw.Mesh(dp_shard=channel.size)))
+        figures = rounds_of(engine, schedulers, 1)
+        engine.model.d[0].requires_grad_(False)
+        figures += rounds_of(engine, schedulers, 1, first=1)
+        if moves:
+            stages = sw.Pipeline(stages={"g": 0, "d": 1, "nothing": 1})
+            engine = sw.relayout(engine, sw.Plan(mesh=sw.Mesh(pp=2), pipeline=stages))
+            assert not any(each.requires_grad for each in engine.model.d[0].parameters())
+        figures += rounds_of(engine, schedulers, 1, first=2)
+        engine.model.d[0].requires_grad_(True)
+        return figures + rounds_of(engine, schedulers, 1, first=3), whole(engine)
+
+    is_close(run(alone(), moves=False), sw.simulate(2, lambda channel: run(channel, moves=True))[0])
+
+
 def test_a_loss_of_the_call_without_a_group_trains_everything() -> None:
     model, plain = gan(), gan()
     opt = torch.optim.SGD(plain.parameters(), lr=0.1)

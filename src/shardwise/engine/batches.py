@@ -199,8 +199,8 @@ class LossOfModel:
             return _scalar(self._loss(microbatch), _OF_FUNCTION)
         except Exception as error:
             error.add_note(
-                "shardwise: a loss function with one argument gets the microbatch, and calls the model itself. With two "
-                "it gets the output and the microbatch"
+                "shardwise: a loss function with one argument gets the microbatch, and calls the model itself. "
+                "With two it gets the output and the microbatch"
             )
             raise
 

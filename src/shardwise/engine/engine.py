@@ -404,15 +404,14 @@ class Engine(Generic[Model_co]):
             groups={name: each.globs for name, each in self._trained.groups.items()},
         )
 
-    def freeze(self, names: Collection[str]) -> None:
-        """Freeze parameters that stay the engine's to train."""
-        for name in names:
-            with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-                self._contents.parameters[name].requires_grad_(False)
-        self._contents.check()
+    def take_charge(self, *, frozen: Collection[str] = ()) -> None:
+        """Refuse from here on what would go past the engine: see `PlainCalls`.
 
-    def take_charge(self) -> None:
-        """Refuse from here on what would go past the engine: see `PlainCalls`."""
+        frozen: parameters that are frozen at present, and stay the engine's to train.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            for name in frozen:
+                self._contents.parameters[name].requires_grad_(False)
         self._plain_calls.refuse()
 
     def names(self) -> list[str]:

@@ -73,11 +73,10 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, _targets(restoration, handed.model), channel, cast=True)
         restoration.finish()
-        new.freeze(handed.frozen)
         # Last: an error before leaves the old engine in charge.
         new.trained_batches = engine.trained_batches
         engine.successor = new  # from here on the old one refuses
-        new.take_charge()
+        new.take_charge(frozen=handed.frozen)
     return new
 
 
@@ -87,9 +86,11 @@ def refit(engine: Engine[Model]) -> None:
 
     Raises the errors of `parallelize`, the same on all ranks: then the engine is as it was.
     """
-    counters, asked = engine.counters, engine.ask_in_steps(None)
+    counters, asked, spans = engine.counters, engine.ask_in_steps(None), engine.recorder.spans
+    engine.ask_in_steps(asked)
     new = relayout(engine, engine.plan)
     new.ask_in_steps(asked)
+    new.recorder.spans = spans
     new.counters.__setstate__(counters.__getstate__())  # they go on
     # One dict for both: parts of the new engine ask it by its own name.
     engine.__dict__ = new.__dict__

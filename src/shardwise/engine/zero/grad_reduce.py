@@ -280,7 +280,9 @@ class GradPerUpdate:
     def expect_last(self) -> None:
         """The next backward is the last of this update: buckets it completes may be reduced at once."""
         self._starts_early = self._owners.progresses_alone
-        self._pending = [{slot.name for slot in bucket.slots if slot.name in self._trained} for bucket in self._buckets]
+        self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
+        if self._trained.names is not None:
+            self._pending = [names & self._trained.names for names in self._pending]
 
     def expect(self, touched: Collection[str]) -> None:
         """`touched`: what any rank had a gradient for. Buckets are reduced at the end, and wait for nothing."""
