@@ -480,9 +480,11 @@ def _keep_own(
     whole_keys = [find_whole_keys(each, device) if is_partial else frozenset() for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
-    kept_buffers = drop_foreign(model, inventory, stages, coordinate)
+    # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
+    keeps = not isinstance(terms.values, Initialisation)
+    kept_buffers = drop_foreign(model, inventory, stages, coordinate, keeps_objects=keeps)
     # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
-    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device)
+    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device, keeps_objects=keeps)
     held = inventory.restricted(stages.held_by(coordinate))
     owned = inventory.restricted(stages.owned_by(coordinate))
     layout = plan_layout(owned, stages, plan, terms.units, owners=channels.owners, replicas=channels.replicas)
@@ -521,11 +523,17 @@ def _keep_own(
 
 @torch.no_grad()
 def give_room(
-    inventory: Inventory, held: Collection[str], buffers: Iterable[BufferPlace], device: torch.device
+    inventory: Inventory,
+    held: Collection[str],
+    buffers: Iterable[BufferPlace],
+    device: torch.device,
+    *,
+    keeps_objects: bool,
 ) -> Inventory:
     """Put parameters on `device` in the place of those of `held` that have no values, and buffers likewise.
 
-    What moves to a flat buffer takes no memory before. Returns the inventory with the parameters that are there now.
+    What moves to a flat buffer takes no memory before. keeps_objects: parameters stay the objects that they are, where
+    torch lets them. Returns the inventory with the parameters that are there now.
     """
     fresh: dict[str, nn.Parameter] = {}
     for spec in inventory.specs:
@@ -534,7 +542,8 @@ def give_room(
             # A fused parameter moves to a flat buffer next. One element, expanded to its shape, stands for it until
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-            fresh[spec.name] = take_over(old, with_values(old, room.expand(spec.shape)))
+            made = with_values(old, room.expand(spec.shape))
+            fresh[spec.name] = take_over(old, made) if keeps_objects else made
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs

@@ -117,7 +117,7 @@ def test_a_rank_keeps_what_its_stages_hold_and_not_a_byte_of_the_rest(coordinate
     held = stages.held_by(coordinate)
     before = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
     foreign = [weakref.ref(each) for name, each in inventory.parameters.items() if name not in held]
-    drop_foreign(model, inventory, stages, coordinate)
+    drop_foreign(model, inventory, stages, coordinate, keeps_objects=False)
     move_to(model, torch.device("cpu"))
     kept = inventory.restricted(held)
     del inventory
@@ -139,7 +139,7 @@ def test_a_rank_keeps_what_its_stages_hold_and_not_a_byte_of_the_rest(coordinate
 def test_a_tie_that_is_nowhere_here_stays_a_tie() -> None:
     model = Net()
     inventory, stages = assigned(model)
-    drop_foreign(model, inventory, stages, 1)
+    drop_foreign(model, inventory, stages, 1, keeps_objects=True)
     assert model.embed.weight.is_meta
     assert model.embed.weight is model.head.weight
 
@@ -148,7 +148,7 @@ def test_notes_of_the_user_on_a_parameter_stay() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.get_parameter("1.weight").note = "kept"  # type: ignore[attr-defined]
     inventory, stages = assigned(model, Placement(num_ranks=2, num_stages=2, modules={"0": 0, "1": 1}, parameters={}))
-    drop_foreign(model, inventory, stages, 0)
+    drop_foreign(model, inventory, stages, 0, keeps_objects=True)
     empty = model.get_parameter("1.weight")
     assert empty.is_meta
     assert empty.note == "kept"  # type: ignore[attr-defined]

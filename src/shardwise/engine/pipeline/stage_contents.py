@@ -185,11 +185,17 @@ def stages_of_modules(model: nn.Module, placement: Placement) -> dict[nn.Module,
 
 @torch.no_grad()
 def drop_foreign(
-    model: nn.Module, inventory: Inventory, parameters: StageParameters, coordinate: int
+    model: nn.Module,
+    inventory: Inventory,
+    parameters: StageParameters,
+    coordinate: int,
+    *,
+    keeps_objects: bool,
 ) -> list[tuple[nn.Module, str]]:
     """Put tensors without memory in the place of parameters and buffers that the rank at `coordinate` has no use for.
 
     Ties stay ties. Buffers outside of placed modules stay, for the code between modules runs on every rank.
+    keeps_objects: parameters stay the objects that they are, where torch lets them.
     Returns every place of a buffer that stays: (module, attribute).
     """
     held = parameters.held_by(coordinate)
@@ -199,7 +205,8 @@ def drop_foreign(
         if name not in held:
             if name not in empty:
                 parameter = inventory.parameters[name]
-                empty[name] = take_over(parameter, _without_memory(parameter, spec_of[name]))
+                made = _without_memory(parameter, spec_of[name])
+                empty[name] = take_over(parameter, made) if keeps_objects else made
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
