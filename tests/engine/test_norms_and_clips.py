@@ -15,6 +15,7 @@ from shardwise.errors import MismatchError, PlanError
 from shardwise.train.config import read_config
 from tests.covering import pairwise
 from tests.engine.refusals import same_error_everywhere
+from tests.fake_device.accelerator import counted
 from tests.train.test_config import MINIMAL, written
 
 GROUPS = {"body": ("first", "middle.*"), "ends": "last"}
@@ -283,3 +284,29 @@ def test_clips_are_written_in_a_configuration(tmp_path: Path) -> None:
         "clip_grad_value = 2.0",
     ]
     assert sw.Plan.parse(plan.text()) == plan
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=1", "dp_shard=2", "pp=2", "tp=2"])
+def test_a_device_waits_for_no_norm_and_no_clip(fake: str, mesh: str) -> None:
+    plan = sw.Plan(
+        mesh=sw.Mesh.parse(mesh),
+        pipeline=STAGES if "pp" in mesh else sw.Pipeline(),
+        tensor=sw.Tensor(rules=RULES, prove=False) if "tp" in mesh else sw.Tensor(),
+        clip_grad_norm={"body": 0.3, "ends": 0.2},
+        clip_grad_value=0.1,
+    )
+
+    def run(channel: sw.Channel) -> tuple[int, int]:
+        model = net().to(channel.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel, groups=GROUPS)
+        batches = [batch_of(step, channel.device) for step in range(6)]
+        for batch in batches[:3]:
+            engine.step(batch, norms="layers", only=("body", "ends"))
+        with counted("sync") as counts:
+            reports = [engine.step(batch, norms="layers", only=("body", "ends")) for batch in batches[3:]]
+        found = counts[channel.device.index or 0]
+        assert all(report.norms is not None and report.norms["first"] > 0 for report in reports)
+        return found.syncs, found.uploads
+
+    assert sw.simulate(plan.mesh.size, run, device=fake) == [(0, 0)] * plan.mesh.size
