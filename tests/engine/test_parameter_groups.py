@@ -251,9 +251,12 @@ def test_only_optimizers_and_groups_with_something_trained_step() -> None:
         )
         for group, loss in losses_of(model):
             engine.step(batch_of(channel.rank), only=group, loss=loss)
-        return [group["count"] for group in optimizer.param_groups]
+        counts = [group["count"] for group in optimizer.param_groups]
+        model.d.requires_grad_(False)  # not left out by `only`: the plain loop goes on to step it
+        engine.step(batch_of(channel.rank), loss=lambda fake, _: fake.square().mean())
+        return counts + [group["count"] for group in optimizer.param_groups]
 
-    assert sw.simulate(2, run) == [[1, 2], [1, 2]]
+    assert sw.simulate(2, run) == [[1, 2, 2, 3], [1, 2, 2, 3]]
 
 
 def test_a_save_between_two_losses_goes_on_in_another_layout(tmp_path: Any) -> None:
@@ -351,6 +354,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_goes_on() -> None
     [
         ({"only": "painter"}, "no such group; the groups are 'generator', 'critic'", ModelError),
         ({"only": ()}, "trains nothing; name a group", ModelError),
+        ({"only": 3}, "is neither the name of a group nor several", ModelError),
         ({"only": "generator"}, "rank 0 trains all, and rank 1 trains only 'generator'", MismatchError),
     ],
 )

@@ -11,7 +11,7 @@ that the optimizer keeps.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -40,13 +40,13 @@ class BucketUpdates:
 
     def run(self, counters: Counters, trained: TrainedSet = ALL) -> None:
         """Step the optimizers of what is trained on the gradients of the masters, and publish the masters."""
-        if trained is ALL:
+        if (chosen := trained.chosen) is None:
             self._run([known.optimizer for known in self._known], counters, trained)
             return
         with ExitStack() as stack:
-            stepping = [each for each in self._known if any(map(trained.meets, each.parameters))]
+            stepping = [each for each in self._known if not chosen.isdisjoint(chain(*each.parameters))]
             for known in stepping:
-                stack.enter_context(_only_groups(known, trained))
+                stack.enter_context(_only_groups(known, chosen))
             self._run([known.optimizer for known in stepping], counters, trained)
 
     def _run(self, optimizers: Sequence[torch.optim.Optimizer], counters: Counters, trained: TrainedSet) -> None:
@@ -92,12 +92,12 @@ class BucketUpdates:
 
 
 @contextmanager
-def _only_groups(known: KnownOptimizer, trained: TrainedSet) -> Iterator[None]:
-    """Inside, the optimizer has only the groups with something that is trained, here or on another rank."""
+def _only_groups(known: KnownOptimizer, chosen: frozenset[str]) -> Iterator[None]:
+    """Inside, the optimizer has only the groups with something that is chosen, here or on another rank."""
     # An optimizer may count the steps of a group, whether or not its parameters have gradients.
     groups = known.optimizer.param_groups
     known.optimizer.param_groups = [
-        group for group, names in zip(groups, known.parameters, strict=True) if trained.meets(names)
+        group for group, names in zip(groups, known.parameters, strict=True) if not chosen.isdisjoint(names)
     ]
     try:
         yield

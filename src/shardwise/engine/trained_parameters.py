@@ -43,6 +43,8 @@ class TrainedSet:
 
     names: frozenset[str] | None = None
     """None: all parameters that can be trained."""
+    chosen: frozenset[str] | None = None
+    """The same with those that are frozen: optimizers and groups that hold one of them step."""
     described: str = ""
     """Equal where ranks train the same; empty where they train all."""
 
@@ -100,6 +102,8 @@ class TrainedParameters:
         frozen, unfrozen = self._contents.frozen, self._contents.unfrozen
         if only is None and not frozen and not unfrozen:
             return ALL
+        if not (only is None or isinstance(only, str | Sequence)):
+            raise ModelError(f"step(only={only!r}) is neither the name of a group nor several; write only='generator'")
         chosen = (only,) if isinstance(only, str) else None if only is None else tuple(only)
         key = chosen, frozen, unfrozen
         if (found := self._known.get(key)) is None:
@@ -109,9 +113,10 @@ class TrainedParameters:
         return found
 
     def _made(self, chosen: tuple[str, ...] | None, frozen: frozenset[str], unfrozen: frozenset[str]) -> TrainedSet:
-        names = (self._trainable | unfrozen) - frozen
+        names, held = (self._trainable | unfrozen) - frozen, None
         if chosen is not None:
-            names &= frozenset().union(*(self._group(each) for each in chosen))
+            held = frozenset().union(*map(self._group, chosen))
+            names &= held
             if not names:
                 raise ModelError(
                     f"step(only={chosen!r}): no parameter of it can be trained now; all of them are frozen"
@@ -122,7 +127,7 @@ class TrainedParameters:
         for what, found in (("frozen", frozen), ("unfrozen", unfrozen)):
             if found:
                 described.append(f"{few_of(sorted(found))} {what} (digest {digest_of_lines(sorted(found))[:8]})")
-        return TrainedSet(names=names, described=", ".join(described))
+        return TrainedSet(names=names, chosen=held, described=", ".join(described))
 
     def _group(self, name: str) -> frozenset[str]:
         if (found := self.groups.get(name)) is None:
