@@ -314,3 +314,27 @@ def test_groups_that_do_not_fit_the_model_are_refused_and_the_engine_goes_on() -
     other, _ = engine_of()
     other.step(batch_of(0))
     assert engine.step(batch_of(1)).loss == other.step(batch_of(1)).loss
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_computes_in_bfloat16_keeps_every_bit_of_its_master_when_it_is_unfrozen(stage: int) -> None:
+    plan = sw.Plan(
+        mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=stage), precision=sw.Precision(compute="bfloat16")
+    )
+
+    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        model = net()
+        turn(model.blocks, False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
+        batch = {name: each.bfloat16() for name, each in batch_of(channel.rank).items()}
+        engine.step(batch)
+        turn(model.blocks, True)
+        engine.step(batch)
+        turn(model.blocks, False)
+        engine.step(batch)
+        return {name: values.clone() for name, values in sw.full(engine, optimizer=True)}
+
+    found = sw.simulate(2, run)[0]
+    for name, values in net().named_parameters():
+        assert torch.equal(found.get(f"optimizer/{name}/master", found[name]), values), name
