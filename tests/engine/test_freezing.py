@@ -338,3 +338,42 @@ def test_what_computes_in_bfloat16_keeps_every_bit_of_its_master_when_it_is_unfr
     found = sw.simulate(2, run)[0]
     for name, values in net().named_parameters():
         assert torch.equal(found.get(f"optimizer/{name}/master", found[name]), values), name
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "stage", "story"),
+    [("dp_shard=2", 3, with_new_groups), ("pp=2", 1, off_and_on), ("dp_shard=2", 1, gradually)],
+)
+def test_an_average_of_the_weights_goes_on_as_that_of_a_plain_loop(
+    mesh: str, stage: int, story: Story, is_tied: bool
+) -> None:
+    plan = sw.Plan(
+        mesh=sw.Mesh.parse(mesh), sharding=sw.Sharding(stage=stage), average=sw.Average(decay=0.9), clip_grad_norm=0.5
+    )
+
+    def run(channel: sw.Channel) -> float:
+        model = net(is_tied=is_tied)
+        optimizer, _, kept = begun(model, story)
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
+        rank, ranks = plan.mesh.data_rank(channel.rank), plan.mesh.num_data_ranks
+        for step in range(STEPS):
+            if step:
+                story(model, optimizer, kept, step)
+            engine.step({name: each.chunk(ranks)[rank] for name, each in batch_of(step).items()})
+        with engine.averaged():
+            return engine.evaluate(batch_of(STEPS)).loss
+
+    model = net(is_tied=is_tied)
+    optimizer, _, kept = begun(model, story)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    for step in range(STEPS):
+        if step:
+            story(model, optimizer, kept, step)
+        optimizer.zero_grad()
+        loss_of(model(batch_of(step)["x"]), batch_of(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        average.update_parameters(model)
+    expected = loss_of(average.module(batch_of(STEPS)["x"]), batch_of(STEPS)).item()
+    assert sw.simulate(2, run) == pytest.approx([expected, expected], rel=2e-6)

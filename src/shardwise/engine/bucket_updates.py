@@ -9,7 +9,7 @@ of the optimizer is tried before. One call is made where each is seen: by a hook
 that the optimizer keeps.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain, compress
 from typing import Any
@@ -38,18 +38,27 @@ class BucketUpdates:
         self._parts: dict[TrainedSet, dict[int, _Part]] = {}
         """By bucket, for what is trained. Empty where the update is made at once."""
 
-    def run(self, counters: Counters, trained: TrainedSet = ALL) -> None:
-        """Step the optimizers of what is trained on the gradients of the masters, and publish the masters."""
+    def run(self, counters: Counters, trained: TrainedSet = ALL, meanwhile: Callable[[], None] | None = None) -> None:
+        """Step the optimizers of what is trained on the gradients of the masters, and publish the masters.
+
+        meanwhile: see `FlatParams.publish`.
+        """
         if (chosen := trained.chosen) is None:
-            self._run([known.optimizer for known in self._known], counters, trained)
+            self._run([known.optimizer for known in self._known], counters, trained, meanwhile)
             return
         with ExitStack() as stack:
             stepping = [each for each in self._known if not chosen.isdisjoint(chain(*each.parameters))]
             for known in stepping:
                 stack.enter_context(_only_groups(known, chosen))
-            self._run([known.optimizer for known in stepping], counters, trained)
+            self._run([known.optimizer for known in stepping], counters, trained, meanwhile)
 
-    def _run(self, optimizers: Sequence[torch.optim.Optimizer], counters: Counters, trained: TrainedSet) -> None:
+    def _run(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        counters: Counters,
+        trained: TrainedSet,
+        meanwhile: Callable[[], None] | None,
+    ) -> None:
         if (parts := self._parts.get(trained)) is None:
             if len(self._parts) > MOST_TRAINED:
                 self._parts.clear()
@@ -57,7 +66,7 @@ class BucketUpdates:
         if not parts or any(map(counts_steps, optimizers)):
             for optimizer in optimizers:
                 optimizer.step()
-            self._buffers.publish(counters, trained=trained)
+            self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
             return
         held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
         for optimizer in optimizers:
@@ -69,7 +78,7 @@ class BucketUpdates:
             for optimizer, groups in parts.get(bucket, ()):
                 _step_on(optimizer, groups)
 
-        self._buffers.publish(counters, trained=trained, before=step)
+        self._buffers.publish(counters, trained=trained, before=step, meanwhile=meanwhile)
 
     def _find_parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, _Part]:
         if not self._buffers.publishes_in_parts:

@@ -5,11 +5,12 @@
     reduce    ties to their owners  -->  reduce-scatter per bucket  -->  sums over tp of what is whole there
     close     mean, |g|^2, flags    -->  one exchange               -->  `Figures`, the same on all ranks
     update    clip  -->  gradients to the masters that some rank touched  -->  optimizers, bucket by bucket
+              averages of the weights, where the plan has some, while the new values travel
 """
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 
 import torch
@@ -32,6 +33,7 @@ from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, fi
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, TrainedSet
+from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Plan
@@ -60,6 +62,7 @@ class StepClosing:
         counters: Counters,
         meter: StepMeter,
         groups: Groups,
+        averages: WeightAverages | None,
     ) -> None:
         """`cut`: names of owned parameters that are cut along tp."""
         self._plan = plan
@@ -77,6 +80,7 @@ class StepClosing:
         self._plain_calls = plain_calls
         self._counters = counters
         self._meter = meter
+        self._averages = averages
         self.runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
         """What this rank owns, in as few runs of memory as can be."""
         dtypes = list(names.trainable.values())
@@ -273,8 +277,10 @@ class StepClosing:
         self._clip(figures)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
+        averages = self._averages
+        average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
         with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating():
-            self._bucket_updates.run(self._counters, self.trained)
+            self._bucket_updates.run(self._counters, self.trained, meanwhile=average)
         for _, master in self._masters:
             master.grad = None  # a view of the arena, which the next update may lay out anew
         self._updated |= touched
@@ -282,7 +288,7 @@ class StepClosing:
         # wait for.
         self._gradients.expect(touched)
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
-        self._ties.publish()
+        self._ties.publish(self.trained)
 
     def _clip(self, figures: Figures) -> None:
         """Every rank clips its own part of the gradient by norms of the whole one, and then by value."""

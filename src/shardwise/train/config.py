@@ -207,7 +207,7 @@ _TABLES: dict[str, type[Table]] = {
     "train": TrainTable,
     "checkpoint": CheckpointTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
 
@@ -393,6 +393,7 @@ def _plan(
     sharding, precision, pipeline, tensor = (
         _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
     )
+    average = _spec("average", tables, problems) if "average" in tables else None
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
@@ -408,6 +409,7 @@ def _plan(
             tensor=tensor,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
+            average=average,
             clip_grad_value=train.clip_grad_value,
         )
     except PlanError as error:

@@ -180,8 +180,9 @@ class StageTies:
         for work in works:
             work.wait()
 
-    def publish(self) -> None:
-        """Give the replicas the values of their owners, after an update."""
+    def publish(self, trained: TrainedSet = ALL) -> None:
+        """Give the replicas the values of their owners, after an update of what is `trained`."""
+        self._trained = trained
         self._publish(list(filter(self._trains, self._owned)), list(filter(self._trains, self._replicas)))
 
     def publish_restored(self) -> None:
