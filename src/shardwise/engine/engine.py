@@ -27,9 +27,11 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.engine.batches import Batch, LossFunction, LossWeight, Microbatch
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, moved_to
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
+from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
+from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
@@ -45,7 +47,6 @@ from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, name
 from shardwise.engine.step_closing import StepClosing
 from shardwise.engine.step_exchange import (
     Weight,
-    exchange_loss,
     factors_on_device,
 )
 from shardwise.engine.step_meter import step_meter
@@ -139,6 +140,7 @@ class Engine(Generic[Model_co]):
         self._averages = None if plan.average is None else WeightAverages(plan.average, buffers)
         self._opening = StepOpening(
             plan=plan,
+            rows=computation.loss.rows,
             loss_weight=loss_weight,
             channels=channels,
             ranks=self._ranks,
@@ -212,8 +214,11 @@ class Engine(Generic[Model_co]):
     ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
-        batch: a dict of tensors with rows in dim 0, the same for all ranks along pp and tp.
-        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's.
+        batch: tensors with equally many rows, in any nesting of dicts, tuples, lists and dataclasses; or a list of
+            such, each of them one microbatch of any shape. The same for all ranks along pp and tp. The model gets the
+            entries that its forward names, or the first of (inputs, targets).
+        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's. A list of
+            microbatches has its own number, also another one on each data rank.
         stop: asked once per step. Where it is true on any rank, `stop` of the report is true on all, so that a signal
             to one ends all loops after the same step. It costs no message.
         only: the group of parameters that is updated, or several (`groups` of `parallelize`). The others have no
@@ -226,11 +231,16 @@ class Engine(Generic[Model_co]):
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
         refuse_inside(self._averages, "engine.step")
-        num_microbatches = self._count(microbatches)
         self._meter.begin()
         parts, weights, weighting = self._opening.open(
-            batch, num_microbatches, purpose="weights of a step", choose=lambda: self._choose(only, norms)
+            batch,
+            microbatches,
+            is_step=True,
+            purpose="weights of a step",
+            choose=lambda: self._choose(only, norms),
         )
+        # The most of any rank: they accumulate in one dtype, and reduce alike.
+        num_microbatches = len(weighting.joint)
         trained, asked = self._chosen
         if self._contents.unfrozen or self._added:
             from shardwise.engine.relayout import refit  # which knows engines
@@ -292,35 +302,48 @@ class Engine(Generic[Model_co]):
         return report_on_look(
             lambda: {
                 "loss": figures.loss,
+                "losses": {"loss": figures.loss, **figures.others},
                 "grad_norm": figures.grad_norm,
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
                 **({} if scale is None else {"loss_scale": float(scale)}),
                 **({} if asked is None or norms is None else {"norms": asked.reported(figures.norms, trained)}),
             },
-            num_microbatches=num_microbatches,
+            num_microbatches=len(parts),
             stop=closing.stop,
             is_scaled=scale is not None,
             has_norms=norms is not None,
             times=closing.times,
         )
 
-    def evaluate(self, batch: Batch) -> EvaluationReport:
-        """The loss on this data rank's share of a batch, without gradients, in evaluation mode.
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Metric] | None = None) -> EvaluationReport:
+        """The loss on this data rank's share of a batch, without gradients, in evaluation mode; metrics of all shares.
 
-        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
+        batch: as in `step`; a list of all batches of a dataset gives the metrics of the dataset.
+        metrics: by name f(output, microbatch) -> tensor, which is averaged by rows; a torchmetrics object for batches
+            (inputs, target); or (such an object, f(output, microbatch) -> (preds, target)). It stays as it is.
+
+        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`, and MetricError.
         """
-        # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._opening.open(batch, None, purpose="weights of an evaluation")
+        # Ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
+        counting = EvaluationMetrics(
+            metrics,
+            rows=self._computation.loss.rows,
+            device=self._channels.world.device,
+            speaks=self._channels.tensor.rank == 0,
+        )
+        parts, _, weighting = self._opening.open(
+            batch, None, is_step=False, purpose="weights of an evaluation", begin=counting.begin
+        )
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
-            losses = self._computation.evaluate(parts, own, weighting.joint)
+            losses = self._computation.evaluate(parts, own, weighting.joint, counting.see if counting else None)
             self.counters.exchanges += 1
-            # One copy to the host for all losses.
-            values = torch.stack([each.double() for each in losses]).tolist() if losses else []
-            share = weighting.share_of_mean(values, self._channels.everyone.rank)
-            loss = exchange_loss(self._channels.world, share, self._ranks.alike_index)
-        return EvaluationReport(loss=loss, weight=weighting.total)
+            given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, counting)
+        # Outside of the block: what is refused here is refused by all ranks, and none has to stop the others.
+        return exchange_evaluation(
+            given, channel=self._channels.world, weighting=weighting, ranks=self._ranks, metrics=counting
+        )
 
     def predict(
         self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], torch.Tensor]
@@ -333,9 +356,7 @@ class Engine(Generic[Model_co]):
         same order. Raises ModelError for a forward that asks for what only another rank has, and PeerError.
         """
         device = self._channels.everyone.device
-        moved: Microbatch = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
+        moved = moved_to(inputs, device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.predict(moved, output_of)
 

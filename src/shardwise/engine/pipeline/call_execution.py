@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.comm.nested_values import filled, put_into, tensors_in, transform
 from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
 from shardwise.engine.pipeline.call_replay import (
     CallReplay,
@@ -38,15 +39,7 @@ from shardwise.engine.pipeline.call_replay import (
     plain_outcome,
 )
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import (
-    filled,
-    is_plain,
-    numbers_and_texts_in,
-    put_into,
-    tensors_in,
-    transform,
-    user_site,
-)
+from shardwise.engine.pipeline.nested import is_plain, numbers_and_texts_in, user_site
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom

@@ -246,16 +246,17 @@ class NotedLoss:
     """A loss function whose values are noted. A model that gives its own loss notes it as its output."""
 
     def __init__(self, loss: LossFunction) -> None:
-        self._loss: Callable[..., torch.Tensor] = loss
+        self._loss: Callable[..., torch.Tensor | Mapping[str, Any]] = loss
         self.__signature__ = inspect.signature(loss)  # whether it takes the output of the model
         self.recorder: Recorder | None = None
         """Set once the model has its hooks."""
 
-    def __call__(self, *given: Any) -> torch.Tensor:
+    def __call__(self, *given: Any) -> torch.Tensor | Mapping[str, Any]:
         """The loss of a microbatch."""
         value = self._loss(*given)
-        if self.recorder is not None:
-            self.recorder.note_output(LOSS, None, value)
+        loss = value.get("loss") if isinstance(value, Mapping) else value
+        if self.recorder is not None and isinstance(loss, torch.Tensor):
+            self.recorder.note_output(LOSS, None, loss)
         return value
 
 
