@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batches import LossFunction, LossOfModel, Microbatch, MicrobatchLoss, See
 from shardwise.engine.loss_scaling import LossScale
@@ -53,6 +54,7 @@ class Computation:
         passes: Passes,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
         proof: Proof,
+        activations: KeptActivations,
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `passes`: what the
         data ranks do together around microbatches. `on_loss`: see each loss before its backward, where the whole model
@@ -80,6 +82,8 @@ class Computation:
         """See `Passes`."""
         self._on_loss = on_loss
         self.proof = proof
+        self.activations = activations
+        """What becomes of the tensors that forwards save for backward."""
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -123,6 +127,7 @@ class Computation:
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
+            self.activations.measuring(len(counted)),
         ):
             loss_of = self._loss_inside if loss is None else self.autocast.inside(self.loss.with_loss(loss).measured)
             computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)
@@ -155,6 +160,7 @@ class Computation:
         losses = []
         for number, at in enumerate(counted):
             rounds.begin(number)
+            self.activations.number = number
             try:
                 with streams[at]:  # around backward too, which may compute activations again
                     is_last = at == counted[-1]

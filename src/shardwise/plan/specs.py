@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from shardwise.errors import PlanError
+from shardwise.plan.activations import Activations
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.tensor_rules import rule_problems
@@ -272,6 +273,8 @@ class Plan:
     of parameters or modules: largest 2-norm of these}; None: no clipping."""
     average: Average | None = None
     """The running average of the weights that is kept next to them; None: there is none."""
+    activations: Activations = field(default_factory=Activations)
+    """Which activations are kept for backward; default: all that modules save."""
     clip_grad_value: float | None = None
     """Largest absolute value of an element of the averaged gradient, after the clip by norm; None: no clipping."""
 
@@ -345,6 +348,7 @@ _STRATEGIES: dict[str, type] = {
     "pipeline": Pipeline,
     "tensor": Tensor,
     "average": Average,
+    "activations": Activations,
 }
 
 _OPTIONAL = frozenset({"average"})
