@@ -99,8 +99,8 @@ def _counted_rows(batch: Batch, leaves: Sequence[tuple[str, Any]], rows: BatchRo
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise BatchError(
             f"all tensors of a batch have the same number of rows ({rows.described}), but {listed}. Name what has its "
-            "rows elsewhere, or none: parallelize(..., rows={name: dim or None}). Or give microbatches of any shapes "
-            "as a list, with a loss_weight"
+            "rows elsewhere, or none: parallelize(..., rows={name: dim or None}); or turn it in data.collate. "
+            "Or give microbatches of any shapes as a list, with a loss_weight"
         )
     return next(iter(counts.values())), dims
 

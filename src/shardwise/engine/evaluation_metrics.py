@@ -78,11 +78,12 @@ class EvaluationMetrics:
         names, states = parts
         if not names.is_one:
             told = understood(names, lambda answer: texts_in(answer or b"[]"), purpose=PURPOSE)
-            rank = next(rank for rank, each in enumerate(told) if each != told[0])
-            raise MismatchError(
-                f"rank 0 asks for the metrics {told[0]}, and rank {rank} for {told[rank]}; give engine.evaluate the "
-                "same metrics on every rank"
-            )
+            for rank, each in enumerate(told):
+                if each != told[0]:
+                    raise MismatchError(
+                        f"rank 0 asks for the metrics {told[0]}, and rank {rank} for {each}; give engine.evaluate the "
+                        "same metrics on every rank"
+                    )
         if not self:
             return {}
         of_ranks = understood(states, self._taken_apart, purpose=PURPOSE)
