@@ -297,6 +297,8 @@ def milliseconds_of_a_step(said: StepSaid, size: int, rank: int) -> tuple[float,
             divisor=weighting.num_microbatches,
             scale=None,
             runs=[],
+            norms=None,
+            marked=(),
             used={},
         )
         made = figures.made(own, closing.figures)

@@ -180,7 +180,6 @@ def of_the_output_alone(output: torch.Tensor) -> torch.Tensor:
 def refuses_losses(model: Net, loss: dict[str, torch.Tensor]) -> None:
     sw.parallelize(model, PLAN, optimizer=adamw, loss=loss)  # type: ignore[arg-type]
     sw.parallelize(model, PLAN, optimizer=adamw, loss=loss["loss"])  # type: ignore[arg-type]
-    sw.parallelize(model, PLAN, optimizer=adamw, loss=of_the_output_alone)  # type: ignore[arg-type]
     sw.parallelize(model, PLAN, optimizer=adamw, loss_weight=lambda batch: "rows")  # type: ignore[arg-type, return-value]
     sw.verify(Net, PLAN, [], optimizer=adamw, loss=loss)  # type: ignore[arg-type]
 

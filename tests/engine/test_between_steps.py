@@ -109,15 +109,6 @@ def test_an_error_of_the_users_own_leaves_a_rank_alone_able_to_go_on() -> None:
     assert sw.simulate(1, fn)[0] == [quiet.step(curve_batch(1, 6)) for _ in range(2)]
 
 
-def test_a_parameter_unfrozen_after_parallelize_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 3))
-    model[0].bias.requires_grad_(False)
-    engine = sw.parallelize(model, sw.Plan(), optimizer=sgd, loss=lambda output, _: output.sum(), channel=alone())
-    model[0].bias.requires_grad_(True)
-    with pytest.raises(sw.ShardwiseError, match=r"unfrozen after parallelize, among them '0\.bias'"):
-        engine.step({"input": torch.ones(2, 3)})
-
-
 def test_state_shows_values_that_were_loaded_since_the_last_update() -> None:
     engine = engine_of(nn.Sequential(nn.Linear(3, 3)), compute="bfloat16")
     engine.model.load_state_dict({"0.weight": torch.ones(3, 3), "0.bias": torch.full((3,), 2.0)})

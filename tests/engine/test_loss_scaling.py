@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -154,7 +154,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scales_and_updates_are_those_of_a_grad_scaler(layout: str) -> None:
     plan, rows = LAYOUTS[layout]
-    expected = plain(plan.merge.microbatches * plan.mesh.dp_shard, clip=plan.clip_grad_norm, rows=rows)
+    clip = plan.clip_grad_norm
+    assert not isinstance(clip, Mapping)
+    expected = plain(plan.merge.microbatches * plan.mesh.dp_shard, clip=clip, rows=rows)
     got = on_ranks(plan, rows=rows)
     assert got.scales == expected.scales
     assert got.skipped == expected.skipped
@@ -337,7 +339,7 @@ def test_scales_follow_those_of_torch_for_many_steps() -> None:
     for draw in torch.rand(400, generator=random).tolist():
         is_wrong = draw < 0.4
         norm = math.nan if is_wrong else 1.0
-        ours.learn(KnownFigures(loss=1.0, grad_norm=norm, weight=1.0, dtype=torch.float32))
+        ours.learn(KnownFigures(loss=1.0, grad_norm=norm, norms={}, weight=1.0, dtype=torch.float32))
         torch._amp_update_scale_(scale, in_a_row, torch.tensor(float(is_wrong)), 2.0, 0.5, 2)
         assert ours.state() == (float(scale), int(in_a_row))
     assert float(scale) < 2.0**110

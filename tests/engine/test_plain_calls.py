@@ -157,11 +157,11 @@ def test_what_is_saved_of_an_optimizer_is_whole_or_refused_with_what_saves_it(la
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_group_added_after_parallelize_is_refused_on_all_ranks(layout: str) -> None:
+def test_a_group_of_what_is_not_the_models_is_refused_on_all_ranks(layout: str) -> None:
     def check(engine: sw.Engine) -> str:
         if engine.channel.rank == 0:
             engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-        with pytest.raises(OptimizerError, match="Add groups before parallelize") as caught:
+        with pytest.raises(OptimizerError, match="Give add_param_group parameters that the model has now") as caught:
             engine.step({"input": torch.ones(4, 8)})
         return str(caught.value)
 

@@ -72,7 +72,7 @@ def test_state_of_parameters_that_came_later_is_refused() -> None:
             engine.state()
         del engine.optimizer.state[stranger]
         engine.optimizer.add_param_group({"params": [stranger]})
-        with pytest.raises(OptimizerError, match="has 2 groups, and had 1 in parallelize"):
+        with pytest.raises(OptimizerError, match="has 2 groups, and had 1 in the last step"):
             engine.settings()
 
     sw.simulate(1, run)

@@ -76,8 +76,12 @@ plans = st.builds(
         keep=st.lists(names, max_size=4).map(tuple),
     ),
     pipeline=pipelines,
+    clip_grad_norm=st.none()
+    | st.floats(0, exclude_min=True, allow_nan=False)
+    | st.integers(1, 1 << 40)
+    | st.dictionaries(st.text(), st.floats(0, exclude_min=True, allow_nan=False), min_size=1, max_size=3),
+    clip_grad_value=st.none() | st.floats(0, exclude_min=True, allow_nan=False),
     activations=activations,
-    clip_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_nan=False) | st.integers(1, 1 << 40),
     average=st.none() | averages,
 )
 

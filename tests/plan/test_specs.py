@@ -212,3 +212,15 @@ def test_masters_are_cut_over_all_data_axes_unless_told_otherwise() -> None:
     )
     for replicated in (Sharding(stage=0), Sharding(stage=0, owners="dp_shard")):
         assert (replicated.owner_axes, replicated.replica_axes) == ((), both)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"clip_grad_value": 0}, "clip_grad_value: 0 is not a number above 0; None switches clipping off"),
+        ({"clip_grad_norm": {}}, "clip_grad_norm: names nothing to clip; leave it out, and nothing is clipped"),
+        ({"clip_grad_norm": {"a": -1}}, "clip_grad_norm: 'a' is given -1, which is not a number above 0"),
+    ],
+)
+def test_clips_of_parts_and_by_value_are_numbers_above_zero(settings: Any, problem: str) -> None:
+    assert problems_of(Plan, **settings) == [problem]

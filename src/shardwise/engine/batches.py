@@ -10,6 +10,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -29,9 +30,12 @@ them one microbatch. Other values, and tensors without dims, are for all rows.""
 Microbatch: TypeAlias = Any
 """Some rows of a batch, in its nesting."""
 
-LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor | Mapping[str, Any]]
+LossFunction: TypeAlias = (
+    Callable[[Any, Any], torch.Tensor | Mapping[str, Any]] | Callable[[Any], torch.Tensor | Mapping[str, Any]]
+)
 """f(output, microbatch) -> a tensor with one element, or a dict with it under "loss" and other numbers to report. The
-output is what the model's forward returns."""
+output is what the model's forward returns. With one argument, f(microbatch), it calls what it needs of the model
+itself, and nothing else is called."""
 
 LossWeight: TypeAlias = Callable[[Any], float | torch.Tensor]
 """f(microbatch) -> one finite number of at least 0: by what the loss of the microbatch counts in the mean."""
@@ -252,6 +256,9 @@ def _counted_apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [first, *(first.as_strided(each.shape, each.stride(), each.storage_offset()) for each in others)]
 
 
+_OF_FUNCTION = "the loss function's result"
+
+
 class MicrobatchLoss(NamedTuple):
     """The loss of a microbatch, and what else is reported of it."""
 
@@ -282,7 +289,8 @@ class LossOfModel:
         self.rows = rows
         """Where the rows of its batches are."""
         self._model = model
-        self._loss = loss
+        self._loss: Callable[..., Any] | None = loss
+        self._takes_output = _takes_output(loss)
         inner = model
         while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
             inner = wrapped
@@ -304,6 +312,14 @@ class LossOfModel:
             for each in parameters
         )
 
+    def with_loss(self, loss: LossFunction | None) -> "LossOfModel":
+        """The same with another loss function; None: with this one."""
+        if loss is None:
+            return self
+        other = copy(self)
+        other._loss, other._takes_output = loss, _takes_output(loss)
+        return other
+
     def __call__(self, microbatch: Microbatch) -> torch.Tensor:
         """The loss of one microbatch, a scalar tensor. Raises ModelError when there is none."""
         return self.measured(microbatch).loss
@@ -313,16 +329,30 @@ class LossOfModel:
 
         see: is shown the model's output.
         """
-        output = self._called(microbatch) if self._loss is None else self._output(microbatch)
+        output = None
+        if self._takes_output or see is not None:
+            output = self._called(microbatch) if self._loss is None else self._output(microbatch)
         if see is not None:
             see(output, microbatch)
         if self._loss is None:
             return MicrobatchLoss(_scalar(_loss_in(output), "the model's output"), {})
-        found = self._loss(output, microbatch)
+        found = self._loss(output, microbatch) if self._takes_output else self._of_microbatch(microbatch)
         if not isinstance(found, Mapping):
-            return MicrobatchLoss(_scalar(found, "the loss function's result"), {})
+            return MicrobatchLoss(_scalar(found, _OF_FUNCTION), {})
         others = {name: _number(name, value) for name, value in found.items() if name != "loss"}
-        return MicrobatchLoss(_scalar(found.get("loss"), "the loss function's result"), others)
+        return MicrobatchLoss(_scalar(found.get("loss"), _OF_FUNCTION), others)
+
+    def _of_microbatch(self, microbatch: Microbatch) -> Any:
+        """What a loss function with one argument gives."""
+        assert self._loss is not None
+        try:
+            return self._loss(microbatch)
+        except Exception as error:
+            error.add_note(
+                "shardwise: a loss function with one argument gets the microbatch, and calls the model itself. "
+                "With two it gets the output and the microbatch"
+            )
+            raise
 
     def _output(self, microbatch: Microbatch) -> Any:
         """The output for the inputs in a microbatch.
@@ -410,6 +440,18 @@ class LossOfModel:
             f"the model's forward takes {', '.join(self._named) or 'no named arguments'}, and the batch has "
             f"{', '.join(microbatch)}; {way_out}"
         )
+
+
+def _takes_output(loss: Callable[..., Any] | None) -> bool:
+    """Whether a loss function has room for an output and a microbatch; one with one argument calls the model itself."""
+    if loss is None:
+        return True
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # of a function in C
+        return True
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return len(positional) != 1 or any(each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 def _loss_in(output: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
-from shardwise.engine.batches import LossOfModel, Microbatch, MicrobatchLoss, See
+from shardwise.engine.batches import LossFunction, LossOfModel, Microbatch, MicrobatchLoss, See
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
@@ -27,6 +27,7 @@ from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight, Weighting, scaled_loss
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import module_noted
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Precision
@@ -103,11 +104,14 @@ class Computation:
         *,
         joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
+        trained: TrainedSet = ALL,
+        loss: LossFunction | None = None,
     ) -> list[MicrobatchLoss]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
 
         What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
-        is zero here. `joint`: which data ranks compute each. Raises ModelError
+        is zero here. `joint`: which data ranks compute each. `trained`: what gets
+        gradients; the others' `requires_grad` is off. `loss`: in the place of that of the engine. Raises ModelError
         where nothing can be learnt from a loss.
         """
         # Streams are numbered by all microbatches, not by the counted ones: a weight of 0 shifts no other
@@ -117,13 +121,16 @@ class Computation:
         self.step += 1
         # A factor that is on the device is not read, and its microbatch is computed.
         counted = [at for at, factor in enumerate(factors) if isinstance(factor, torch.Tensor) or factor]
+        if self.runner is not None:
+            self.runner.turn_to(trained)
         with (
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
             self.activations.measuring(len(counted)),
         ):
-            computed = self._train_counted(parts, factors, streams, counted, rounds, before_last_backward)
+            loss_of = self._loss_inside if loss is None else self.autocast.inside(self.loss.with_loss(loss).measured)
+            computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)
         if len(counted) == len(parts):
             return computed
         found = dict(zip(counted, computed, strict=True))
@@ -132,6 +139,7 @@ class Computation:
 
     def _train_counted(
         self,
+        loss_of: Callable[[Microbatch], MicrobatchLoss],
         parts: Sequence[Microbatch],
         factors: Sequence[Weight],
         streams: Sequence[Stream],
@@ -143,7 +151,7 @@ class Computation:
             return self.runner.train(
                 [parts[at] for at in counted],
                 [factors[at] for at in counted],
-                self._loss_inside,
+                loss_of,
                 streams=[streams[at] for at in counted],
                 before_last_backward=before_last_backward,
                 gradient_of=self._gradient_of,
@@ -155,8 +163,9 @@ class Computation:
             self.activations.number = number
             try:
                 with streams[at]:  # around backward too, which may compute activations again
+                    is_last = at == counted[-1]
                     losses.append(
-                        self._train(at, parts[at], factors[at], before_last_backward if at == counted[-1] else None)
+                        self._train(loss_of, at, parts[at], factors[at], before_last_backward if is_last else None)
                     )
             except Exception as error:
                 # A note, not another error: ranks and tests go by its class.
@@ -222,10 +231,15 @@ class Computation:
                 return output_of(inputs)
 
     def _train(
-        self, number: int, part: Microbatch, factor: Weight, before_last_backward: Callable[[], None] | None
+        self,
+        loss_of: Callable[[Microbatch], MicrobatchLoss],
+        number: int,
+        part: Microbatch,
+        factor: Weight,
+        before_last_backward: Callable[[], None] | None,
     ) -> MicrobatchLoss:
         with self.recorder.noting("F", number, 0):
-            found = self._loss_inside(part)
+            found = loss_of(part)
         loss = found.loss
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")

@@ -17,7 +17,7 @@ One update on two data ranks (numbers as in docs/internals.md):
 An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Generic
@@ -28,7 +28,7 @@ from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
-from shardwise.engine.batches import Batch, LossWeight, moved_to
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, moved_to
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
@@ -36,6 +36,7 @@ from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
+from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
@@ -54,11 +55,12 @@ from shardwise.engine.step_opening import StepOpening
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
+from shardwise.engine.trained_parameters import ALL, Groups, TrainedParameters, TrainedSet
 from shardwise.engine.weight_averages import WeightAverages, averages_to_settings, check_in_place, refuse_inside
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.errors import ModelError, OptimizerError, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
@@ -92,6 +94,7 @@ class Engine(Generic[Model_co]):
         summed: SummedGradients,
         plain_calls: PlainCalls,
         tensor_decision: TensorDecision,
+        groups: Groups,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of."""
         self.model = model
@@ -103,6 +106,10 @@ class Engine(Generic[Model_co]):
         self.counters = counters
         """Updates, collectives and casts since `parallelize` returned."""
         self._known_optimizers = optimizers
+        self._chosen: tuple[TrainedSet, NormParts | None] = ALL, None
+        """What the step that opened last trains, and the parts whose norms it takes."""
+        self._added: Mapping[int, Mapping[int, Sequence[str]]] = {}
+        """What came into groups of the optimizers since, and is not trained yet."""
         self._inventory = inventory
         self._names = names
         self._computation = computation
@@ -123,7 +130,8 @@ class Engine(Generic[Model_co]):
         self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
-        self._contents = ModelContents(model, [inventory, ties.held])
+        self._contents = ModelContents(model, [inventory, ties.held], ties=names.ties, trainable=names.trainable)
+        self._trained = TrainedParameters(groups, names.trainable, self._contents)
         self._has_gradients = False
         # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
         # repeats it.
@@ -158,10 +166,11 @@ class Engine(Generic[Model_co]):
             summed=summed,
             model_buffers=model_buffers,
             writes=self._writes,
-            optimizers=self.optimizers,
+            optimizers=optimizers,
             plain_calls=plain_calls,
             counters=counters,
             meter=self._meter,
+            groups=groups,
             averages=self._averages,
         )
 
@@ -203,7 +212,14 @@ class Engine(Generic[Model_co]):
         return asked
 
     def step(
-        self, batch: Batch, *, microbatches: int | None = None, stop: Callable[[], bool] | None = None
+        self,
+        batch: Batch,
+        *,
+        microbatches: int | None = None,
+        stop: Callable[[], bool] | None = None,
+        only: str | Sequence[str] | None = None,
+        loss: LossFunction | None = None,
+        norms: Norms | None = None,
     ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
@@ -214,15 +230,32 @@ class Engine(Generic[Model_co]):
             microbatches has its own number, also another one on each data rank.
         stop: asked once per step. Where it is true on any rank, `stop` of the report is true on all, so that a signal
             to one ends all loops after the same step. It costs no message.
+        only: the group of parameters that is updated, or several (`groups` of `parallelize`). The others have no
+            gradient in this step, and their optimizers do not step. None: all.
+        loss: the loss function of this step, as in `parallelize`; None: that of `parallelize`.
+        norms: the parts of the gradient whose norms the report has: "groups", "layers" (the modules that hold
+            parameters), "parameters", or {name: glob or globs}. It costs no message and no further pass.
 
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
         refuse_inside(self._averages, "engine.step")
         self._meter.begin()
-        parts, weights, weighting = self._opening.open(batch, microbatches, is_step=True, purpose="weights of a step")
+        parts, weights, weighting = self._opening.open(
+            batch,
+            microbatches,
+            is_step=True,
+            purpose="weights of a step",
+            choose=lambda: self._choose(only, norms),
+        )
         # The most of any rank: they accumulate in one dtype, and reduce alike.
         num_microbatches = len(weighting.joint)
+        trained, asked = self._chosen
+        if self._contents.unfrozen or self._added:
+            from shardwise.engine.relayout import refit  # which knows engines
+
+            refit(self)
+            return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss, norms=norms)
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -230,26 +263,26 @@ class Engine(Generic[Model_co]):
         region = self._computation.autocast.left(steps=True, warns=self.channel.rank == 0)
         with self._stopping_peers("a step"), region:
             self._has_gradients = False
-            self._closing.begin(weighting)
-            # May lay out the arena anew, under the views that `gradients()` gave: so it gives none from here on.
-            self._gradients.begin(num_microbatches)
-            self._ties.begin(num_microbatches)
-            self._writes.begin()
+            # The arena may be laid out anew, under the views that `gradients()` gave: so it gives none from here on.
+            self._closing.begin(num_microbatches, weighting, trained, asked)
             factors: Sequence[Weight] = weighting.factors(self._channels.everyone.rank)
             own_weights = None
             if not weighting.is_known:
                 own_weights, factors = factors_on_device(self._channels.everyone, weights, weighting)
             # Launched before the forwards, which may write to the batch.
             digests = self._opening.digests(batch)
-            losses = self._computation.train(
-                # The last backward differs from those before: what it finishes gets no further terms, so a bucket
-                # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
-                # next microbatch.
-                parts,
-                factors,
-                joint=weighting.joint,
-                before_last_backward=self._gradients.expect_last,
-            )
+            with self._trained.alone(trained):
+                losses = self._computation.train(
+                    # The last backward differs from those before: what it finishes gets no further terms, so a bucket
+                    # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
+                    # next microbatch.
+                    parts,
+                    factors,
+                    joint=weighting.joint,
+                    before_last_backward=self._gradients.expect_last,
+                    trained=trained,
+                    loss=loss,
+                )
             gradients = self._closing.reduce()
             self._has_gradients = True
             gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)
@@ -284,10 +317,12 @@ class Engine(Generic[Model_co]):
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
                 **({} if scale is None else {"loss_scale": float(scale)}),
+                **({} if asked is None or norms is None else {"norms": asked.reported(figures.norms, trained)}),
             },
             num_microbatches=len(parts),
             stop=closing.stop,
             is_scaled=scale is not None,
+            has_norms=norms is not None,
             times=closing.times,
         )
 
@@ -365,14 +400,16 @@ class Engine(Generic[Model_co]):
         """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
 
         Views, in the dtype of the masters, of the piece's shape, or flat for a piece with a run. They hold until the
-        next step begins; before the first there are none. Of parameters that no microbatch used, they are zero.
+        next step begins; before the first there are none. Of parameters that no microbatch used, they are zero; those
+        that the step did not train (`only`, frozen) have none.
         """
         spec_of = {spec.name: spec for spec in self._inventory.specs}
         pieces: dict[Piece, torch.Tensor] = {}
         # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
         gradients = self._gradients.views_of(self._closing.owned) if self._has_gradients else {}
         for owned in self._closing.owned if self._has_gradients else ():
-            name = owned.segment.name
+            if (name := owned.segment.name) not in self._closing.trained:
+                continue
             pieces |= placed(name, gradients[name], spec_of[name], owned.segment)
         return pieces
 
@@ -417,10 +454,19 @@ class Engine(Generic[Model_co]):
             loss=self._computation.loss,
             loss_weight=self._opening.loss_weight,
             optimizers=self._known_optimizers,
+            frozen=self._contents.frozen,
+            unfrozen=self._contents.unfrozen,
+            groups={name: each.globs for name, each in self._trained.groups.items()},
         )
 
-    def take_charge(self) -> None:
-        """Refuse from here on what would go past the engine: see `PlainCalls`."""
+    def take_charge(self, *, frozen: Collection[str] = ()) -> None:
+        """Refuse from here on what would go past the engine: see `PlainCalls`.
+
+        frozen: parameters that are frozen at present, and stay the engine's to train.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            for name in frozen:
+                self._contents.parameters[name].requires_grad_(False)
         self._plain_calls.refuse()
 
     def names(self) -> list[str]:
@@ -473,9 +519,32 @@ class Engine(Generic[Model_co]):
     def _check_model(self) -> None:
         self._check_turn()
         self._contents.check()
-        self._plain_calls.check_groups()
+        if (added := self._plain_calls.added(self._contents.parameters)) != self._added:
+            self._added = added
+            self._known_optimizers = tuple(
+                known.taking_in(added.get(at, {})) for at, known in enumerate(self._closing.optimizers)
+            )
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
+
+    def _choose(self, only: str | Sequence[str] | None, norms: Norms | None) -> str:
+        """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
+        if self._contents.unfrozen:
+            self._check_unfrozen()
+        trained = self._trained.of(only)
+        self._chosen = trained, self._closing.norms(norms)
+        new = f", with {self._added} new in groups" if self._added else ""
+        shown = "" if norms is None else f", with norms of {norms!r}"
+        return f"{trained.described or 'all'}{new}{shown}" if trained.described or new or shown else ""
+
+    def _check_unfrozen(self) -> None:
+        """Raise OptimizerError where parameters were unfrozen that no optimizer has."""
+        held = {name for known in self._known_optimizers for names in known.held for name in names}
+        if lost := sorted(self._contents.unfrozen - held):
+            raise OptimizerError(
+                f"{len(lost)} parameters were unfrozen, and no optimizer has them: {few_of(lost)}. Give them to one, "
+                "optimizer.add_param_group({'params': [...]}), or freeze them again (requires_grad_(False))"
+            )
 
     def _publish(self) -> None:
         """Give all ranks the values that their owners have, as after an update."""

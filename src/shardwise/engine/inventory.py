@@ -84,13 +84,11 @@ class Inventory:
         return {alias: spec.name for spec in self.specs for alias in spec.aliases}
 
     def replaced(self) -> list[str]:
-        """Names of parameters in whose place the model now has another object, or none, or one (un)frozen since."""
-        trainable = {spec.name: spec.trainable for spec in self.specs}
+        """Names of parameters in whose place the model now has another object, or none."""
         return [
             name
             for module, attribute, name in self.places
-            if (held := module._parameters.get(attribute)) is not self.parameters[name]
-            or held.requires_grad != trainable[name]
+            if module._parameters.get(attribute) is not self.parameters[name]
         ]
 
 
@@ -190,16 +188,37 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     return cast("_T", made)
 
 
+def take_over(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
+    """What has the content of `made` from now on: `parameter` itself, so that code which holds it goes on with it.
+
+    Where torch cannot exchange the two (something else holds what is behind the object), it is `made`.
+    """
+    try:
+        exchange(parameter, made)
+    except RuntimeError:
+        return made
+    return parameter
+
+
+def exchange(one: nn.Parameter, other: nn.Parameter) -> None:
+    """Let each of two parameters have the content of the other, with its hooks. Raises RuntimeError if torch cannot."""
+    hooks = [each._post_accumulate_grad_hooks for each in (one, other)]
+    torch.utils.swap_tensors(one, other)
+    # torch leaves the list of these hooks with the object, and what calls them with the content.
+    for each, held in zip((other, one), hooks, strict=True):
+        each._post_accumulate_grad_hooks = held
+
+
 def places_in(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     """(module, attribute) -> a full name, for every place that holds a parameter."""
     return {(module, attribute): name for module, attribute, name, _ in named_places(model)}
 
 
 def refuse_replaced(names: Sequence[str]) -> None:
-    """Raise ModelError where parameters are others than those that parallelize found, or became frozen or trainable."""
+    """Raise ModelError where parameters are others than those that parallelize found."""
     if names:
         raise ModelError(
-            f"{len(names)} parameters were replaced, frozen or unfrozen after parallelize, among them {names[0]!r}; "
+            f"{len(names)} parameters were replaced after parallelize, among them {names[0]!r}; "
             "do that before parallelize, which assigns owners"
         )
 
@@ -228,30 +247,51 @@ class ModelContents:
     Asked before every step: one pass without names finds that nothing has changed, and names are for errors.
     """
 
-    def __init__(self, model: nn.Module, inventories: Sequence[Inventory]) -> None:
-        """`inventories`: of the parameters that this rank computes with."""
+    def __init__(
+        self,
+        model: nn.Module,
+        inventories: Sequence[Inventory],
+        *,
+        ties: Mapping[str, str],
+        trainable: Collection[str],
+    ) -> None:
+        """`inventories`: of the parameters that this rank computes with. `ties`: other names of parameters, and their
+        first. `trainable`: first names of those that the engine can train."""
         self._model = model
         self._inventories = inventories
         self._places = places_in(model)
-        self._parameters = [each for inventory in inventories for each in inventory.parameters.values()]
-        self._trainable = [spec.trainable for inventory in inventories for spec in inventory.specs]
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Of the whole model by first name; those of other stages have no memory."""
+        for _, _, name, parameter in named_places(model):
+            self.parameters.setdefault(ties.get(name, name), parameter)
+        self._listed = list(self.parameters.values())
+        self._trainable = trainable
+        self._flags = [name in trainable for name in self.parameters]
+        self.frozen: frozenset[str] = frozenset()
+        """What the engine can train, and does not at present: its `requires_grad` is off."""
+        self.unfrozen: frozenset[str] = frozenset()
+        """What was frozen when the engine was made, and is not any more."""
         self._known: list[nn.Module] = []
         """Every module of the model, and what they had when all was well."""
         self._held: list[object] = []
 
     def check(self) -> None:
-        """Raise ModelError for parameters that came since, are others, or became frozen or trainable."""
+        """Raise ModelError for parameters that came since, or are others; note which are frozen."""
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-            are_trainable = [each.requires_grad for each in self._parameters]
+            flags = [each.requires_grad for each in self._listed]
         # Where the known modules hold what they held, no other one is reached.
         held = _held_by(self._known)
         is_known = bool(held) and len(held) == len(self._held) and all(map(operator.is_, held, self._held))
-        if is_known and are_trainable == self._trainable:
+        if is_known and flags == self._flags:
             return
         refuse_replaced([name for inventory in self._inventories for name in inventory.replaced()])
         refuse_added(self._model, self._places)
         self._known = list(self._model.modules())  # a module without parameters came or went
         self._held = _held_by(self._known)
+        self._flags = flags
+        trained = {name for name, is_on in zip(self.parameters, flags, strict=True) if is_on}
+        self.frozen = frozenset(name for name in self._trainable if name not in trained)
+        self.unfrozen = frozenset(name for name in trained if name not in self._trainable)
 
 
 def _held_by(modules: Sequence[nn.Module]) -> list[object]:

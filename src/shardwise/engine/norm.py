@@ -23,7 +23,7 @@ from typing import TypeAlias
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from shardwise.engine.exact_sums import exact_sum
+from shardwise.engine.exact_sums import Numbers, exact_sum
 from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 
@@ -32,14 +32,22 @@ _BLOCK_ELEMENTS = 1 << 18
 
 
 def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float, device: torch.device) -> float:
-    """Divide gradients in place, and sum |g|^2 over all elements of those that count.
+    """Divide gradients in place, and sum |g|^2 over all elements of those that count; runs: with whether they do."""
+    return squares_of_atoms(((run, 0 if counts else ~0) for run, counts in runs), divisor, device, num_atoms=1)[0]
 
-    runs: flat gradients, and whether they count; padding between them is divided too. The sum is taken in float64, so
-    that it does not depend on how elements are cut over ranks. Both are done block by block, while a block is in the
-    cache.
+
+def squares_of_atoms(
+    runs: Iterable[tuple[torch.Tensor, int]], divisor: float, device: torch.device, *, num_atoms: int
+) -> list[float]:
+    """Divide gradients in place, and sum |g|^2 over all elements of each atom.
+
+    runs: flat gradients with the number of their atom, below 0 where they do not count; padding between them is
+    divided too. The sums are taken in float64, so that they do not depend on how elements are cut over ranks. Both are
+    done block by block, while a block is in the cache.
     """
     block = torch.empty(0, dtype=torch.float64, device=device)
-    squares = []
+    squares: list[torch.Tensor] = []
+    atoms: list[int] = []
     # One pass over memory for the division and the sum: gradients are too large for the cache, and each pass over
     # them costs as much as the arithmetic.
     for flat, spans in _blocks(runs):
@@ -50,26 +58,31 @@ def divide_and_square(runs: Iterable[tuple[torch.Tensor, bool]], divisor: float,
         if not block.numel():
             block = block.new_empty(_BLOCK_ELEMENTS)
         if flat.is_complex():
-            flat, spans = torch.view_as_real(flat).view(-1), [(2 * start, 2 * stop) for start, stop in spans]
+            flat, spans = torch.view_as_real(flat).view(-1), [(2 * a, 2 * b, atom) for a, b, atom in spans]
         double = block[: flat.numel()]
         double.copy_(flat)
         # Stays a tensor: a Python float per block would wait for the device each time.
         squares += [torch.dot(each, each) for each in _cut(double, spans)]
+        atoms += [atom for *_, atom in spans]
     # Added one after the other, in the order of the runs.
-    return sum(torch.stack(squares).tolist(), 0.0) if squares else 0.0
+    sums = [0.0] * num_atoms
+    for atom, square in zip(atoms, torch.stack(squares).tolist() if squares else (), strict=True):
+        sums[atom] += square
+    return sums
 
 
-_Span: TypeAlias = tuple[int, int]
+_Span: TypeAlias = tuple[int, int, int]
+"""From, to, and the atom."""
 
 
-def _blocks(runs: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[torch.Tensor, list[_Span]]]:
+def _blocks(runs: Iterable[tuple[torch.Tensor, int]]) -> Iterator[tuple[torch.Tensor, list[_Span]]]:
     """The memory of all runs in parts of at most a block, and the spans in each that count.
 
     A call of torch costs the host some microseconds, whatever the size: small runs with nothing but padding between
     them are one part.
     """
     first, num_elements, spans, storage = torch.empty(0), 0, list[_Span](), 0
-    for run, counts in runs:
+    for run, atom in runs:
         most = _BLOCK_ELEMENTS // 2 if run.is_complex() else _BLOCK_ELEMENTS
         size, held = run.numel(), run.untyped_storage()._cdata
         at = int(run.storage_offset()) - int(first.storage_offset())
@@ -83,10 +96,10 @@ def _blocks(runs: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[torch.T
                 yield first.as_strided((num_elements,), (1,)), spans
             *full, first = run.split(most)
             for each in full:
-                yield each, [(0, most)] if counts else []
+                yield each, [(0, most, atom)] if atom >= 0 else []
             at, size, spans, storage = 0, first.numel(), [], held
-        if counts:
-            spans.append((at, at + size))
+        if atom >= 0:
+            spans.append((at, at + size, atom))
         num_elements = at + size
     if num_elements:
         yield first.as_strided((num_elements,), (1,)), spans
@@ -94,8 +107,8 @@ def _blocks(runs: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[torch.T
 
 def _cut(flat: torch.Tensor, spans: Sequence[_Span]) -> Sequence[torch.Tensor]:
     if len(spans) == 1:
-        return [flat[slice(*spans[0])]]
-    ends = [0, *chain.from_iterable(spans), flat.numel()]
+        return [flat[slice(*spans[0][:2])]]
+    ends = [0, *chain.from_iterable(span[:2] for span in spans), flat.numel()]
     parts: Sequence[torch.Tensor] = flat.split([stop - start for start, stop in pairwise(ends)])
     return parts[1::2]
 
@@ -105,7 +118,7 @@ def norm_dtype(gradients: Iterable[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, (each.to_real() for each in gradients), torch.float32)
 
 
-def norm_of(squares: Sequence[float], dtype: torch.dtype) -> float:
+def norm_of(squares: Sequence[float] | Numbers, dtype: torch.dtype) -> float:
     """The 2-norm from the ranks' sums of squares, rounded to `dtype`: the same on every rank, for every partition.
 
     The sum is exact up to float64 rounding of each rank's share, some 1e-16 of it, far below half a float32 step.
@@ -169,6 +182,13 @@ def clip(parts: Sequence[torch.Tensor], *, norm: float, max_norm: float, dtype: 
             torch._foreach_mul_(list(parts), factor)
 
 
+def clip_values(parts: Sequence[torch.Tensor], most: float) -> None:
+    """Bring every element between -most and most, as `torch.nn.utils.clip_grad_value_` does; flat memory."""
+    if parts:
+        torch._foreach_clamp_min_(list(parts), -most)
+        torch._foreach_clamp_max_(list(parts), most)
+
+
 # On a device: the host reads none of these ------------------------------------------------------------------------
 
 
@@ -185,8 +205,8 @@ def divide_on_device(
         torch._foreach_div_(list(parts), divisor)
 
 
-def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torch.Tensor) -> None:
-    """The 2-norm of all elements in float64, as one number on the device."""
+def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torch.Tensor, of: str = "") -> None:
+    """The 2-norm of all elements in float64, as one number on the device; `of`: names its places."""
     if not runs:
         out.zero_()
         return
@@ -194,37 +214,51 @@ def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torc
     # for each norm by itself, and torch has none that does not.
     real = [torch.view_as_real(each) if each.is_complex() else each for each in runs]
     norms = torch._foreach_norm(real, 2, torch.float64)
-    torch.linalg.vector_norm(_stacked(norms, kept), out=out)
+    torch.linalg.vector_norm(_stacked(norms, kept, of), out=out)
 
 
 def total_norm(gradients: Sequence[torch.Tensor], kept: KeptNumbers) -> torch.Tensor:
     """As `norm_in_one_process`, on the device of the gradients."""
-    # What `torch.nn.utils.get_total_norm` does, but for the places.
-    norms: list[torch.Tensor] = []
+    return total_of_each(norms_on_device(gradients), kept)
+
+
+def norms_on_device(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The 2-norm of each gradient by its place, in the order in which `torch.nn.utils.get_total_norm` adds them."""
+    norms: dict[int, torch.Tensor] = {}
     for alike in _groups(gradients):
-        norms += torch._foreach_norm([gradients[at] for at in alike])
-    return _norm_of(_stacked(norms, kept), kept) if norms else kept.place("norm", dtype=torch.float32).zero_()
+        norms |= zip(alike, torch._foreach_norm([gradients[at] for at in alike]), strict=True)
+    return norms
 
 
-def total_of_norms(norms: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], kept: KeptNumbers) -> torch.Tensor:
+def total_of_each(norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, of: str = "") -> torch.Tensor:
+    """The 2-norm of gradients from `norms_on_device`, or from some of them."""
+    # What `torch.nn.utils.get_total_norm` does, but for the places.
+    if not norms:
+        return kept.place(f"norm{of}", dtype=torch.float32).zero_()
+    return _norm_of(_stacked(list(norms.values()), kept, of), kept, of)
+
+
+def total_of_norms(
+    norms: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], kept: KeptNumbers, *, of: str = ""
+) -> torch.Tensor:
     """As `norm_of_norms`; the norms are on the device, in float64."""
     if not norms:
-        return kept.place("norm", dtype=torch.float32).zero_()
+        return kept.place(f"norm{of}", dtype=torch.float32).zero_()
     known = sorted(norms)
     order = [at for alike in _alike(known, dtypes, kept.device) for at in alike]
     dtype = reduce(torch.promote_types, (dtypes[at].to_real() for at in known))
-    stacked = _stacked([norms[at] for at in order], kept)
-    narrow = kept.place("norms in their dtype", len(order), dtype=dtype).copy_(stacked)
-    return _norm_of(narrow, kept)
+    stacked = _stacked([norms[at] for at in order], kept, of)
+    narrow = kept.place(f"norms in their dtype{of}", len(order), dtype=dtype).copy_(stacked)
+    return _norm_of(narrow, kept, of)
 
 
-def _stacked(norms: Sequence[torch.Tensor], kept: KeptNumbers) -> torch.Tensor:
+def _stacked(norms: Sequence[torch.Tensor], kept: KeptNumbers, of: str) -> torch.Tensor:
     dtype = reduce(torch.promote_types, {each.dtype for each in norms})
-    return torch.stack(list(norms), out=kept.place("norms", len(norms), dtype=dtype))
+    return torch.stack(list(norms), out=kept.place(f"norms{of}", len(norms), dtype=dtype))
 
 
-def _norm_of(norms: torch.Tensor, kept: KeptNumbers) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(norms, out=kept.place("norm", dtype=norms.dtype))
+def _norm_of(norms: torch.Tensor, kept: KeptNumbers, of: str) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, out=kept.place(f"norm{of}", dtype=norms.dtype))
     return norm
 
 
@@ -237,4 +271,5 @@ def clip_on_device(
     # The operations of torch, so that the factor has the same bits, but for the last: the smaller one that is no nan.
     factor = torch.add(norm, 1e-6, out=kept.place("factor of the clip", dtype=norm.dtype))
     torch.fmin(factor.reciprocal_().mul_(max_norm), one, out=factor)
-    torch._foreach_mul_(list(parts), factor)
+    if parts:
+        torch._foreach_mul_(list(parts), factor)

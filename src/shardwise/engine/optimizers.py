@@ -359,16 +359,29 @@ class KnownOptimizer:
     optimizer: torch.optim.Optimizer
     parameters: tuple[tuple[str, ...], ...]
     """For each group the names of all parameters that it trains, with owners on any rank; frozen ones are left out."""
+    held: tuple[tuple[str, ...], ...]
+    """The same with those that were frozen when the engine was made: they are trained once they are unfrozen."""
     whole_keys: frozenset[str]
     """Keys of state that is not cut along with a parameter, whatever its shape."""
+
+    def taking_in(self, added: Mapping[int, Sequence[str]]) -> "KnownOptimizer":
+        """With parameters that came into its groups, perhaps into new ones: {number of the group: names}."""
+        num_groups = len(self.optimizer.param_groups)
+        return replace(
+            self,
+            parameters=(*self.parameters, *((),) * (num_groups - len(self.parameters))),
+            held=tuple(
+                (*(self.held[at] if at < len(self.held) else ()), *added.get(at, ())) for at in range(num_groups)
+            ),
+        )
 
     def named(self) -> NamedOptimizer:
         """The optimizer's class, its groups and their settings."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self.parameters):
             raise OptimizerError(
-                f"{type(self.optimizer).__name__} has {len(groups)} groups, and had {len(self.parameters)} in "
-                "parallelize; add groups before parallelize, which assigns owners"
+                f"{type(self.optimizer).__name__} has {len(groups)} groups, and had {len(self.parameters)} in the last "
+                "step; the next engine.step(batch) takes the others in"
             )
         return NamedOptimizer(
             kind=type(self.optimizer).__name__,
@@ -409,21 +422,21 @@ def know(
 ) -> tuple[KnownOptimizer, ...]:
     """Note the names of all parameters, before `swap` leaves each rank with its own."""
     trainable = {spec.name for spec in inventory.specs if spec.trainable}
-    return tuple(
-        KnownOptimizer(
-            optimizer=optimizer,
-            parameters=tuple(
-                tuple(
-                    name
-                    for name in dict.fromkeys(map(inventory.name_of.__getitem__, group["params"]))
-                    if name in trainable
-                )
-                for group in optimizer.param_groups
-            ),
-            whole_keys=keys | NEVER_ALONG,
+    known = []
+    for optimizer, keys in zip(optimizers, whole_keys, strict=True):
+        held = [
+            tuple(dict.fromkeys(map(inventory.name_of.__getitem__, group["params"])))
+            for group in optimizer.param_groups
+        ]
+        known.append(
+            KnownOptimizer(
+                optimizer=optimizer,
+                parameters=tuple(tuple(name for name in names if name in trainable) for names in held),
+                held=tuple(held),
+                whole_keys=keys | NEVER_ALONG,
+            )
         )
-        for optimizer, keys in zip(optimizers, whole_keys, strict=True)
-    )
+    return tuple(known)
 
 
 def can_skip_on_device(optimizers: Sequence[torch.optim.Optimizer]) -> bool:

@@ -33,8 +33,16 @@ from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward_writes import ModelBuffers
-from shardwise.engine.inventory import Inventory, describe_model, portions_of_dtensors, take_inventory, with_values
+from shardwise.engine.inventory import (
+    Inventory,
+    describe_model,
+    portions_of_dtensors,
+    take_inventory,
+    take_over,
+    with_values,
+)
 from shardwise.engine.meta_init import Initialisation
+from shardwise.engine.norm_parts import clipped_parts
 from shardwise.engine.optimizers import (
     KnownOptimizer,
     OptimizerSource,
@@ -69,6 +77,7 @@ from shardwise.engine.tensor.tensor_decision import (
     keep_portions,
     portion_of,
 )
+from shardwise.engine.trained_parameters import GivenGroups, Groups, groups_in
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
@@ -110,13 +119,17 @@ def parallelize(
     seed: int | None = None,
     sample: Batch | None = None,
     rows: RowDims = 0,
+    groups: GivenGroups | None = None,
 ) -> Engine[Model]:
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
     optimizer: a function of the list of the model's parameters (in their own shapes) that returns a torch optimizer or
         several, or optimizers already built over them. Their groups and attached schedulers stay.
     loss: f(output, microbatch) -> scalar tensor, or a dict with it under "loss" and with other numbers to report. None:
-        the model is called with the whole microbatch and gives its own.
+        the model is called with the whole microbatch and gives its own. f(microbatch), with one argument, calls what it
+        needs of the model itself.
+    groups: {name: glob or globs of parameters or modules}: what `engine.step(batch, only=name)` updates alone. They may
+        overlap.
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
     seed: of the random numbers that forwards draw (dropout). They depend on it, the step and the microbatch, not on the
         plan. None: the seed that rank 0 last gave to torch.manual_seed.
@@ -138,7 +151,15 @@ def parallelize(
     # A failure of one rank alone (no memory, a bug in a module) aborts: the others are in a collective or on the way.
     with aborting(channel, "parallelize"):
         engine = parallelize_with(
-            model, plan, optimizer, LossOfModel(model, loss, BatchRows(rows)), loss_weight, channel, seed, sample
+            model,
+            plan,
+            optimizer,
+            LossOfModel(model, loss, BatchRows(rows)),
+            loss_weight,
+            channel,
+            seed,
+            sample,
+            groups=groups,
         )
         # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
         # the new one's refusals on the model.
@@ -156,11 +177,12 @@ def parallelize_with(
     seed: int | None,
     sample: Batch | None,
     values: ValueSource | None = None,
+    groups: GivenGroups | None = None,
 ) -> Engine[Model]:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
         loss.rows.check()
-        inspected = _inspect(model, plan, source, channel, seed)
+        inspected = _inspect(model, plan, source, channel, seed, groups)
         # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
         # differently, and rank 0's holds then.
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
@@ -178,10 +200,18 @@ class _Inspected:
     optimizers: tuple[torch.optim.Optimizer, ...]
     given: Mapping[str, Portion]
     """The portions of parameters that came as DTensors."""
+    groups: Groups
     activations: ActivationModules
 
 
-def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None) -> _Inspected:
+def _inspect(
+    model: nn.Module,
+    plan: Plan,
+    source: OptimizerSource,
+    channel: Channel,
+    seed: int | None,
+    groups: GivenGroups | None,
+) -> _Inspected:
     """Look at the model and the optimizer. Raises what is wrong with them on this rank."""
     plan.mesh.check_world(channel.size)
     if seed is not None and type(seed) is not int:
@@ -200,8 +230,16 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
             check_elementwise(optimizers, home)
         elif _num_owners(plan) > 1:
             check_apart(optimizers, home)
-    activations = modules_of(model, plan.activations)
-    return _Inspected(inventory=inventory, optimizers=optimizers, given=given, activations=activations)
+    named = groups_in(groups, inventory.specs)
+    if isinstance(plan.clip_grad_norm, Mapping):
+        clipped_parts(plan.clip_grad_norm, named, inventory.specs)
+    return _Inspected(
+        inventory=inventory,
+        optimizers=optimizers,
+        given=given,
+        groups=named,
+        activations=modules_of(model, plan.activations),
+    )
 
 
 def _home(
@@ -251,7 +289,11 @@ def _agree(
     compare(
         channel,
         # Names and shapes before values: digests of different models would say only that everything differs.
-        [*describe_model(inventory), *describe_settings(inspected.optimizers, inventory)],
+        [
+            *describe_model(inventory),
+            *describe_settings(inspected.optimizers, inventory),
+            *(f"group {name!r} of {list(each.globs)}" for name, each in inspected.groups.items()),
+        ],
         subject="models or optimizers",
         hint="Build the same model and optimizer on every rank.",
     )
@@ -444,11 +486,12 @@ def _build(
             and all(spec.portion is None for spec in inventory.specs),
         ),
         tensor_decision=decision,
+        groups=inspected.groups,
     )
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
-    """Trained parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
+    """TrainedSet parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
     specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
     return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
 
@@ -486,9 +529,11 @@ def _keep_own(
         whole_keys = [find_whole_keys(each, home) if is_partial else frozenset() for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
-    kept_buffers = drop_foreign(model, inventory, stages, coordinate)
+    # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
+    keeps = not isinstance(terms.values, Initialisation)
+    kept_buffers = drop_foreign(model, inventory, stages, coordinate, keeps_objects=keeps)
     # What is held alone, and on the device at once: never the whole model, and nothing on the host first.
-    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device)
+    inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device, keeps_objects=keeps)
     held = inventory.restricted(stages.held_by(coordinate))
     owned = inventory.restricted(stages.owned_by(coordinate))
     layout = plan_layout(owned, stages, plan, terms.units, owners=channels.owners, replicas=channels.replicas)
@@ -534,11 +579,17 @@ def _keep_own(
 
 @torch.no_grad()
 def give_room(
-    inventory: Inventory, held: Collection[str], buffers: Iterable[BufferPlace], device: torch.device
+    inventory: Inventory,
+    held: Collection[str],
+    buffers: Iterable[BufferPlace],
+    device: torch.device,
+    *,
+    keeps_objects: bool,
 ) -> Inventory:
     """Put parameters on `device` in the place of those of `held` that have no values, and buffers likewise.
 
-    What moves to a flat buffer takes no memory before. Returns the inventory with the parameters that are there now.
+    What moves to a flat buffer takes no memory before. keeps_objects: parameters stay the objects that they are, where
+    torch lets them. Returns the inventory with the parameters that are there now.
     """
     fresh: dict[str, nn.Parameter] = {}
     for spec in inventory.specs:
@@ -547,7 +598,8 @@ def give_room(
             # A fused parameter moves to a flat buffer next. One element, expanded to its shape, stands for it until
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
-            fresh[spec.name] = with_values(old, room.expand(spec.shape))
+            made = with_values(old, room.expand(spec.shape))
+            fresh[spec.name] = take_over(old, made) if keeps_objects else made
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs

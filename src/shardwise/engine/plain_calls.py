@@ -8,7 +8,7 @@
 Each would go on in silence. What is whole on every rank is left as torch has it.
 """
 
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,17 +87,24 @@ class PlainCalls:
         finally:
             self.is_engine_step = False
 
-    def check_groups(self) -> None:
-        """Raise OptimizerError where parameters came into a group, or left it: these would not be trained."""
-        for optimizer, sizes in zip(self._optimizers, self._sizes, strict=True):
-            # Counts, not names: whatever came in is no master of this engine. Asked once per step, so it has to be
-            # cheap.
+    def added(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[int, Mapping[int, Sequence[str]]]:
+        """What came into groups since: {number of the optimizer: {number of its group: names}}.
+
+        parameters: of the model. Raises OptimizerError for what is not the model's, and where masters left a group.
+        """
+        found: dict[int, Mapping[int, Sequence[str]]] = {}
+        for at, (optimizer, sizes) in enumerate(zip(self._optimizers, self._sizes, strict=True)):
+            # Counts, not names: asked once per step, so it has to be cheap.
             if (now := _sizes_of(optimizer)) != sizes:
-                raise OptimizerError(
-                    f"the groups of {type(optimizer).__name__} have {now} parameters here, and had {sizes} after "
-                    "parallelize: later ones would not be trained. Add groups before parallelize, or put the model "
-                    "under its plan again with an optimizer that has them"
-                )
+                found[at] = names = _names_in_groups(optimizer, parameters)
+                known = [count - len(names.get(group, ())) for group, count in enumerate(now)]
+                if known != [*sizes, *[0] * (len(now) - len(sizes))]:
+                    raise OptimizerError(
+                        f"the groups of {type(optimizer).__name__} have {now} parameters here, and had {sizes} after "
+                        f"the last step; {sum(map(len, names.values()))} of them are the model's. Give "
+                        "add_param_group parameters that the model has now, and take none out"
+                    )
+        return found
 
     def _parts(self, module: nn.Module) -> dict[str, str]:
         """What the module itself holds that is not whole here, and why."""
@@ -240,6 +247,18 @@ def counts_steps(optimizer: torch.optim.Optimizer) -> bool:
     is_schedulers = getattr(own, "_wrapped_by_lr_sched", False)
     is_noted = own is None or (is_schedulers and getattr(own, "__wrapped__", None) is type(optimizer).step)
     return not is_noted or any(not isinstance(each, _RefusalHook) for each in hooks)
+
+
+def _names_in_groups(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[int, Sequence[str]]:
+    """The model's own parameters in the groups of an optimizer, which has masters else."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[int, Sequence[str]] = {}
+    for at, group in enumerate(optimizer.param_groups):
+        if names := [name_of[id(each)] for each in group["params"] if id(each) in name_of]:
+            found[at] = names
+    return found
 
 
 def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:

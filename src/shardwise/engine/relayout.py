@@ -12,7 +12,7 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,14 +24,14 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, aborting, agreed, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.inventory import named_places, with_values
+from shardwise.engine.inventory import exchange, named_places, take_over, with_values
 from shardwise.engine.parallelize import Later, Model, parallelize_with
 from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
 from shardwise.plan.names import MASTER, split_state_name
-from shardwise.plan.saved_settings import merge_settings
+from shardwise.plan.saved_settings import ADDED, merge_settings
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]
@@ -52,11 +52,12 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
         raise PlanError(f"relayout was given a {type(engine).__name__}; give the engine that sw.parallelize returned")
     handed = engine.hand_over()
     channel = handed.channel
-    with aborting(channel, "relayout"), _going_back(handed):
+    swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+    with aborting(channel, "relayout"), _going_back(handed, swapped):
         sources = _sources(handed)
         settings = _settings_of_all(channel, handed, plan)
         stored = _stored(channel, handed)
-        _empty(handed)
+        _empty(handed, swapped)
         new = parallelize_with(
             engine.model,
             plan,
@@ -68,6 +69,7 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
             sample=None,
             # Initialising the emptied model would be work for nothing: the move overwrites all.
             values=Later(),
+            groups=handed.groups,
         )
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, _targets(restoration, handed.model), channel, cast=True)
@@ -75,8 +77,24 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
         # Last: an error before leaves the old engine in charge.
         new.trained_batches = engine.trained_batches
         engine.successor = new  # from here on the old one refuses
-        new.take_charge()
+        new.take_charge(frozen=handed.frozen)
     return new
+
+
+def refit(engine: Engine[Model]) -> None:
+    """Take in, in place, what an engine has to train and could not before: parameters that were unfrozen, or that came
+    into a group of its optimizers. All ranks call it together; a relayout to the same plan.
+
+    Raises the errors of `parallelize`, the same on all ranks: then the engine is as it was.
+    """
+    counters, asked, spans = engine.counters, engine.ask_in_steps(None), engine.recorder.spans
+    engine.ask_in_steps(asked)
+    new = relayout(engine, engine.plan)
+    new.ask_in_steps(asked)
+    new.recorder.spans = spans
+    new.counters.__setstate__(counters.__getstate__())  # they go on
+    # One dict for both: parts of the new engine ask it by its own name.
+    engine.__dict__ = new.__dict__
 
 
 def _sources(handed: HandOver) -> Pieces:
@@ -121,7 +139,8 @@ def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[s
             )
         agreement.value = json.dumps(handed.settings).encode()
     # Ranks name different state that is no tensor: each knows only what its optimizers hold.
-    return merge_settings(understood(agreement.values, a_table, purpose="settings of a relayout"))
+    settings = merge_settings(understood(agreement.values, a_table, purpose="settings of a relayout"))
+    return {**settings, ADDED: sorted(handed.unfrozen)}
 
 
 def _stored(channel: Channel, handed: HandOver) -> dict[str, Piece]:
@@ -149,8 +168,11 @@ def _restoration(
 
 
 @torch.no_grad()
-def _empty(handed: HandOver) -> None:
-    """Put parameters and buffers without values, in their global shapes, into every place of the model."""
+def _empty(handed: HandOver, swapped: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Put parameters and buffers without values, in their global shapes, into every place of the model.
+
+    swapped: takes note of the parameters that stay the same objects, and of what has their content now.
+    """
     spec_of = {spec.name: spec for spec in handed.names.specs}
     fresh: dict[str, nn.Parameter] = {}
     for module, attribute, place, parameter in list(named_places(handed.model)):
@@ -160,7 +182,12 @@ def _empty(handed: HandOver) -> None:
         if name not in fresh:
             spec = spec_of[name]
             values = torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
-            fresh[name] = with_values(parameter, values)
+            made = with_values(parameter, values)
+            # A frozen one that had its turn keeps its master and state, for the time when it is unfrozen.
+            made.requires_grad_(made.requires_grad or spec.trainable)
+            fresh[name] = take_over(parameter, made)
+            if fresh[name] is parameter:
+                swapped.append((parameter, made))
         setattr(module, attribute, fresh[name])
     rooms: dict[torch.Tensor, torch.Tensor] = {}
     for module in handed.model.modules():
@@ -169,12 +196,12 @@ def _empty(handed: HandOver) -> None:
     for known in handed.optimizers:
         # The moments are in `handed.state` now; kept here they would be cut like a whole parameter's.
         known.optimizer.state.clear()
-        for group, names in zip(known.optimizer.param_groups, known.parameters, strict=True):
+        for group, names in zip(known.optimizer.param_groups, known.held, strict=True):
             group["params"] = [fresh[name] for name in names]
 
 
 @contextmanager
-def _going_back(handed: HandOver) -> Iterator[None]:
+def _going_back(handed: HandOver, swapped: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
     # this snapshot costs.
@@ -190,6 +217,8 @@ def _going_back(handed: HandOver) -> Iterator[None]:
     try:
         yield
     except ShardwiseError:
+        for parameter, before in swapped:
+            exchange(parameter, before)
         for module, attributes, contents in modules:
             vars(module).clear()
             vars(module).update(attributes)

@@ -86,6 +86,8 @@ class StepReport(_ValuesOnLook):
     """What the losses were multiplied by for their backward; None where the plan scales none."""
     losses: Mapping[str, float] = field(default_factory=dict)
     """Weighted means of what the loss function gives in a dict, and the loss as "loss"."""
+    norms: Mapping[str, float] | None = None
+    """2-norms of the parts that `step(norms=...)` asked for, each as `grad_norm`; None where it asked for none."""
 
     @property
     def ranks(self) -> tuple[RankTimes, ...]:
@@ -111,9 +113,12 @@ def report_on_look(
     num_microbatches: int,
     stop: bool,
     is_scaled: bool = False,
+    has_norms: bool = False,
     times: Sequence[RankValues] = (),
 ) -> StepReport:
-    """A report whose other fields are what `values` gives at the first look; is_scaled: `loss_scale` is one of them.
+    """A report whose other fields are what `values` gives at the first look.
+
+    is_scaled: `loss_scale` is one of them. has_norms: `norms` is.
 
     times: what all ranks have packed of theirs.
     """
@@ -128,6 +133,8 @@ def report_on_look(
         object.__setattr__(report, name, value)
     if not is_scaled:
         object.__setattr__(report, "loss_scale", None)
+    if not has_norms:
+        object.__setattr__(report, "norms", None)
     return report
 
 

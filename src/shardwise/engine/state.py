@@ -34,6 +34,7 @@ from shardwise.engine.loss_scaling import of_settings
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
+from shardwise.engine.trained_parameters import GivenGroups
 from shardwise.engine.weight_averages import WeightAverages, averages_of_settings
 from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError, few_of
@@ -74,6 +75,11 @@ class HandOver:
     loss: LossOfModel
     loss_weight: LossWeight | None
     optimizers: tuple[KnownOptimizer, ...]
+    groups: GivenGroups
+    frozen: frozenset[str]
+    """Parameters that are trained when they are unfrozen again."""
+    unfrozen: frozenset[str]
+    """Parameters that were frozen so far: they begin without optimizer state."""
 
 
 def state_of(

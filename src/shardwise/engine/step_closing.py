@@ -9,7 +9,7 @@
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import compress
 
@@ -21,8 +21,9 @@ from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.norm import clip, norm_dtype
-from shardwise.engine.optimizers import can_skip_on_device, skipping
+from shardwise.engine.norm import clip, clip_values, norm_dtype
+from shardwise.engine.norm_parts import Key, NormParts, Norms, clipped_parts, norm_parts, reported_parts
+from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
@@ -32,6 +33,7 @@ from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_ste
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, TrainedSet
 from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
@@ -58,10 +60,11 @@ class StepClosing:
         summed: SummedGradients,
         model_buffers: ModelBuffers,
         writes: ForwardWrites,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: tuple[KnownOptimizer, ...],
         plain_calls: PlainCalls,
         counters: Counters,
         meter: StepMeter,
+        groups: Groups,
         averages: WeightAverages | None,
     ) -> None:
         """cut: names of owned parameters that are cut along tp. host_gradients: where masters are on the host."""
@@ -77,7 +80,7 @@ class StepClosing:
         self._summed = summed
         self._model_buffers = model_buffers
         self._writes = writes
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._plain_calls = plain_calls
         self._counters = counters
         self._meter = meter
@@ -99,6 +102,11 @@ class StepClosing:
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
         self._bucket_updates = BucketUpdates(optimizers, buffers)
+        self._groups = groups
+        self._parts: dict[str, NormParts | None] = {}
+        self._asked = self.norms(None)
+        self.trained = ALL
+        """What the step that goes on trains, or the last one."""
         self._updated: set[str] = set()
         """Parameters that optimizers have updated: from then on they have state for them."""
 
@@ -129,10 +137,38 @@ class StepClosing:
         """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
         return self._channels.replicas.rank == 0 and (self._channels.tensor.rank == 0 or name in self._cut)
 
-    def begin(self, weighting: Weighting) -> None:
-        """A step begins: before any backward, whose gradients may leave for the host as they are reduced."""
+    def norms(self, asked: Norms | None) -> NormParts | None:
+        """The parts whose norms a step needs: for a report, or to clip by them. Raises PlanError for unknown ones."""
+        key = repr(asked)
+        if key not in self._parts:
+            if len(self._parts) > MOST_TRAINED:
+                self._parts.clear()
+            self._parts[key] = self._norm_parts(asked)
+        return self._parts[key]
+
+    def _norm_parts(self, asked: Norms | None) -> NormParts | None:
+        specs, limits = self._names.specs, self._plan.clip_grad_norm
+        members = {} if asked is None else reported_parts(asked, self._groups, specs)
+        if isinstance(limits, Mapping):
+            members |= clipped_parts(limits, self._groups, specs)
+        if not members:
+            return None
+        return norm_parts(
+            members, list(self._names.trainable), self._buffers.owned, self._buffers.ownership, counts=self._counts
+        )
+
+    def begin(self, num_microbatches: int, weighting: Weighting, trained: TrainedSet, norms: NormParts | None) -> None:
+        """The gradients of a step follow. trained: whose. norms: the parts whose norms are taken."""
+        self.trained = trained
+        self._asked = norms
+        # Before any backward, whose gradients may leave for the host as they are reduced.
         if self._host_gradients is not None:
             self._host_gradients.begin(*self._divisors(weighting))
+        # May lay out the arena anew, under the views that `engine.gradients()` gave.
+        self._gradients.begin(num_microbatches, trained)
+        self._ties.begin(num_microbatches, trained)
+        self._writes.begin()
+        self._summed.turn_to(trained)
 
     def _divisors(self, weighting: Weighting) -> tuple[int, torch.Tensor | None]:
         """What makes a mean of the sum of all gradients, and what losses were multiplied by."""
@@ -151,7 +187,8 @@ class StepClosing:
         owned = self._gradients.views_of(self.owned)
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
         # over tp of the parts is enough and sends 1/d of the elements.
-        sum_over_ranks([owned[name] for name, _ in self._masters if name in self._summed.names], self._channels.tensor)
+        summed = [owned[name] for name, _ in self._masters if name in self._summed.names and name in self.trained]
+        sum_over_ranks(summed, self._channels.tensor)
         if self._host_gradients is not None:
             self._host_gradients.send_rest()
         return owned
@@ -178,6 +215,8 @@ class StepClosing:
             # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
             runs=self._gradients.runs_of(self.runs),
             parts=self._gradients.parts,
+            norms=self._asked,
+            marked=() if self._asked is None else self._gradients.runs_of(self._asked.runs),
             # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
             # their rows.
             divisor=divisor,
@@ -239,7 +278,8 @@ class StepClosing:
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
         # also looks for optimizers that cannot leave out a step by themselves, and where masters are on the host.
         found_inf = figures.found_inf if self._host_gradients is None else None
-        if not (can_skip_on_device(self._optimizers) and touched <= self._updated):
+        optimizers = [known.optimizer for known in self.optimizers]
+        if not (can_skip_on_device(optimizers) and touched <= self._updated):
             found_inf = None
         if found_inf is None:
             figures.check()
@@ -254,17 +294,15 @@ class StepClosing:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
             master.grad = gradients[name] if name in touched else None
-        # Every rank clips its own part by the one norm of the whole gradient.
-        if (most := self._plan.clip_grad_norm) is not None:
-            figures.clip(self._gradients.parts, most)
-            if self._host_gradients is not None:
-                clip(self._host_gradients.parts, norm=figures.grad_norm, max_norm=most, dtype=self._norm_dtype)
+        self._clip(self._gradients, figures.clip)
+        if self._host_gradients is not None:
+            self._clip(self._host_gradients, partial(self._clip_on_host, figures))
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
-        with self._plain_calls.engine_step(), skipping(self._optimizers, found_inf), recorder.updating():
-            averages = self._averages
-            average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
-            self._bucket_updates.run(self._counters, meanwhile=average)
+        averages = self._averages
+        average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
+        with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating():
+            self._bucket_updates.run(self._counters, self.trained, meanwhile=average)
         for _, master in self._masters:
             master.grad = None  # a view of the arena, which the next update may lay out anew
         self._updated |= touched
@@ -272,4 +310,25 @@ class StepClosing:
         # wait for.
         self._gradients.expect(touched)
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
-        self._ties.publish()
+        self._ties.publish(self.trained)
+
+    def _clip(self, gradients: GradReduce | HostGradients, clip_by: Callable[..., None]) -> None:
+        """Every rank clips its own part of the gradient by norms of the whole one, and then by value."""
+        limits = self._plan.clip_grad_norm
+        if isinstance(limits, Mapping):
+            assert self._asked is not None
+            runs = gradients.runs_of(self._asked.runs)
+            for name, most in limits.items():
+                atoms = self._asked.atoms["clip", name]
+                clip_by([run for run, mark in runs if (mark if mark >= 0 else ~mark) in atoms], most, ("clip", name))
+        elif limits is not None:
+            clip_by(gradients.parts, limits)
+        if self._plan.clip_grad_value is not None:
+            clip_values(gradients.parts, self._plan.clip_grad_value)
+
+    def _clip_on_host(
+        self, figures: Figures, parts: Sequence[torch.Tensor], most: float, key: Key | None = None
+    ) -> None:
+        """As `Figures.clip`, of parts in the memory of the host, which knows the norms."""
+        norm = figures.grad_norm if key is None else figures.norms[key]
+        clip(parts, norm=norm, max_norm=most, dtype=self._norm_dtype)

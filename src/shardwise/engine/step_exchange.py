@@ -1,7 +1,8 @@
 """The two exchanges of a step: weights before anything is computed, what was touched before anything is updated.
 
     open    weights    of this rank's microbatches, 8 bytes each: [4, 4] and [3, 3]  ->  `Weighting`, mean weight 3.5
-            names      JSON: [parameters written from outside, autocast, whether microbatches were given as a list]
+            names      JSON: [parameters written from outside, autocast, what is trained, whether microbatches were
+                       given as a list]
             batch      digest of its lines, where ranks share it, and in the first steps
 
     close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop
@@ -223,6 +224,7 @@ def parts_of_opening(
     *,
     written: Collection[str] = (),
     autocast: str = "",
+    trained: str = "",
     is_listed: bool = False,
     batch: bytes = b"",
 ) -> list[bytes]:
@@ -230,11 +232,12 @@ def parts_of_opening(
 
     is_listed: the microbatches were given as a list, so that ranks may have unlike numbers of them.
     written: the parameters that were written to on this rank. autocast: the region of torch.autocast around the call.
-    batch: from `batch_compared`.
+    trained: which parameters the step trains, in words. batch: from `batch_compared`.
     """
     # nan is no weight: it stands for one that is on the device.
     known = [math.nan if isinstance(each, torch.Tensor) else each for each in weights]
-    return [struct.pack(f"<{len(known)}d", *known), json.dumps([sorted(written), autocast, is_listed]).encode(), batch]
+    names = json.dumps([sorted(written), autocast, trained, is_listed]).encode()
+    return [struct.pack(f"<{len(known)}d", *known), names, batch]
 
 
 NUM_PARTS_OF_OPENING = 3
@@ -250,11 +253,11 @@ def batch_compared(lines: Sequence[str], *, is_whole: bool) -> bytes:
     return (_WHOLE if is_whole else b"") + digest_of_lines(lines).encode()
 
 
-def _names_in(packed: bytes) -> tuple[list[str], str, bool]:
-    written, autocast, is_listed = a_list(packed)
-    if not all(isinstance(each, str) for each in [*written, autocast]) or not isinstance(is_listed, bool):
+def _names_in(packed: bytes) -> tuple[list[str], str, str, bool]:
+    written, autocast, trained, is_listed = a_list(packed)
+    if not all(isinstance(each, str) for each in [*written, autocast, trained]) or not isinstance(is_listed, bool):
         raise TypeError("no names")
-    return written, autocast, is_listed
+    return written, autocast, trained, is_listed
 
 
 def _weights_in(packed: bytes) -> tuple[float, ...]:
@@ -278,7 +281,8 @@ def merge_weights(
     given = understood_runs(names, _names_in, purpose=_OPENING)
     weighting = _weighting_in(packed, ranks)
     unlike = [(rank, *said) for rank, (said, _) in zip(names.starts, given, strict=True)]
-    _refuse_different_regions([(rank, autocast) for rank, _, autocast, _ in unlike])
+    _refuse_different_regions([(rank, autocast) for rank, _, autocast, *_ in unlike])
+    _refuse_different_parameters([(rank, trained) for rank, _, _, trained, _ in unlike])
     # The lines themselves travel only where they have to be shown.
     if not _are_those_of(batches, ranks):
         answers = channel.exchange(json.dumps(lines).encode(), purpose="lines of a batch")
@@ -293,7 +297,7 @@ def merge_weights(
             "Give step() the same microbatches on all, or a list of them, of any number"
         )
     check_weighting(weighting)
-    return weighting, sorted({name for _, written, _, _ in unlike for name in written})
+    return weighting, sorted({name for _, written, *_ in unlike for name in written})
 
 
 def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
@@ -353,6 +357,17 @@ def _refuse_different_regions(autocast: Sequence[tuple[int, str]]) -> None:
             raise MismatchError(
                 f"ranks would compute in different dtypes: rank 0 calls under {first}, rank {rank} under {each}. "
                 "Call under the same torch.autocast on all ranks"
+            )
+
+
+def _refuse_different_parameters(trained: Sequence[tuple[int, str]]) -> None:
+    """trained: what each rank trains, with the first rank that does."""
+    for rank, each in trained:
+        if each != (first := trained[0][1]):
+            raise MismatchError(
+                f"ranks would train different parameters: rank 0 trains {first or 'all'}, and rank {rank} trains "
+                f"{each or 'all'}. Call step(only=...) and requires_grad_() alike on all ranks, on the parameters "
+                "that the model has after parallelize"
             )
 
 

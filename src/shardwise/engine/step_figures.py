@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from shardwise.comm import Channel
@@ -43,9 +44,12 @@ from shardwise.engine.norm import (
     norm_of_norms,
     norm_on_device,
     norms_of,
-    total_norm,
+    norms_on_device,
+    squares_of_atoms,
+    total_of_each,
     total_of_norms,
 )
+from shardwise.engine.norm_parts import Key, NormParts
 from shardwise.engine.step_exchange import (
     Weighting,
     check_weighting,
@@ -77,6 +81,10 @@ class RankFigures:
     """What makes the sums means; 1 where they are means already."""
     scale: torch.Tensor | None
     """What losses were multiplied by, and gradients are divided by in addition."""
+    norms: NormParts | None
+    """The parts whose norms are asked for."""
+    marked: Sequence[tuple[torch.Tensor, int]]
+    """With `norms`: the owned sums as its runs, each with its atom."""
     used: Mapping[int, torch.Tensor]
     """Where each gradient is whole on one rank: those that one process would have, by the number of the parameter in
     the model."""
@@ -120,8 +128,15 @@ class Figures(Protocol):
     def check(self) -> None:
         """Raise MismatchError for ranks along tp with unlike losses or batches, and BatchError for weights."""
 
-    def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
-        """Scale the gradients, in the flat memory that has them, so that the norm is at most `max_norm`."""
+    @property
+    def norms(self) -> Mapping[Key, float]:
+        """Of the parts that were asked for, as `grad_norm`."""
+
+    def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
+        """Scale gradients, in the flat memory that has them, so that the norm is at most `max_norm`.
+
+        key: of the part whose norm it is; None: of all.
+        """
 
 
 class FiguresMaking(Protocol):
@@ -160,6 +175,7 @@ class KnownFigures:
     loss: float
     weight: float
     grad_norm: float
+    norms: Mapping[Key, float]
     dtype: torch.dtype
     others: Mapping[str, float] = field(default_factory=dict)
     is_known = True
@@ -174,9 +190,9 @@ class KnownFigures:
     def check(self) -> None:
         """See `Figures`: done when they were made."""
 
-    def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
+    def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
         """See `Figures`."""
-        clip(parts, norm=self.grad_norm, max_norm=max_norm, dtype=self.dtype)
+        clip(parts, norm=self.grad_norm if key is None else self.norms[key], max_norm=max_norm, dtype=self.dtype)
 
 
 class MadeOnHost:
@@ -191,33 +207,53 @@ class MadeOnHost:
         # One division for both: powers of two cost no rounding.
         divisor = own.divisor if own.scale is None else own.divisor * float(own.scale)
         # Where gradients are whole the norm is made of those of parameters: nobody asks for squares.
-        runs = [(each, False) for each, _ in own.runs] if around.are_whole else own.runs
-        squares = divide_and_square(runs, divisor, around.world.device)
+        if around.are_whole or own.norms is None:
+            runs = [(each, False) for each, _ in own.runs] if around.are_whole else own.runs
+            squares = [divide_and_square(runs, divisor, around.world.device)]
+        else:
+            squares = squares_of_atoms(own.marked, divisor, around.world.device, num_atoms=own.norms.num_atoms)
         norms = norms_of(list(own.used.values())) if around.are_whole and around.world.size > 1 else []
         values = torch.stack([each.loss.double() for each in own.losses]).tolist() if own.losses else []
         entries = LossEntries(own.losses, own.weighting, around.data_rank)
         loss = own.weighting.share_of_mean(values, around.data_rank)
         pairs = (struct.pack("<qd", *each) for each in zip(own.used, norms, strict=False))
-        said = [struct.pack("<dd", loss, squares), entries.packed_kinds(), entries.packed_shares()]
+        said = [struct.pack(f"<{1 + len(squares)}d", loss, *squares), entries.packed_kinds(), entries.packed_shares()]
         return [*said, *([b"".join(pairs)] if around.are_whole else [])]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> KnownFigures:
         """See `FiguresMaking`."""
         around = self._around
-        shares, squares = numbers_in(answers[0], 2, purpose=_PURPOSE)
+        has_atoms = own.norms is not None and not around.are_whole
+        num_atoms = own.norms.num_atoms if own.norms is not None and has_atoms else 1
+        shares, *squares = numbers_in(answers[0], 1 + num_atoms, purpose=_PURPOSE)
+        parts: dict[Key, float] = {}
         loss = sum_of_losses(shares, around.ranks.alike_index, is_exact=True)
         kinds, given = answers[1:3]
         others = sums_of_entries(kinds, given, around.ranks.alike_index, is_exact=True, purpose=_PURPOSE)
         if not around.are_whole:
-            norm = norm_of(squares, around.norm_dtype)
-        elif around.world.size == 1:
+            norm = norm_of(np.concatenate(squares), around.norm_dtype)
+            for key, atoms in own.norms.atoms.items() if own.norms is not None else ():
+                of_part = [squares[at] for at in atoms]
+                parts[key] = norm_of(np.concatenate(of_part), around.norm_dtype) if of_part else 0.0
+        elif around.world.size == 1 and own.norms is None:
             norm = norm_in_one_process(list(own.used.values()))
         else:
-            pairs = understood(answers[3], self._norms_in, purpose=_PURPOSE)
-            norms = {number: norm for each in pairs for number, norm in each}
+            if around.world.size == 1:
+                norms = dict(zip(own.used, norms_of(list(own.used.values())), strict=True))
+            else:
+                pairs = understood(answers[3], self._norms_in, purpose=_PURPOSE)
+                norms = {number: norm for each in pairs for number, norm in each}
             norm = norm_of_norms(norms, around.dtypes, around.world.device)
+            for key, numbers in own.norms.numbers.items() if own.norms is not None else ():
+                of_numbers = {at: each for at, each in norms.items() if at in numbers}
+                parts[key] = norm_of_norms(of_numbers, around.dtypes, around.world.device)
         return KnownFigures(
-            loss=loss, weight=own.weighting.total, grad_norm=norm, dtype=around.norm_dtype, others=others
+            loss=loss,
+            weight=own.weighting.total,
+            grad_norm=norm,
+            norms=parts,
+            dtype=around.norm_dtype,
+            others=others,
         )
 
     def _norms_in(self, packed: bytes) -> list[tuple[int, float]]:
@@ -256,41 +292,94 @@ class MadeOnDevice:
         kinds = kinds_of_ranks(said, purpose=_PURPOSE)
         told = understood(used, self._counts_in, purpose=_PURPOSE)
         numbers = [each for _, each in told]
+        num_atoms = 1 if own.norms is None else own.norms.num_atoms
+        keys = () if own.norms is None else tuple(own.norms.numbers)
         places = _Places(
             num_losses=own.weighting.counts[[*around.ranks.data_ranks]].tolist(),
-            num_norms=[len(each) if self._sends_norms else int(not around.are_whole) for each in numbers],
+            num_norms=[len(each) if self._sends_norms else 0 if around.are_whole else num_atoms for each in numbers],
             has_weights=own.weights is not None,
             num_digests=[count for count, _ in told],
             names=names_in(kinds),
             has_entries=[bool(each) for each in kinds],
         )
         # In float64, which holds any loss and any norm exactly.
-        table = self._kept.place("table", sum(places.counts) + 1, dtype=torch.float64)
+        table = self._kept.place("table", places.total + 1 + len(keys), dtype=torch.float64)
         if world.size == 1:
-            norm = total_norm(list(own.used.values()), self._kept)
+            norm, of_part = self._norms_of_one(own)
             weights = () if own.weights is None else own.weights.unbind()
             entries = LossEntries(own.losses, own.weighting, around.data_rank).on_device(world.device)
-            torch.stack([*(each.loss for each in own.losses), *weights, *entries, norm], out=table)
-            return self._figures(own, places, table, norm)
-        row = self._row(own, places.num_norms[world.rank])
-        world.all_gather(table[:-1], row, counts=places.counts, purpose="losses and norms").wait()
-        starts = [places.norms(rank).start for rank in range(world.size)]
-        if not around.are_whole:
-            # A rank gives one norm, mostly in rows that are alike.
-            alike = len(set(places.counts)) == 1
-            given = (
-                table[:-1].view(world.size, -1)[:, starts[0]] if alike else torch.stack([table[at] for at in starts])
+            losses = [each.loss for each in own.losses]
+            torch.stack([*losses, *weights, *entries, norm], out=table[: places.total + 1])
+        else:
+            row = self._row(own, places.num_norms[world.rank])
+            world.all_gather(table[: places.total], row, counts=places.counts, purpose="losses and norms").wait()
+            norm, of_part = (self._norms_of_numbers if around.are_whole else self._norms_of_atoms)(
+                own, places, numbers, table
             )
-            norm = torch.linalg.vector_norm(given, out=table[-1])
-            return self._figures(own, places, table, norm)
+        parts = {key: self._in_norm_dtype(of_part(key), f"norm of {key} in its dtype") for key in keys}
+        for at, each in enumerate(parts.values()):
+            table[places.total + 1 + at].copy_(each)
+        norm = self._in_norm_dtype(norm, "norm in its dtype")
+        return DeviceFigures(self._around, own, places, table, norm, parts, self._one, self._kept)
+
+    # The norm of all, and the function that gives that of a part, where gradients are ..
+
+    def _norms_of_one(self, own: RankFigures) -> "_NormAndParts":
+        """.. all on this rank."""
+        norms = norms_on_device(list(own.used.values()))
+        if own.norms is None:
+            return total_of_each(norms, self._kept), _no_part
+        number_of, of_parts = list(own.used), own.norms.numbers
+
+        def of_part(key: Key) -> torch.Tensor:
+            mine = {at: norm for at, norm in norms.items() if number_of[at] in of_parts[key]}
+            return total_of_each(mine, self._kept, of=f" of {key}")
+
+        return total_of_each(norms, self._kept), of_part
+
+    def _norms_of_numbers(
+        self, own: RankFigures, places: "_Places", numbers: Sequence[Sequence[int]], table: torch.Tensor
+    ) -> "_NormAndParts":
+        """.. each whole on one rank."""
         norms = {
-            number: table[start + at]
-            for start, each in zip(starts, numbers, strict=True)
+            number: table[places.norms(rank).start + at]
+            for rank, each in enumerate(numbers)
             for at, number in enumerate(each)
         }
-        norm = total_of_norms(norms, around.dtypes, self._kept)
-        table[-1].copy_(norm)
-        return self._figures(own, places, table, norm)
+        dtypes = self._around.dtypes
+
+        def of_part(key: Key) -> torch.Tensor:
+            mine = {at: norm for at, norm in norms.items() if own.norms is not None and at in own.norms.numbers[key]}
+            return total_of_norms(mine, dtypes, self._kept, of=f" of {key}")
+
+        norm = total_of_norms(norms, dtypes, self._kept)
+        table[places.total].copy_(norm)
+        return norm, of_part
+
+    def _norms_of_atoms(
+        self, own: RankFigures, places: "_Places", numbers: Sequence[Sequence[int]], table: torch.Tensor
+    ) -> "_NormAndParts":
+        """.. in parts on several ranks."""
+        # A rank gives one norm of each atom, mostly in rows that are alike.
+        size = self._around.world.size
+        if len(set(places.counts)) == 1:
+            columns = table[: places.total].view(size, -1)[:, places.norms(0)]
+        else:
+            columns = torch.stack([table[places.norms(rank)] for rank in range(size)])
+
+        def of_part(key: Key) -> torch.Tensor:
+            place = self._kept.place(f"norm of {key}", dtype=torch.float64)
+            atoms = () if own.norms is None else own.norms.atoms[key]
+            if not atoms:
+                return place.zero_()
+            found: torch.Tensor = torch.linalg.vector_norm(torch.stack([columns[:, at] for at in atoms]), out=place)
+            return found
+
+        return torch.linalg.vector_norm(columns, out=table[places.total]), of_part
+
+    def _in_norm_dtype(self, norm: torch.Tensor, name: str) -> torch.Tensor:
+        dtype = self._around.norm_dtype
+        return norm if norm.dtype == dtype else self._kept.place(name, dtype=dtype).copy_(norm)
 
     def _counts_in(self, packed: bytes) -> tuple[int, list[int]]:
         """How many digests a rank has, and the parameters that it has norms for."""
@@ -298,11 +387,6 @@ class MadeOnDevice:
         if num_digests < 0:
             raise ValueError(f"{num_digests} digests")
         return num_digests, [_known(each, self._around) for each in numbers]
-
-    def _figures(self, own: RankFigures, places: "_Places", table: torch.Tensor, norm: torch.Tensor) -> "DeviceFigures":
-        if norm.dtype != self._around.norm_dtype:
-            norm = self._kept.place("norm in its dtype", dtype=self._around.norm_dtype).copy_(norm)
-        return DeviceFigures(self._around, own, places, table, norm, self._one, self._kept)
 
     def _row(self, own: RankFigures, num_norms: int) -> torch.Tensor:
         """What this rank gives. `num_norms`: of parameters, or the one of all that it counts."""
@@ -319,8 +403,12 @@ class MadeOnDevice:
         else:
             if num_losses:
                 torch.stack(own_losses, out=losses)
-            if num_norms:
+            if num_norms and own.norms is None:
                 norm_on_device([run for run, counts in own.runs if counts], self._kept, out=norms[0])
+            elif num_norms:
+                for atom, out in enumerate(norms.unbind()):
+                    runs = [run for run, at in own.marked if at == atom]
+                    norm_on_device(runs, self._kept, out=out, of=f" of atom {atom}")
         if own.weights is not None:
             weights.copy_(own.weights)
         if num_digests:
@@ -332,6 +420,13 @@ class MadeOnDevice:
     @property
     def _sends_norms(self) -> bool:
         return self._around.are_whole and self._around.world.size > 1
+
+
+_NormAndParts: TypeAlias = tuple[torch.Tensor, Callable[[Key], torch.Tensor]]
+
+
+def _no_part(key: Key) -> torch.Tensor:
+    raise KeyError(key)
 
 
 class HostCopy:
@@ -390,6 +485,11 @@ class _Places:
     def _starts(self) -> list[int]:
         return [*accumulate(self.counts, initial=0)]
 
+    @property
+    def total(self) -> int:
+        """How much all ranks give; the norm of all is behind it, and then those of parts."""
+        return self._starts[-1]
+
     def losses(self, rank: int) -> slice:
         """Of a rank."""
         start = self._starts[rank]
@@ -427,10 +527,11 @@ class DeviceFigures:
         places: _Places,
         table: torch.Tensor,
         norm: torch.Tensor,
+        parts: Mapping[Key, torch.Tensor],
         one: torch.Tensor,
         kept: KeptNumbers,
     ) -> None:
-        """table: what all ranks gave, and the norm behind it. one: the number, in the dtype of the norm.
+        """table: what all ranks gave, behind it the norm and those of `parts`. one: the number, in the norm's dtype.
 
         All of them are `kept`, and hold until the next step; what is asked later is in the copy for the host.
         """
@@ -440,6 +541,7 @@ class DeviceFigures:
         self._given_weighting = own.weighting
         self._entries = list(own.digests)
         self._places = places
+        self._parts = parts
         # Times zero, it is zero where it is finite and nan elsewhere: so the sum is the norm, or nan.
         self._norm = torch.add(norm, norm, alpha=0, out=kept.place("norm or nan", dtype=norm.dtype))
         if self._entries:
@@ -492,7 +594,15 @@ class DeviceFigures:
     @property
     def grad_norm(self) -> float:
         """See `Figures`."""
-        norm = float(torch.tensor(self._values[-1], dtype=self._around.norm_dtype))
+        return self._norm_at(self._places.total)
+
+    @property
+    def norms(self) -> Mapping[Key, float]:
+        """See `Figures`."""
+        return {key: self._norm_at(self._places.total + 1 + at) for at, key in enumerate(self._parts)}
+
+    def _norm_at(self, place: int) -> float:
+        norm = float(torch.tensor(self._values[place], dtype=self._around.norm_dtype))
         return norm if math.isfinite(norm) else math.nan
 
     @property
@@ -504,9 +614,14 @@ class DeviceFigures:
         """See `Figures`."""
         _ = self.loss
 
-    def clip(self, parts: Sequence[torch.Tensor], max_norm: float) -> None:
+    def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
         """See `Figures`."""
-        clip_on_device(parts, self._norm, max_norm, self._kept, one=self._one)
+        norm = self._norm
+        if key is not None:
+            # And nan where the norm of all is: then nothing is scaled.
+            place = self._kept.place(f"norm of {key} or nan", dtype=norm.dtype)
+            norm = torch.add(self._parts[key], norm, alpha=0, out=place)
+        clip_on_device(parts, norm, max_norm, self._kept, one=self._one)
 
     @cached_property
     def _values(self) -> list[float]:

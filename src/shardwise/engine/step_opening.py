@@ -100,11 +100,13 @@ class StepOpening:
         is_step: bool,
         purpose: str,
         begin: Callable[[], None] | None = None,
+        choose: Callable[[], str] = lambda: "",
     ) -> OpenedBatch:
         """Split and weigh the batch; every rank raises the same error when one cannot.
 
         microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
         begin: what else a rank does before, and may refuse.
+        choose: says in words what a step trains, equal on ranks that do the same; raises where this rank cannot.
         """
         self._counters.exchanges += 1
         lines: Sequence[str] = ()
@@ -112,6 +114,7 @@ class StepOpening:
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
         ) as agreement:
             self._check_model()
+            trained = choose()
             if begin is not None:
                 begin()
             batch = with_tensors(batch)
@@ -137,6 +140,7 @@ class StepOpening:
                 weights,
                 written=self._buffers.written,
                 autocast=self._autocast.described(),
+                trained=trained,
                 is_listed=given is not None,
                 batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
             )

@@ -272,12 +272,15 @@ class Plan:
     """Which module is on which stage, and the order of work, where `mesh.pp` is above 1."""
     tensor: Tensor = field(default_factory=Tensor)
     """Which parameters are cut along `tp`, where `mesh.tp` is above 1."""
-    clip_grad_norm: float | None = None
-    """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
+    clip_grad_norm: float | Mapping[str, float] | None = None
+    """Largest 2-norm of the averaged gradient of all parameters; or {name of a group of `parallelize`, or name or glob
+    of parameters or modules: largest 2-norm of these}; None: no clipping."""
     average: Average | None = None
     """The running average of the weights that is kept next to them; None: there is none."""
     activations: Activations = field(default_factory=Activations)
     """Which activations are kept for backward; default: all that modules save."""
+    clip_grad_value: float | None = None
+    """Largest absolute value of an element of the averaged gradient, after the clip by norm; None: no clipping."""
 
     def __post_init__(self) -> None:
         # Each strategy has checked itself. Only what needs two of them is checked here.
@@ -287,8 +290,14 @@ class Plan:
             if not isinstance(value := getattr(self, name), kind) and not (name in _OPTIONAL and value is None)
         ]
         clip = self.clip_grad_norm
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
-            problems.append(f"clip_grad_norm: {clip!r} is not a number above 0; None switches clipping off")
+        if isinstance(clip, Mapping):
+            wrong = _clip_problems(clip)
+            problems += wrong
+            limits = clip if wrong else {name: float(most) for name, most in clip.items()}
+            object.__setattr__(self, "clip_grad_norm", ByName(limits))
+        for name, most in (("clip_grad_norm", clip), ("clip_grad_value", self.clip_grad_value)):
+            if not (most is None or isinstance(most, Mapping) or _is_above_0(most)):
+                problems.append(f"{name}: {most!r} is not a number above 0; None switches clipping off")
         # Guarded: with a value of another type the findings above are the ones that help.
         if isinstance(self.mesh, Mesh) and isinstance(self.pipeline, Pipeline):
             problems += self.pipeline.foreign_stages(self.mesh.pp)
@@ -296,7 +305,11 @@ class Plan:
 
     def text(self) -> str:
         """The plan as TOML, one line per setting in a fixed order; `Plan.parse` gives an equal plan."""
-        lines = [] if self.clip_grad_norm is None else [f"clip_grad_norm = {float(self.clip_grad_norm)!r}"]
+        lines = []
+        if (clip := self.clip_grad_norm) is not None:
+            lines.append(f"clip_grad_norm = {toml_text(clip) if isinstance(clip, Mapping) else repr(float(clip))}")
+        if self.clip_grad_value is not None:
+            lines.append(f"clip_grad_value = {float(self.clip_grad_value)!r}")
         for name in _STRATEGIES:
             lines += [f"{name}.{key} = {toml_text(value)}" for key, value in _settings(getattr(self, name))]
         return "\n".join(lines) + "\n"
@@ -311,10 +324,10 @@ class Plan:
         problems: list[str] = []
         arguments: dict[str, Any] = {}
         for name, table in tables.items():
-            if name == "clip_grad_norm":
+            if name in _CLIPS:
                 arguments[name] = table
             elif name not in _STRATEGIES:
-                problems.append(unknown_setting(name, ["clip_grad_norm", *_STRATEGIES]))
+                problems.append(unknown_setting(name, [*_CLIPS, *_STRATEGIES]))
             else:
                 try:
                     arguments[name] = read_strategy(name, table)
@@ -328,6 +341,8 @@ class Plan:
         _raise(problems)
         return plan
 
+
+_CLIPS = ("clip_grad_norm", "clip_grad_value")
 
 _STRATEGIES: dict[str, type] = {
     "mesh": Mesh,
@@ -453,6 +468,21 @@ def _stages_problems(stages: object) -> list[str]:
         for key, stage in stages.items()
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0
     ]
+
+
+def _clip_problems(clip: Mapping[Any, Any]) -> list[str]:
+    if not clip:
+        return ["clip_grad_norm: names nothing to clip; leave it out, and nothing is clipped"]
+    return [
+        f"clip_grad_norm: {name!r} is given {most!r}, which is not a number above 0"
+        + ("; in TOML a name with dots is written in quotes" if isinstance(most, Mapping) else "")
+        for name, most in clip.items()
+        if not (isinstance(name, str) and _is_above_0(most))
+    ]
+
+
+def _is_above_0(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _at_least_one(name: str, value: object) -> list[str]:

@@ -114,8 +114,10 @@ class TrainTable(Table):
     """Where the decay ends, as a fraction of `learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay of parameters with two dims or more; the others (biases, norms) have none."""
-    clip_grad_norm: float | None = None
-    """Largest norm of the gradient of all parameters; left out: no clipping."""
+    clip_grad_norm: float | dict[str, float] | None = None
+    """Largest norm of the gradient of all parameters, or of some: {"head.*" = 1.0}; left out: no clipping."""
+    clip_grad_value: float | None = None
+    """Largest absolute value of an element of the gradient, after the clip by norm; left out: no clipping."""
     evaluate_every: int = Field(default=100, ge=1)
     """Updates between two evaluations on held-out text; there is always one at the end."""
     evaluate_batches: int = Field(default=4, ge=1)
@@ -409,10 +411,11 @@ def _plan(
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
             average=average,
+            clip_grad_value=train.clip_grad_value,
         )
     except PlanError as error:
         # A plan calls it by its own name; in the file the key is in [train].
-        problems += [f"train.{each}" if each.startswith("clip_grad_norm") else each for each in error.problems]
+        problems += [f"train.{each}" if each.startswith("clip_grad_") else each for each in error.problems]
         return None
 
 

@@ -22,6 +22,7 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.engine.tensor.summed_gradients import Gradient, SummedGradients, Traced, resolve
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.errors import ModelError
 
 
@@ -172,6 +173,12 @@ class GradientKinds:
         self._tied = tuple(tied)
         self._pipeline = pipeline
         self._is_settled = False
+        self._trained = ALL
+        self._settled: set[TrainedSet] = set()
+
+    def turn_to(self, trained: TrainedSet) -> None:
+        """The next steps train these parameters, as `SummedGradients` has it."""
+        self._trained, self._is_settled = trained, trained in self._settled
 
     def trace(self, graphs: Sequence[StageGraph]) -> BackwardTrace | None:
         """Look at the graphs before their backward; None once all kinds are known on all ranks."""
@@ -194,6 +201,8 @@ class GradientKinds:
         mine = [self._summed.is_settled, *(code_of(self._summed.seen.get(name)) for name in self._tied)]
         settled, *of_tied = zip(*self._pipeline.exchange(bytes(mine), purpose="kinds of gradients"), strict=True)
         self._is_settled = all(settled)
+        if self._is_settled:
+            self._settled.add(self._trained)
         for name, codes in zip(self._tied, of_tied, strict=True):
             known = {gradient_of(code) for code in codes} - {None}
             if len(known) > 1:

@@ -9,6 +9,7 @@ its forwards are left out of the order that follows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, he
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError
 from shardwise.plan import Pipeline
@@ -79,6 +81,9 @@ class PipelineRunner:
         """The transfers of the forwards of the last step, each path once."""
         self._steps_back = False
         self._has_news = False
+        self._trained = ALL
+        self._memories: dict[TrainedSet, tuple[Paths, bool, bool]] = {}
+        """What was known of the forwards when another set of parameters was trained: they may take other paths."""
         self._equipment = Equipment(
             stages=self.stages,
             glue=self._glue,
@@ -136,6 +141,22 @@ class PipelineRunner:
             stream=stream,
             known=(self._paths, self._steps_back) if purpose == "step" and self._paths else None,
         )
+
+    def turn_to(self, trained: TrainedSet) -> None:
+        """The next steps train these parameters; `requires_grad` of all says so already."""
+        if trained is self._trained:
+            return
+        if len(self._memories) > MOST_TRAINED:
+            self._memories.clear()
+        self._memories[self._trained] = self._paths, self._steps_back, self._has_news
+        self._paths, self._steps_back, self._has_news = self._memories.get(trained, ((), False, False))
+        self._trained = trained
+        for unit in self.stages.units:
+            with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                unit.frozen = tuple(name for name, each in unit.module.named_parameters() if not each.requires_grad)
+        self._equipment = replace(self._equipment, chains=[chain for chain in self.chains if chain.name in trained])
+        if self._kinds is not None:
+            self._kinds.turn_to(trained)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 

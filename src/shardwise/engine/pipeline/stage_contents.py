@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
-from shardwise.engine.inventory import Inventory, named_places, with_values
+from shardwise.engine.inventory import Inventory, named_places, take_over, with_values
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
 
@@ -185,11 +185,17 @@ def stages_of_modules(model: nn.Module, placement: Placement) -> dict[nn.Module,
 
 @torch.no_grad()
 def drop_foreign(
-    model: nn.Module, inventory: Inventory, parameters: StageParameters, coordinate: int
+    model: nn.Module,
+    inventory: Inventory,
+    parameters: StageParameters,
+    coordinate: int,
+    *,
+    keeps_objects: bool,
 ) -> list[tuple[nn.Module, str]]:
     """Put tensors without memory in the place of parameters and buffers that the rank at `coordinate` has no use for.
 
     Ties stay ties. Buffers outside of placed modules stay, for the code between modules runs on every rank.
+    keeps_objects: parameters stay the objects that they are, where torch lets them.
     Returns every place of a buffer that stays: (module, attribute).
     """
     held = parameters.held_by(coordinate)
@@ -198,7 +204,9 @@ def drop_foreign(
     for module, attribute, name in inventory.places:
         if name not in held:
             if name not in empty:
-                empty[name] = _without_memory(inventory.parameters[name], spec_of[name])
+                parameter = inventory.parameters[name]
+                made = _without_memory(parameter, spec_of[name])
+                empty[name] = take_over(parameter, made) if keeps_objects else made
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []

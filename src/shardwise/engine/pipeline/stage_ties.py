@@ -29,6 +29,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.reports import Counters
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
@@ -96,6 +97,7 @@ class StageTies:
         """
         self._channel = pipeline
         self._stages = parameters
+        self._trained = ALL
         self._precision = plan.precision
         bundles = list(_bundles(inventory.specs, parameters))
         self._parameters = {spec.name: inventory.parameters[spec.name] for each in bundles for spec in each.specs}
@@ -130,11 +132,15 @@ class StageTies:
         """Names of replicas that somebody gave another storage."""
         return [name for name in self._names if self._parameters[name].data_ptr() != self._placed[name]]
 
-    def begin(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last update."""
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
+        """Forget the gradients of the last update. What is not `trained` travels in none of its messages."""
         self._handed_down.clear()
+        self._trained = trained
         for gradients in self._gradients.values():
-            gradients.begin(num_microbatches)
+            gradients.begin(num_microbatches, trained)
+
+    def _trains(self, bundle: _Bundle) -> bool:
+        return bundle.trainable and self._trained.meets(spec.name for spec in bundle.specs)
 
     def parameter(self, name: str) -> nn.Parameter:
         """The object with which this rank computes."""
@@ -155,7 +161,7 @@ class StageTies:
         # Sends first, and they do not wait: two ranks may own parameters of each other.
         works = [work for owner, gradients in self._gradients.items() for work in self._give(owner, gradients)]
         others: dict[str, dict[int, torch.Tensor]] = {}
-        for user in sorted({bundle.user for bundle in self._owned if bundle.trainable}):
+        for user in sorted({bundle.user for bundle in self._owned if self._trains(bundle)}):
             for name, gradient in self._take(user, own):
                 others.setdefault(name, {})[user] = gradient
         touched = own.touched
@@ -174,13 +180,14 @@ class StageTies:
         for work in works:
             work.wait()
 
-    def publish(self) -> None:
-        """Give the replicas the values of their owners, after an update."""
-        self._publish([bundle for bundle in self._owned if bundle.trainable], only_trainable=True)
+    def publish(self, trained: TrainedSet = ALL) -> None:
+        """Give the replicas the values of their owners, after an update of what is `trained`."""
+        self._trained = trained
+        self._publish(list(filter(self._trains, self._owned)), list(filter(self._trains, self._replicas)))
 
     def publish_restored(self) -> None:
         """Give the replicas the values of their owners, frozen ones too."""
-        self._publish(self._owned, only_trainable=False)
+        self._publish(self._owned, self._replicas)
 
     def replica_bytes(self) -> int:
         """Bytes of the replicas."""
@@ -229,8 +236,10 @@ class StageTies:
         """Send which replicas of the parameters of `owner` have a gradient, and those that they have."""
         gradients.stop()
         held = [
-            spec for bundle in self._replicas if bundle.owner == owner and bundle.trainable for spec in bundle.specs
+            spec for bundle in self._replicas if bundle.owner == owner and self._trains(bundle) for spec in bundle.specs
         ]
+        if not held:
+            return []
         # Which have a gradient depends on the data of this update, and the owner cannot know it. A missing gradient
         # has to stay missing: zeros would make an optimizer update a parameter that nothing used.
         flags = [spec.name in gradients.touched and spec.name not in self._handed_down for spec in held]
@@ -243,7 +252,7 @@ class StageTies:
 
     def _take(self, user: int, own: GradReduce) -> Iterator[tuple[str, torch.Tensor]]:
         """Receive the gradients that the rank `user` has for this rank's parameters."""
-        held = [spec for bundle in self._owned if bundle.user == user and bundle.trainable for spec in bundle.specs]
+        held = [spec for bundle in self._owned if bundle.user == user and self._trains(bundle) for spec in bundle.specs]
         flags = torch.empty(len(held), dtype=torch.uint8)
         self._receive(flags, user, "which")
         touched = [spec for spec, flag in zip(held, flags.tolist(), strict=True) if flag]
@@ -255,13 +264,13 @@ class StageTies:
             for spec, part in zip(alike, flat.split(lengths), strict=True):
                 yield spec.name, part.view(spec.shape)
 
-    def _publish(self, bundles: Sequence[_Bundle], *, only_trainable: bool) -> None:
+    def _publish(self, given: Sequence[_Bundle], taken: Sequence[_Bundle]) -> None:
         works = []
-        for bundle in bundles:
+        for bundle in given:
             values = [self._parameters[spec.name].detach() for spec in bundle.specs]
             works.append(self._send(_flat(values), bundle.user, "values"))
         for bundle, working in zip(self._replicas, self._working, strict=True):
-            if bundle.trainable or not only_trainable:
+            if bundle in taken:
                 self._receive(working, bundle.owner, "values")
         for work in works:
             work.wait()

@@ -224,6 +224,8 @@ class PlacedModule:
         self._compiled: Callable[..., Any] | None = module._compiled_call_impl
         """The compiled whole call, after `module.compile()`; hooks stay outside of it from now on."""
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
+        self.frozen: tuple[str, ...] = ()
+        """Parameters inside without `requires_grad` at present, which decides what needs a gradient."""
         self._state: list[Any] = []
         self._identity: Hashable | None = None
         """In that state."""
@@ -238,13 +240,13 @@ class PlacedModule:
         # Hooks come and go between calls. Their number decides which records a call gives, so it is part of the
         # signature.
         hooked = tuple((at, len(each._forward_hooks)) for at, each in self._hooked())
-        return (self._structure, tuple(each.training for each in (self.module, *self.inner)), hooked)
+        return (self._structure, self.frozen, tuple(each.training for each in (self.module, *self.inner)), hooked)
 
     def identity(self) -> Hashable | None:
         """See `StagedCall`."""
         # By attributes: torch counts no changes of modes and hooks. A hook has a number that no other one gets, so
         # numbers show hooks that were put on, taken off and exchanged, also those before a forward.
-        state: list[Any] = [self.module.training]
+        state: list[Any] = [self.module.training, self.frozen]
         for each in self.inner:
             state.append(each.training)
             if each._forward_hooks:

@@ -25,6 +25,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.engine.tensor.tp_collectives import TpCollectives, collective_of, module_of
 from shardwise.engine.tensor.vocabulary import is_cut_loss
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.errors import ModelError
 
 Gradient = Literal["complete", "own", "both", "hidden"]
@@ -158,12 +159,32 @@ class SummedGradients:
         """parameters: by name, those of this rank. cut: names of those that are cut. summed: what the rules say. named:
         those that have a rule."""
         cut = frozenset(cut)
-        self.names = frozenset(summed)
+        self._by_rules = frozenset(summed)
+        self._named = self._by_rules | frozenset(named)
+        self._whole = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}
+        self._trained = ALL
+        self._memories: dict[TrainedSet, tuple[frozenset[str], dict[str, Gradient], dict[str, nn.Parameter], bool]] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.names = self._by_rules
         self.seen: dict[str, Gradient] = {}
         """What graphs have shown so far."""
-        self._named = self.names | frozenset(named)
         self._has_learned = False
-        self._unseen = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}
+        self._unseen = {name: each for name, each in self._whole.items() if name in self._trained}
+
+    def turn_to(self, trained: TrainedSet) -> None:
+        """The next steps train these parameters, perhaps by another loss: what graphs show is known of each."""
+        if trained is self._trained:
+            return
+        if len(self._memories) > MOST_TRAINED:
+            self._memories.clear()
+        self._memories[self._trained] = self.names, self.seen, self._unseen, self._has_learned
+        self._trained = trained
+        if (known := self._memories.get(trained)) is None:
+            self._begin()
+        else:
+            self.names, self.seen, self._unseen, self._has_learned = known
 
     @property
     def is_settled(self) -> bool:

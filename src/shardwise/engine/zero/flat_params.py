@@ -19,7 +19,7 @@ Where masters are in the host's memory (`offload`), `publish` casts there, and t
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
+from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.errors import ModelError, in_words
 from shardwise.plan import Bucket, Ownership, Segment, Slot
@@ -304,19 +305,21 @@ class Owned:
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
 
 
-Run: TypeAlias = tuple[str, int, bool]
-"""The first name of what follows each other in memory, its elements, and whether its parameters count."""
+Mark = TypeVar("Mark", bound=int)
+
+Run: TypeAlias = tuple[str, int, Mark]
+"""The first name of what follows each other in memory, its elements, and whether (or how) its parameters count."""
 
 
-def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], bool]) -> list[Run]:
+def runs_of(owned: Sequence[Owned], ownership: Ownership, *, counts: Callable[[str], Mark]) -> list[Run[Mark]]:
     """What is owned, as few runs of memory: the first name of each, its elements, and whether its parameters count.
 
     part of a bucket    | a 6 | b 4 | c 2 | padding |
     a and b count       | a, 10     | c, 2 |           padding belongs to no run: it may be anything
     """
     bucket_of = {slot.name: at for at, bucket in enumerate(ownership.buckets) for slot in bucket.slots}
-    runs: list[Run] = []
-    end: tuple[int, int, bool] | None = None
+    runs: list[Run[Mark]] = []
+    end: tuple[int, int, Mark] | None = None
     for each in sorted(owned, key=lambda each: (bucket_of[each.segment.name], each.segment.start)):
         name, start, num_elements = each.segment.name, each.segment.start, each.segment.run.num_elements
         if not num_elements:
@@ -471,15 +474,18 @@ class FlatParams:
         self,
         counters: Counters,
         *,
+        trained: TrainedSet = ALL,
         before: Callable[[int], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks.
 
-        before: what updates a bucket by its number; the buckets before are on their way then. meanwhile: is called
-        while they are on their way, and may read masters.
+        Of buckets with something `trained`. before: what updates a bucket by its number; the buckets before are on
+        their way then. meanwhile: is called while they are on their way, and may read masters.
         """
         trainable = [index for index, bucket in enumerate(self.buckets) if bucket.plan.trainable]
+        if trained is not ALL:
+            trainable = [at for at in trainable if trained.meets(slot.name for slot in self.buckets[at].plan.slots)]
         if self.publishes_in_parts:
             # The smallest first: nothing travels while it is updated. Links are slower than updates, which write the
             # owned part of a bucket where links move all of it.

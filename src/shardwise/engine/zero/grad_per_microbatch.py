@@ -35,7 +35,8 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.zero.flat_params import Owned, Run
+from shardwise.engine.trained_parameters import ALL, TrainedSet
+from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_reduce import (
     Collectors,
@@ -76,6 +77,7 @@ class GradBuffers:
         self._places = places_in_buffers(ownership, precision, by_unit=by_unit)
         self._num_bytes = buffer_bytes(ownership, precision, by_unit=by_unit)
         self._sizes = Counter(place.group for place in self._places)
+        """Group -> its buckets that are reduced."""
         self._num_kept = min(_NUM_KEPT, len(self._sizes))
         self._num_taken = 0
         """Buffers that are free or in use."""
@@ -85,6 +87,10 @@ class GradBuffers:
         self.free: list[torch.Tensor] = []
         self._views: dict[tuple[int, int], Views] = {}
         """(bucket, address of a buffer) -> the views of the bucket there: buffers come again in every microbatch."""
+
+    def expect(self, buckets: Collection[int]) -> None:
+        """Only these are reduced from now on."""
+        self._sizes = Counter(self._places[each].group for each in buckets)
 
     def is_short(self, bucket: int) -> bool:
         """Whether `give` would take memory that is not kept."""
@@ -174,6 +180,8 @@ class _Pending:
     quiet: Mapping[str, nn.Parameter] = field(default_factory=dict)
     """Parameters without a hook: their gradients are taken when the reduction starts."""
     is_launched: bool = False
+    is_left_out: bool = False
+    """Nothing of it is trained in this update."""
     num_rounds: int = 0
     """Reductions of this update so far."""
     is_taken: bool = False
@@ -271,8 +279,10 @@ class GradPerMicrobatch(Passes):
         """Those that go on while the next one is started."""
         if owners.progresses_alone:
             self._most_flights = len(ownership.buckets) if sums_of(owners) is None else 1
+        self._trained = ALL
         self._unused: frozenset[str] = frozenset()
-        self._is_ordered = False
+        self._place: dict[int, int] = {}
+        """Buckets in the order in which their first backward on the first rank completed them, then the others."""
         self._completed: list[int] = []
         """Buckets in the order in which the first microbatch completed them."""
         # The parameters that no rank used in the last update, alike on all ranks, are not waited for. If one is used
@@ -296,11 +306,18 @@ class GradPerMicrobatch(Passes):
 
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """See `GradReduce`."""
-        return self._owned.views(owned, self.parts, self._part_of)
+        return self._owned.views(owned, [*self._reduced, *self._whole.reduced], self._part_of)
 
-    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """See `GradReduce`."""
-        return self._owned.runs(runs)
+        found = self._owned.runs(runs)
+        if self._trained is ALL:
+            return found
+        return [each for each, run in zip(found, runs, strict=True) if not self._is_left_out(run[0])]
+
+    def _is_left_out(self, name: str) -> bool:
+        pending = self._of.get(name)
+        return self._whole.leaves_out(name) if pending is None else pending.is_left_out
 
     def _part_of(self, name: str) -> torch.Tensor:
         pending = self._of.get(name)
@@ -308,8 +325,9 @@ class GradPerMicrobatch(Passes):
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """The owned parts of all buckets, flat, valid after `reduce`."""
-        return [*self._reduced, *self._whole.parts]
+        """See `GradReduce`."""
+        own = [part for part, pending in zip(self._reduced, self._pending, strict=True) if not pending.is_left_out]
+        return [*own, *self._whole.parts]
 
     @property
     def touched(self) -> frozenset[str]:
@@ -328,14 +346,19 @@ class GradPerMicrobatch(Passes):
         """The next backward is the last of this update."""
         self._whole.expect_last()
 
-    def begin(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
+        """See `GradReduce`."""
+        if trained is not self._trained:
+            self._trained = trained
+            for pending in self._pending:
+                pending.is_left_out = not trained.meets(pending.names)
+            self.buffers.expect([each.index for each in self._pending if not each.is_left_out])
         # The runs have the dtype of accumulation, which one microbatch does not need: only that changes with k.
         is_other = not self._runs or (num_microbatches == 1) != (self._num_microbatches == 1)
         if is_other or any(reduced is not run for reduced, run in zip(self._reduced, self._runs, strict=False)):
             self._owned.forget()  # given back, or copies in the dtype of the masters, made for one update
         self._reduced = []
-        self._whole.begin(num_microbatches)
+        self._whole.begin(num_microbatches, trained)
         self._copies.forget()
         if is_other:
             self._lay_out(num_microbatches)
@@ -361,18 +384,22 @@ class GradPerMicrobatch(Passes):
         `touched`: the same on all ranks. After the first update buckets go in the order in which its backward completed
             them on the first rank. That order may differ from the parameters' order in the model.
         """
-        self._unused = frozenset(self._of.keys() - touched)
-        if self._starts_when_complete and not self._is_ordered:
+        missed = self._of.keys() - touched
+        if self._trained.names is not None:  # of the others nothing was learnt
+            missed = (missed & self._trained.names) | (self._unused - self._trained.names)
+        self._unused = frozenset(missed)
+        new = {each.index for each in self._pending if not each.is_left_out}.difference(self._place)
+        if self._starts_when_complete and new:
             # Autograd goes back through the forward, and the plan knows only the order of registration. A bucket that
             # is complete early and stands late in the order waits, and holds a buffer. One exchange, in the first
             # update, gives all ranks the order of rank 0: with orders of their own, they would sum unlike buckets.
-            self._is_ordered = True
             self._counters.exchanges += 1
             mine, purpose = json.dumps(self._completed).encode(), "order of gradients"
             order = understood(self._owners.exchange(mine, purpose=purpose), a_list, purpose=purpose)[0]
-            place = {index: at for at, index in enumerate(order)}
+            for index in dict.fromkeys([*(each for each in order if each in new), *sorted(new)]):
+                self._place[index] = len(self._place)
             for pending in self._by_stage.values():
-                pending.sort(key=lambda each: place.get(each.index, len(place)))
+                pending.sort(key=lambda each: self._place.get(each.index, len(self._place)))
 
     def reduce(self) -> None:
         """Leave the sums over all microbatches and data ranks in the owned parts that `views_of` gives."""
@@ -381,6 +408,9 @@ class GradPerMicrobatch(Passes):
         self._land_all()
         self.buffers.trim()
         for pending, run in zip(self._pending, self._runs, strict=True):
+            if pending.is_left_out:
+                self._reduced.append(run)
+                continue
             if not pending.num_rounds:
                 run.zero_()
             # No copy where the dtypes agree: the engine takes the mean and clips in the run itself, which the first
@@ -451,7 +481,7 @@ class GradPerMicrobatch(Passes):
         self._copies.put(pending.views[name], gradient, adds=name in pending.touched)
         pending.touched.add(name)
         pending.missing.discard(name)
-        if not pending.missing and not self._is_ordered and pending.num_rounds == 0:
+        if not pending.missing and pending.num_rounds == 0 and pending.index not in self._place:
             self._completed.append(pending.index)
         if self._starts_when_complete and not pending.missing:
             self._launch_complete(pending.stage)
@@ -470,8 +500,10 @@ class GradPerMicrobatch(Passes):
 
     def _open(self, pending: _Pending) -> None:
         pending.missing = set(pending.names - self._unused)
+        if self._trained.names is not None:
+            pending.missing &= self._trained.names
         pending.touched.clear()
-        pending.is_launched = False
+        pending.is_launched = pending.is_left_out
 
     def _give_buffer(self, pending: _Pending) -> None:
         # A single bucket is still on its way from the last microbatch when the next one fills it: its buffer comes back
@@ -625,7 +657,7 @@ class GradPerMicrobatch(Passes):
     def _add_strays(self) -> None:
         """One more reduction for the buckets of gradients that came late on some rank."""
         # All ranks agreed on `_unused`, so that all of them exchange here or none does.
-        if not self._unused:
+        if not self._unused or not self._trained.meets(self._unused):
             return
         self._counters.exchanges += 1
         mine, purpose = json.dumps(sorted(self._strays)).encode(), "gradients of parameters that were not used before"

@@ -18,7 +18,7 @@ with several microbatches the last bits of the two ways differ. Each is the same
 import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import take_gradient, values_of
 from shardwise.engine.reports import Counters
-from shardwise.engine.zero.flat_params import Owned, Run
+from shardwise.engine.trained_parameters import ALL, TrainedSet
+from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_copies import GradCopies
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
@@ -89,8 +90,11 @@ class GradReduce(Collector, Protocol):
     def touched(self) -> frozenset[str]:
         """Parameters that got a gradient since `begin`."""
 
-    def begin(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
+        """Forget the gradients of the last update and make room for those of `num_microbatches`.
+
+        Buckets without a parameter that is `trained` are left alone.
+        """
 
     def expect_last(self) -> None:
         """The next backward is the last of this update."""
@@ -110,12 +114,12 @@ class GradReduce(Collector, Protocol):
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """The reduced gradients of all that is owned, by name, in the shapes of the masters; valid after `reduce`."""
 
-    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """The same in as few flat tensors as can be, and whether each counts; asked for after `views_of`."""
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """The owned parts of all buckets, flat, valid after `reduce`."""
+        """The owned parts of all buckets with something trained, flat, valid after `reduce`."""
 
 
 class PartsTaker(Protocol):
@@ -132,7 +136,8 @@ class OwnedGradients:
         self._parts: Sequence[torch.Tensor] = ()
         """The owned parts of buckets that are viewed."""
         self._views: dict[str, torch.Tensor] = {}
-        self._runs: list[tuple[torch.Tensor, bool]] = []
+        self._runs: dict[int, tuple[Sequence[Run[Any]], list[tuple[torch.Tensor, Any]]]] = {}
+        """By the list of runs that was asked for."""
 
     def views(
         self, owned: Sequence[Owned], parts: Sequence[torch.Tensor], part_of: Callable[[str], torch.Tensor]
@@ -140,7 +145,7 @@ class OwnedGradients:
         """The gradients of what is owned, by name. `parts`: the owned parts of all buckets. `part_of`: the one with a
         parameter."""
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-            self._views, self._runs = {}, []
+            self._views, self._runs = {}, {}
             for each in owned:
                 segment = each.segment
                 span = slice(segment.start, segment.start + segment.run.num_elements)
@@ -148,15 +153,17 @@ class OwnedGradients:
             self._parts = list(parts)
         return self._views
 
-    def runs(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """The same gradients as flat runs."""
-        if not self._runs:
-            self._runs = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
-        return self._runs
+        known = self._runs.get(id(runs))
+        if known is None or known[0] is not runs:
+            made = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
+            known = self._runs[id(runs)] = runs, made
+        return known[1]
 
     def forget(self) -> None:
         """The buffers are given back: views would keep them."""
-        self._parts, self._views, self._runs = (), {}, []
+        self._parts, self._views, self._runs = (), {}, {}
 
 
 def twice_in_one_backward(name: str) -> str:
@@ -212,15 +219,25 @@ class GradPerUpdate:
         self._parameters = [parameters[name] for name in self._bucket_of]
         self._copies = GradCopies()
         self._owned = OwnedGradients()
+        self._trained = ALL
+        self._left_out: frozenset[int] = frozenset()
+        """Buckets with nothing that is trained in this update."""
         self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self)
 
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
         """See `GradReduce`."""
         return self._owned.views(owned, self.reduced, self.part_of)
 
-    def runs_of(self, runs: Sequence[Run]) -> Sequence[tuple[torch.Tensor, bool]]:
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
         """See `GradReduce`."""
-        return self._owned.runs(runs)
+        found = self._owned.runs(runs)
+        if not self._left_out:
+            return found
+        return [each for each, run in zip(found, runs, strict=True) if not self.leaves_out(run[0])]
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the bucket of a parameter has nothing that is trained in this update."""
+        return self._bucket_of[name] in self._left_out
 
     def part_of(self, name: str) -> torch.Tensor:
         """The owned part of the bucket of a parameter, valid after `reduce`."""
@@ -228,8 +245,8 @@ class GradPerUpdate:
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """The owned parts of all buckets, flat, valid after `reduce`."""
-        return self.reduced
+        """See `GradReduce`."""
+        return [each for at, each in enumerate(self.reduced) if at not in self._left_out]
 
     @property
     def touched(self) -> frozenset[str]:
@@ -249,8 +266,13 @@ class GradPerUpdate:
             view.copy_(gradient)
         self._touched.add(name)
 
-    def begin(self, num_microbatches: int) -> None:
-        """Forget the gradients of the last update and make room for those of `num_microbatches`."""
+    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
+        """See `GradReduce`."""
+        if trained is not self._trained:
+            self._trained = trained
+            self._left_out = frozenset(
+                at for at, bucket in enumerate(self._buckets) if not trained.meets(slot.name for slot in bucket.slots)
+            )
         layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
         self._copies.forget()
         # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
@@ -270,6 +292,8 @@ class GradPerUpdate:
         is_alone = self._owners.size * self._replicas.size == 1
         self._starts_early = self._owners.progresses_alone or (is_alone and self._taker is not None)
         self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
+        if self._trained.names is not None:
+            self._pending = [names & self._trained.names for names in self._pending]
 
     def expect(self, touched: Collection[str]) -> None:
         """`touched`: what any rank had a gradient for. Buckets are reduced at the end, and wait for nothing."""
@@ -314,8 +338,8 @@ class GradPerUpdate:
     def _launch_complete(self) -> None:
         """Start the reductions whose turn it is."""
         while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
+            self._counters.early_reductions += len(self._works) not in self._left_out
             self._launch()
-            self._counters.early_reductions += 1
 
     def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
         self._layout = layout
@@ -347,6 +371,9 @@ class GradPerUpdate:
         """Start the reduction of the next bucket; buckets go in one order on all ranks, whatever backward did first."""
         self._copies.flush()
         index = len(self._works)
+        if index in self._left_out:
+            self._works.append(None)
+            return
         bucket = self._buckets[index]
         buffer = self._buffers[index]
         # What is held until a wait is that of one or two buckets, and not of all: of one where a narrower copy travels
@@ -388,6 +415,8 @@ class GradPerUpdate:
 
     def _finish(self, index: int) -> None:
         """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""
+        if index in self._left_out:
+            return
         reduced, buffer = self.reduced[index], self._buffers[index]
         if self._replicas.size == 1:
             if self._owners.size == 1 and reduced.dtype != buffer.dtype:

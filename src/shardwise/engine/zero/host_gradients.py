@@ -17,7 +17,7 @@ import torch
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.engine.norm import divide_on_device
-from shardwise.engine.zero.flat_params import FlatParams, Owned, page_locked
+from shardwise.engine.zero.flat_params import FlatParams, Mark, Owned, Run, page_locked
 from shardwise.engine.zero.grad_reduce import OwnedGradients
 from shardwise.plan import Bucket
 
@@ -73,6 +73,10 @@ class HostGradients:
         """The gradients of what is owned, by name, in the shapes of the masters; the host waits for them."""
         self._wait()
         return self._views.views(owned, self.parts, self._room_of.__getitem__)
+
+    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
+        """The same as flat runs, each with its mark; asked for after `arrived`."""
+        return self._views.runs(runs)
 
     @torch.no_grad()
     def _send(self, name: str, part: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ too far off?   FaultWords:     "It is 2 times that of one process"
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -57,6 +57,7 @@ class MeanGradients:
         """By how much the norm may be off: the norm of the bounds of all elements."""
         self._common = SharedFactor()
         limit, theirs = program.plan.clip_grad_norm, layout.report.grad_norm
+        assert not isinstance(limit, Mapping), "a program has no clip of parts"
         # Clipped by the layout's norm, which is compared on its own: a wrong one must not make all gradients wrong.
         self._clip = 1.0 if limit is None else min(1.0, limit / (theirs + 1e-6))
         # The factor is computed in float32 by the engine: a few roundings of the norm, the division and the product.

@@ -6,7 +6,7 @@ plan               one_process_plan          the batch of an update, 8 rows
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +43,14 @@ class Program:
     loss_weight: LossWeight | None = None
     scheduler: Scheduler | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        # Gradients are compared as they are before these clips, which would hide faults: a value at its limit is right
+        # whatever it was.
+        if isinstance(self.plan, Plan) and isinstance(self.plan.clip_grad_norm, Mapping):
+            object.__setattr__(self, "plan", replace(self.plan, clip_grad_norm=None))
+        if isinstance(self.plan, Plan) and self.plan.clip_grad_value is not None:
+            object.__setattr__(self, "plan", replace(self.plan, clip_grad_value=None))
 
     @property
     def num_data_ranks(self) -> int:

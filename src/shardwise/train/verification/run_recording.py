@@ -7,6 +7,7 @@ digest says whether two tensors are equal to the bit, the sample how far apart t
           -> forward of microbatch 1: ...                                       -> take: the notes of one update
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
-from shardwise.engine.batches import LossFunction, Microbatch
+from shardwise.engine.batches import LossFunction
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.tensor.tensor_decision import portion_of
@@ -245,13 +246,14 @@ class NotedLoss:
     """A loss function whose values are noted. A model that gives its own loss notes it as its output."""
 
     def __init__(self, loss: LossFunction) -> None:
-        self._loss = loss
+        self._loss: Callable[..., torch.Tensor | Mapping[str, Any]] = loss
+        self.__signature__ = inspect.signature(loss)  # whether it takes the output of the model
         self.recorder: Recorder | None = None
         """Set once the model has its hooks."""
 
-    def __call__(self, output: Any, batch: Microbatch) -> torch.Tensor | Mapping[str, Any]:
+    def __call__(self, *given: Any) -> torch.Tensor | Mapping[str, Any]:
         """The loss of a microbatch."""
-        value = self._loss(output, batch)
+        value = self._loss(*given)
         loss = value.get("loss") if isinstance(value, Mapping) else value
         if self.recorder is not None and isinstance(loss, torch.Tensor):
             self.recorder.note_output(LOSS, None, loss)
