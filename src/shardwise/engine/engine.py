@@ -37,6 +37,7 @@ from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.generation import Gather, Generation
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.norm import norm_dtype
@@ -341,6 +342,31 @@ class Engine(Generic[Model_co]):
         }
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.predict(moved, output_of)
+
+    def generate(
+        self,
+        inputs: Mapping[str, Any] | torch.Tensor | None,
+        *,
+        seed: int | None = None,
+        gather: Gather = "each",
+        **kwargs: Any,
+    ) -> Any:
+        """What the model's `generate(inputs, **kwargs)` gives in one process, in evaluation mode.
+
+        All ranks along pp and tp call it together, with equal arguments, and get the same. Under stage 3 all data ranks
+        call it, each with its own inputs and lengths. A rank without rows gives None, and gets a tensor [0, 0].
+        inputs: a tensor, or tensors by name; they are moved to the device.
+        seed: of what is drawn, as by `torch.manual_seed(seed)` before; None: one that the engine takes, of its own
+            seed, the step and the data rank.
+        gather: under stage 3, "each" gathers for each call of the model, in the memory of an evaluation; "once"
+            gathers all parameters first, and each rank holds them until the end.
+
+        Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
+        """
+        device = self._channels.everyone.device
+        generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
+        with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
+            return self._computation.generate(generation)
 
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.
