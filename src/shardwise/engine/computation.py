@@ -194,7 +194,7 @@ class Computation:
                 rounds.done()
         return losses
 
-    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], torch.Tensor]) -> torch.Tensor:
+    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], Any]) -> Any:
         """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
         (stream,) = self._streams(EVALUATION, 1, 0)
         output_of = self.autocast.inside(output_of)

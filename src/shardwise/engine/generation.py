@@ -65,10 +65,7 @@ class Generation:
         if twice := sorted(named.keys() & kwargs.keys()):
             raise BatchError(f"engine.generate was given {', '.join(twice)} both in the inputs and as arguments")
         args = (inputs.to(device),) if isinstance(inputs, torch.Tensor) else ()
-        given = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in {**named, **kwargs}.items()
-        }
+        given = on_device({**named, **kwargs}, device)
         first = next((each for each in (*args, *given.values()) if isinstance(each, torch.Tensor) and each.ndim), None)
         has_rows = inputs is not None and (first is None or len(first) > 0)
         return cls(generate=generate, args=args, kwargs=given, has_rows=has_rows, gather=gather, seed=seed)
@@ -76,3 +73,8 @@ class Generation:
     def run(self) -> Any:
         """What the model's `generate` gives."""
         return self.generate(*self.args, **self.kwargs)
+
+
+def on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The values with their tensors on the device."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}

@@ -14,7 +14,6 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import transform

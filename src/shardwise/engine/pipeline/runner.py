@@ -184,7 +184,6 @@ class PipelineRunner:
     def generate(self, run: Callable[[], Any], streams: Callable[[int], Stream]) -> Any:
         """What a program gives that calls the model as often as it likes. `streams`: what the n-th call draws from."""
         with self._prediction(None) as flow, OutermostCalls(flow, streams).seen(self.stages):
-            flow.follows_objects = True
             return given_to_all(flow, self._glue.run(lambda _: run(), {}))
 
     @contextmanager
