@@ -106,7 +106,7 @@ def test_a_loop_that_looks_at_values_runs_around_predict() -> None:
             lambda net, engine: engine.predict(TURN, lambda turn: net.generate(turn["x"])),
             "generate() decides by values",
         ),
-        (lambda net, engine: net.generate(TURN["x"]), "Write its loop around engine.predict"),
+        (lambda net, engine: net.generate(TURN["x"]), "engine.generate(inputs) runs it over stages"),
         (lambda net, engine: engine.predict(TURN, lambda turn: net(turn["x"]).sum().item()), "Return the tensor"),
         (lambda net, engine: engine.predict(TURN, lambda turn: float(net(turn["x"]).sum())), "(float())"),
     ],

@@ -358,9 +358,9 @@ class Unshard(Passes):
         """
         if not self.is_in_pass:
             raise ModelError(
-                f"the model is called outside of step, evaluate and predict, and unit {units[0].plan.name!r} of its "
-                "parameters is cut over ranks (stage 3). Call engine.predict(inputs, output_of) on all ranks, or "
-                "read whole tensors with sw.full(engine)"
+                f"the model is called outside of step, evaluate, predict and generate, and unit {units[0].plan.name!r} "
+                "of its parameters is cut over ranks (stage 3). Call engine.predict(inputs) or engine.generate(inputs) "
+                "on all ranks, or read whole tensors with sw.full(engine)"
             )
 
     def begin_saving(self, call: UnitCall) -> None:
