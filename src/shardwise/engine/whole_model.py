@@ -134,18 +134,18 @@ def full_state_dict(engine: "Engine", *, rank0_only: bool = True, offload: bool 
 
 
 def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """For each parameter that an optimizer trains its state, by torch's keys."""
-    keys: dict[str, dict[str, Any]] = {}
-    trained = {name for names in known.parameters for name in names}
+    """For each parameter that an optimizer trains its state, by torch's keys, in the order of its groups."""
+    found: dict[str, dict[str, Any]] = {name: {} for names in known.parameters for name in names}
     for name, tensor in values.items():
-        if (split := split_state_name(name)) is not None and split[0] in trained:
+        if (split := split_state_name(name)) is not None and split[0] in found:
             python = settings["plain"].get(split[1])
             is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
-            keys.setdefault(split[0], {})[split[1]] = tensor.item() if is_python else tensor
-    for state in keys.values():
+            found[split[0]][split[1]] = tensor.item() if is_python else tensor
+    states = {name: state for name, state in found.items() if state}
+    for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
-    return keys
+    return states
 
 
 def _is_of(tensor: torch.Tensor, python: str) -> bool:
