@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 12},
 }
-SHORT = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 2}
+SHORT: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": 2}
 STAGE_3 = sw.Sharding(stage=3, bucket_bytes=4000)
 
 
@@ -140,7 +140,7 @@ def test_data_ranks_go_on_until_the_last_has_finished(gather: Any, text: str) ->
     wanted = [
         model.generate(**inputs_of(rank), max_new_tokens=num, pad_token_id=0, do_sample=False)
         for rank, num in enumerate(lengths[:2])
-        for model in [llama().eval()]
+        for model in list[Any]([llama().eval()])
     ]
     batch = sentences(1)
 
@@ -209,7 +209,7 @@ def test_any_loop_that_decides_by_values_runs(plan: sw.Plan) -> None:
 def test_processors_criteria_and_streamers_are_passed_on() -> None:
     import transformers as tf
 
-    class NoEven(tf.LogitsProcessor):  # type: ignore[misc]
+    class NoEven(tf.LogitsProcessor):
         def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
             scores[:, ::2] = -float("inf")
             return scores
@@ -262,7 +262,7 @@ def test_it_computes_in_the_dtypes_of_the_plan_and_the_region_of_the_caller(text
 
     def run(channel: sw.Channel) -> tuple[torch.Tensor, torch.Tensor]:
         model = models.gpt2_still()()
-        for parameter in model.transformer.h[0].parameters():  # type: ignore[union-attr, operator, index]
+        for parameter in model.transformer.h[0].parameters():  # type: ignore[union-attr, index]
             parameter.requires_grad_(False)
         first = under(plan, model, channel).generate(inputs, do_sample=False, **SHORT)
         with torch.autocast("cpu", dtype=torch.bfloat16):

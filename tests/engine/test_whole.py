@@ -164,7 +164,8 @@ def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: st
     def run(channel: sw.Channel) -> None:
         engine = engine_on(PLANS[layout], channel)
         engine.step(batch_of(0))
-        model, words = engine.model, batch_of(1)["words"]
+        model: Any = engine.model
+        words = batch_of(1)["words"]
         other = engine_on(PLANS[layout], channel)
         other.step(batch_of(0))
         plain = net()
@@ -189,7 +190,7 @@ def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: st
                 lambda: engine.whole().__enter__(),
             ):
                 with pytest.raises(ModelError, match=r"leave it before the engine goes on"):
-                    refused()  # type: ignore[no-untyped-call]
+                    refused()
         after = model.state_dict(keep_vars=True)
         assert list(after) == list(before)
         assert all(after[name] is before[name] for name in before)
@@ -205,7 +206,7 @@ def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: st
 
 def test_only_what_was_written_changes_the_masters() -> None:
     def run(channel: sw.Channel) -> None:
-        model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12)))().bfloat16()
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12)))().bfloat16()
         model.register_buffer("mean", torch.zeros(8))
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))  # masters in float32
         engine = sw.parallelize(
@@ -216,8 +217,8 @@ def test_only_what_was_written_changes_the_masters() -> None:
         before = {piece: tensor.clone() for piece, tensor in engine.state().items()}
         with engine.whole(), torch.no_grad():
             assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
-            model[1].bias.fill_(2.0)  # type: ignore[union-attr, operator]
-            model.mean.fill_(3.0)  # type: ignore[union-attr, operator]
+            model[1].bias.fill_(2.0)
+            model.mean.fill_(3.0)
         now = engine.state()
         changed = {piece.name for piece, tensor in now.items() if not torch.equal(tensor, before[piece])}
         assert changed <= {"mean", "1.bias", "optimizer/1.bias/master"}
@@ -232,9 +233,10 @@ def test_only_what_was_written_changes_the_masters() -> None:
 def test_a_write_on_some_ranks_is_refused_on_all() -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_on(PLANS["stage 3"], channel)
+        model: Any = engine.model
         with engine.whole(), torch.no_grad():
             if channel.rank:
-                engine.model.scale.fill_(2.0)  # type: ignore[union-attr, operator]
+                model.scale.fill_(2.0)
 
     assert "only the ranks [1] wrote" in str(same_error_everywhere(2, run))
 

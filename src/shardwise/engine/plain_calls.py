@@ -184,8 +184,8 @@ class _OptimizerParts(_RefusalHook):
             )
         raise OptimizerError(
             f"{name}.load_state_dict() takes state by position and in the shapes of this rank's slices. Load the state "
-            "of a plain optimizer inside `with engine.whole():`, or any save with sw.load(path, engine): a plain "
-            "program saves for it with sw.save(path, sw.checkpoint.TorchState(model, optimizer))"
+            "of a plain optimizer inside `with engine.whole():`. Or load with sw.load(path, engine): a plain program "
+            "saves for it with sw.save(path, sw.checkpoint.TorchState(model, optimizer))"
         )
 
 

@@ -10,10 +10,10 @@ A rank that takes no part keeps its parts, and waits in [4].
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from shardwise.engine.inventory import named_places, with_values
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
-from shardwise.engine.state import HandOver, whole
+from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.engine.state_of_all import (
     Pieces,
     described,
@@ -39,9 +39,10 @@ from shardwise.errors import CheckpointError, ModelError
 from shardwise.moving import reshard
 from shardwise.plan.names import is_state_name, split_state_name, state_name
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings
+from shardwise.space import Piece
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
+"""See `Engine.restore`."""
 
 _PURPOSE = "the whole model"
 
@@ -51,10 +52,16 @@ _OF_PLANS = ("forward", "_compiled_call_impl", HEAD_MARK)
 
 @contextmanager
 def whole_inside(
-    engine: "Engine", plain_calls: PlainCalls, *, optimizer: bool, rank0_only: bool, offload: bool
+    hand_over: Callable[[], HandOver],
+    restore: Restore,
+    plain_calls: PlainCalls,
+    *,
+    optimizer: bool,
+    rank0_only: bool,
+    offload: bool,
 ) -> Iterator[None]:
     """See `Engine.whole`."""
-    handed = engine.hand_over(doing="engine.whole()")
+    handed = hand_over()
     channel = handed.channel
     ranks = range(1) if rank0_only else range(channel.size)
     changes = _Changes()
@@ -83,7 +90,7 @@ def whole_inside(
         if failure is None:
             _refuse_one_sided(answers, ranks)
             if answers[0]:
-                _take_in(engine, answers[0], changes.written if channel.rank == 0 else {})
+                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {})
     if failure is not None:
         raise failure
 
@@ -110,27 +117,6 @@ def _gathered(
             dtype = torch_dtype(dtypes.get(name, piece.dtype))
             wanted |= whole(name, torch.empty(piece.global_shape, dtype=dtype, device=device))
     return settings, {piece.name: tensor for piece, tensor in reshard(sources, wanted, channel, cast=True).items()}
-
-
-def full_state_dict(engine: "Engine", *, rank0_only: bool = True, offload: bool = True, optimizer: bool = False) -> Any:
-    """What `state_dict()` of the plain model gives, as a dict of whole tensors; with `optimizer`, also of optimizers.
-
-    Values are the masters', in the dtypes in which the model came to parallelize. All ranks call it together.
-    rank0_only: the other ranks get {}. offload: tensors on the CPU, else on the engine's device.
-    optimizer: give (model, optimizer): also what `state_dict()` of the plain optimizer gives, or a list where the
-        engine has several. A plain loop that loads both goes on bit for bit.
-
-    A rank that gets tensors holds the whole of them. Raises the errors of `Engine.whole`.
-    """
-    model: Mapping[str, Any] = {}
-    states: list[Mapping[str, Any]] = []
-    with engine.whole(optimizer=optimizer, rank0_only=rank0_only, offload=offload):
-        if engine.channel.rank == 0 or not rank0_only:
-            model = engine.model.state_dict()
-            states = [each.state_dict() for each in engine.optimizers] if optimizer else []
-    if not optimizer:
-        return model
-    return model, states[0] if len(states) == 1 else states or {}
 
 
 def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -161,15 +147,15 @@ class _WholeModel:
         self._ties = ties
         self.parameters: dict[str, nn.Parameter] = {}
         self._parts = [(module, key, place, held) for module, key, place, held in named_places(model)]
-        for _, _, place, held in self._parts:
+        for _, _, place, part in self._parts:
             name = ties.get(place, place)
             if name not in self.parameters:
-                self.parameters[name] = made = with_values(held, values[name])
+                self.parameters[name] = made = with_values(part, values[name])
                 for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
                     vars(made).pop(own, None)
-        names = {id(buffer): name for name, buffer in model.named_buffers()}
+        name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
-            (module._buffers, key, buffer, values[names[id(buffer)]])
+            (module._buffers, key, buffer, values[name_of[id(buffer)]])
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
         ]
@@ -180,7 +166,7 @@ class _WholeModel:
         for each in self._model.modules():
             attributes = vars(each)
             self._attributes.append((attributes, {key: attributes[key] for key in _OF_PLANS if key in attributes}))
-            for hooks in [held for key, held in attributes.items() if key.endswith("_hooks") and held]:
+            for hooks in [held for name, held in attributes.items() if name.endswith("_hooks") and held]:
                 self._hooks.append((hooks, dict(hooks)))
                 for number in [number for number, hook in hooks.items() if is_ours(hook)]:
                     del hooks[number]
@@ -193,11 +179,11 @@ class _WholeModel:
             buffers[key] = values
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for module, key, _, held in self._parts:
-            setattr(module, key, held)
-        for buffers, key, held, _ in self._buffers:
-            buffers[key] = held
+    def __exit__(self, *error: object) -> None:
+        for module, key, _, part in self._parts:
+            setattr(module, key, part)
+        for buffers, key, buffer, _ in self._buffers:
+            buffers[key] = buffer
         for attributes, before in self._attributes:
             for key in _OF_PLANS:
                 attributes.pop(key, None)
@@ -251,7 +237,7 @@ class _WholeOptimizers:
             held.state = defaultdict(dict, {self._parameters[name]: each for name, each in state.items()})
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for known, (groups, state) in zip(self._known, self._parts, strict=True):
             known.optimizer.param_groups, known.optimizer.state = groups, state
 
@@ -315,15 +301,15 @@ def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]
         )
 
 
-def _take_in(engine: "Engine", message: Mapping[str, Any], written: Pieces) -> None:
+def _take_in(handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces) -> None:
     """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
-    with agreed(engine.channel, purpose="verdict on the values written inside engine.whole()"):
+    with agreed(handed.channel, purpose="verdict on the values written inside engine.whole()"):
         stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
-        restoration = engine.restore(stored, message["settings"])
+        restoration = restore(stored, message["settings"])
         # Without settings no optimizer was written to: it goes on with its state.
         if message["settings"] and restoration.findings:
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
     # No others: a master that is wider than the model's own dtype would be rounded.
-    targets = {piece: each for piece, each in targets_of(restoration, engine.model).items() if piece.name in stored}
-    reshard(written, targets, engine.channel, cast=True)
+    targets = {piece: each for piece, each in targets_of(restoration, handed.model).items() if piece.name in stored}
+    reshard(written, targets, handed.channel, cast=True)
     restoration.finish()

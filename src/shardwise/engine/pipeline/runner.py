@@ -43,7 +43,7 @@ from shardwise.plan.timeline import TimeSpan
 
 
 class PipelineRunner:
-    """The stages of one rank, and their training, evaluation and prediction."""
+    """The stages of one rank, and their training, evaluation, prediction and generation."""
 
     def __init__(
         self,
