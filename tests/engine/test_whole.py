@@ -276,6 +276,19 @@ def test_state_of_another_optimizer_is_refused() -> None:
         sw.simulate(3, run)
 
 
+def test_after_a_relayout_the_groups_of_the_plain_optimizer_are_complete() -> None:
+    def run(channel: sw.Channel) -> Any:
+        engine = engine_on(PLANS["stage 1"], channel)
+        engine.step(batch_of(0))
+        before = sw.full_state_dict(engine, optimizer=True)
+        engine = sw.relayout(engine, sw.Plan(mesh=sw.Mesh(pp=3)))
+        return before, sw.full_state_dict(engine, optimizer=True)
+
+    (before, after), *_ = sw.simulate(3, run)
+    assert_alike(before, after)
+    Plain().load(*after)
+
+
 def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path: Path) -> None:
     import transformers as tf
 

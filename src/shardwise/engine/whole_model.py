@@ -49,6 +49,8 @@ _PURPOSE = "the whole model"
 _OF_PLANS = ("forward", "_compiled_call_impl", HEAD_MARK)
 """Attributes of modules in which plans put something."""
 
+_HOOKS = frozenset(name for name, held in vars(nn.Module()).items() if name.endswith("_hooks") and held is not None)
+
 
 @contextmanager
 def whole_inside(
@@ -166,7 +168,7 @@ class _WholeModel:
         for each in self._model.modules():
             attributes = vars(each)
             self._attributes.append((attributes, {key: attributes[key] for key in _OF_PLANS if key in attributes}))
-            for hooks in [held for name, held in attributes.items() if name.endswith("_hooks") and held]:
+            for hooks in [held for name, held in attributes.items() if name in _HOOKS and held]:
                 self._hooks.append((hooks, dict(hooks)))
                 for number in [number for number, hook in hooks.items() if is_ours(hook)]:
                     del hooks[number]
