@@ -241,6 +241,38 @@ def test_a_write_on_some_ranks_is_refused_on_all() -> None:
     assert "only the ranks [1] wrote" in str(same_error_everywhere(2, run))
 
 
+def test_ranks_that_ask_for_different_things_are_refused() -> None:
+    def run(channel: sw.Channel) -> None:
+        engine_on(PLANS["pp"], channel).whole(rank0_only=bool(channel.rank)).__enter__()
+
+    assert "rank 1 calls engine.whole(optimizer=True, rank0_only=True" in str(same_error_everywhere(2, run))
+
+
+def test_a_write_keeps_the_record_of_the_rewrite_that_made_the_values(tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "save", {"w": torch.ones(2, 4), "bias": torch.ones(2)})
+
+    def run(channel: sw.Channel) -> tuple[Any, Any]:
+        model = nn.Linear(4, 2)
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
+        engine = sw.parallelize(
+            seeded(lambda: model)(),
+            plan,
+            optimizer=torch.optim.AdamW,
+            loss=lambda output, _: output.mean(),
+            channel=channel,
+        )
+        sw.load(tmp_path / "save", engine, rewrite=sw.Rewrite("w -> weight"))
+        before = engine.settings().get("loaded_by")
+        with engine.whole(), torch.no_grad():
+            model.bias.zero_()
+        return before, engine.settings().get("loaded_by")
+
+    torch.manual_seed(0)
+    (before, after), _ = sw.simulate(2, run)
+    assert before is not None
+    assert after == before
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("rank0_only", [True, False])
 def test_an_error_inside_ends_it_on_all_ranks_and_the_engine_goes_on(failing: int, rank0_only: bool) -> None:

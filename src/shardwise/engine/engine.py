@@ -296,10 +296,10 @@ class Engine(Generic[Model_co]):
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
         the same: a tensor, or any nesting of tensors in tuples, lists, dicts and dataclasses. None: the model's
-        output, called as in a step. Whatever else `output_of` does runs on each of them as well. Other objects, such
-        as a cache, have what this rank's stages computed. Under stage 3 all data ranks call it together, with different
-        inputs, and run the same modules in the same order. Raises ModelError for a forward that asks for what only
-        another rank has, and PeerError.
+        output, called as in a step. Whatever else `output_of` does runs on each of them as well. Under pp, an object
+        that modules of stages are given (a cache) is None in it. Under stage 3 all data ranks call it together, with
+        different inputs, and run the same modules in the same order. Raises ModelError for a forward that asks for what
+        only another rank has, and PeerError.
         """
         self._check_turn()
         moved = on_device(inputs, self._channels.everyone.device)

@@ -10,7 +10,7 @@ A rank that takes no part keeps its parts, and waits in [4].
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -35,10 +35,10 @@ from shardwise.engine.state_of_all import (
 )
 from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
 from shardwise.engine.wrapping import is_ours
-from shardwise.errors import CheckpointError, ModelError
+from shardwise.errors import CheckpointError, MismatchError, ModelError
 from shardwise.moving import reshard
 from shardwise.plan.names import is_state_name, split_state_name, state_name
-from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings
+from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
 from shardwise.space import Piece
 
 Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
@@ -92,18 +92,25 @@ def whole_inside(
         if failure is None:
             _refuse_one_sided(answers, ranks)
             if answers[0]:
-                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {})
+                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {}, origin_of(settings))
     if failure is not None:
         raise failure
 
 
 def _gathered(
-    handed: HandOver, *, optimizer: bool, offload: bool, ranks: Collection[int]
+    handed: HandOver, *, optimizer: bool, offload: bool, ranks: range
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings that all ranks know together, and the whole tensors by name, on ranks that take part."""
     channel = handed.channel
-    mine = channel.exchange(json.dumps(handed.settings).encode(), purpose=f"settings of {_PURPOSE}")
-    settings = merge_settings(understood(mine, a_table, purpose=_PURPOSE))
+    asked = f"optimizer={optimizer}, rank0_only={ranks == range(1)}, offload={offload}"
+    mine = {"asked": {str(channel.rank): asked}, **handed.settings}
+    answers = channel.exchange(json.dumps(mine).encode(), purpose=f"settings of {_PURPOSE}")
+    settings = merge_settings(understood(answers, a_table, purpose=_PURPOSE))
+    if other := [rank for rank, each in settings["asked"].items() if each != settings["asked"]["0"]]:
+        raise MismatchError(
+            f"rank {other[0]} calls engine.whole({settings['asked'][other[0]]}), but rank 0 engine.whole("
+            f"{settings['asked']['0']}); make the same call on all ranks"
+        )
     sources = sources_of(handed)
     if not optimizer:
         sources = {piece: each for piece, each in sources.items() if not is_state_name(piece.name)}
@@ -303,11 +310,13 @@ def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]
         )
 
 
-def _take_in(handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces) -> None:
-    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
+def _take_in(
+    handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces, origin: Mapping[str, Any]
+) -> None:
+    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
     with agreed(handed.channel, purpose="verdict on the values written inside engine.whole()"):
         stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
-        restoration = restore(stored, message["settings"])
+        restoration = restore(stored, {**message["settings"], **origin})
         # Without settings no optimizer was written to: it goes on with its state.
         if message["settings"] and restoration.findings:
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))

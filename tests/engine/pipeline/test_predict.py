@@ -112,6 +112,49 @@ def test_any_nesting_of_tensors_comes_to_every_rank(mesh: Mesh) -> None:
         assert named[1] == 3
 
 
+class Kept:
+    """An object that shardwise cannot look into."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor, kept: Any = None) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x)
+        kept.seen.append(out)
+        return out
+
+
+class KeepingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeping(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        kept, other = Kept(), Kept()
+        for layer in self.layers:
+            x = layer(x, kept=kept)
+        return x, kept, other
+
+
+def test_an_object_that_ranks_have_in_parts_is_none_in_a_prediction() -> None:
+    def on_rank(channel: Channel) -> Any:
+        plan = Plan(mesh=Mesh(pp=channel.size))
+        engine = parallelize(
+            KeepingNet(), plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), channel=channel, loss=square
+        )
+        return engine.predict(TURN)
+
+    torch.manual_seed(0)
+    [(alone, kept, _)] = simulate(1, on_rank)
+    assert len(kept.seen) == 4
+    for output, kept, other in simulate(2, on_rank):
+        assert output.shape == alone.shape
+        assert kept is None
+        assert type(other) is Kept
+
+
 class Generating(Net):
     """Goes on by what it gave."""
 

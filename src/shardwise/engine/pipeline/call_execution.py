@@ -226,6 +226,8 @@ class Executor:
     ) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call, and its tensors where it is executed."""
         is_local = flow.stages.is_local(stage)
+        if flow.purpose == "prediction" and call.is_user_code:
+            flow.given_objects.update((id(each), each) for each in inputs.objects)
         # What it does to an object depends on all that the object holds: nothing is remembered of such a call.
         changes = flow.follows_objects and call.is_user_code and bool(inputs.objects)
         if changes:
