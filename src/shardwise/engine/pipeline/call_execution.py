@@ -37,6 +37,7 @@ from shardwise.engine.pipeline.call_replay import (
     fits,
     plain_outcome,
 )
+from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import (
     filled,
@@ -225,21 +226,16 @@ class Executor:
         self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
     ) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call, and its tensors where it is executed."""
-        is_local = flow.stages.is_local(stage)
-        if flow.purpose == "prediction" and call.is_user_code:
-            flow.given_objects.update((id(each), each) for each in inputs.objects)
-        # What it does to an object depends on all that the object holds: nothing is remembered of such a call.
-        changes = flow.follows_objects and call.is_user_code and bool(inputs.objects)
-        if changes:
-            signature, entry = None, self.inference.follow(call, inputs, on_copies=is_local)
-        else:
-            signature, entry = self.inference.look_up(call, inputs)
-        if not is_local:
+        if call.is_user_code and inputs.objects:
+            if flow.purpose == "generation":
+                return self._outcome_with_objects(flow, call, stage, inputs, moved)
+            if flow.purpose == "prediction":
+                flow.given_objects.update((id(each), each) for each in inputs.objects)
+        signature, entry = self.inference.look_up(call, inputs)
+        if not flow.stages.is_local(stage):
             if entry is None:
-                entry, held = flow.announce(stage, _nothing)
+                entry = flow.announce(stage, _nothing)
                 self.inference.learn(signature, entry)
-                if changes and held != state_text(inputs.objects):
-                    raise _refusal_to_follow(call, inputs)
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
@@ -252,7 +248,7 @@ class Executor:
             made_known = describe(
                 result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=False
             )
-            entry, _ = flow.announce(stage, lambda: (made_known, state_text(inputs.objects) if changes else ""))
+            entry = flow.announce(stage, lambda: made_known)
             # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
             self.inference.learn(signature, made_known)
         elif entry.announces:
@@ -261,6 +257,37 @@ class Executor:
         _check(call, entry, used, made, flow, is_example=not _all_known(entry, moved))
         check_writes(call, entry, used, versions)
         return entry, _Here(result, used, made)
+
+    def _outcome_with_objects(
+        self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
+    ) -> tuple[CallOutcome, _Here | None]:
+        """The outcome of a call that may change objects which it is given, and which outlive it: a cache that grows.
+
+        It depends on all that they hold, so nothing of it is remembered. The rank of the stage says what it gave.
+        """
+        if not flow.stages.is_local(stage):
+            entry, changes, held = flow.announce(stage, _nothing)
+            if changes is None:
+                self.inference.follow(call, inputs)
+            elif not put_changes(inputs.objects, changes, self.inference.hollow, flow.device):
+                held = "?"
+            if held and held != state_text(inputs.objects):
+                kinds = " and ".join(sorted({type(each).__name__ for each in inputs.objects}))
+                raise ModelError(
+                    f"{call.name!r} is given a {kinds} and runs on another stage, and what it does to that cannot be "
+                    f"followed here ({user_site()}). Generate without a cache (use_cache=False)"
+                )
+            return entry, None
+        before = ObjectContents(inputs.objects)
+        used = _tensors_here(inputs.tensors, moved)
+        versions = [each._version for each in used]
+        result = self._run(flow, call, stage, inputs, used, is_described=False)
+        written = [at for at, each in enumerate(used) if each._version != versions[at]]
+        entry = describe(result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=True)
+        changes = ObjectContents(inputs.objects).changes_since(before)
+        held = state_text(inputs.objects) if changes is None else ""
+        flow.announce(stage, lambda: (entry, changes, held))
+        return entry, _Here(result, used, tensors_in(result))
 
     def _run(
         self,
@@ -356,14 +383,6 @@ def _tensors_here(given: Sequence[torch.Tensor], moved: Mapping[int, StageValue]
     tensors = [moved[at].local if at in moved else each for at, each in enumerate(given)]
     assert all(each is not None for each in tensors)
     return tensors  # type: ignore[return-value]
-
-
-def _refusal_to_follow(call: StagedCall, inputs: CallInputs) -> ModelError:
-    kinds = " and ".join(sorted({type(each).__name__ for each in inputs.objects}))
-    return ModelError(
-        f"{call.name!r} is given a {kinds} and runs on another stage, and what it does to that cannot be followed here "
-        f"({user_site()}). Generate without a cache (use_cache=False)"
-    )
 
 
 def _nothing() -> Any:

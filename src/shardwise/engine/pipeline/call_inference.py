@@ -238,19 +238,17 @@ class CallInference:
         self._entries[signature] = entry
         return signature, entry
 
-    def learn(self, signature: Hashable | None, entry: CallOutcome) -> None:
-        """Remember the entry that the owner announced; None: of a call of which nothing is remembered."""
-        if signature is not None:
-            self._entries[signature] = entry
+    def learn(self, signature: Hashable, entry: CallOutcome) -> None:
+        """Remember the entry that the owner announced."""
+        self._entries[signature] = entry
 
-    def follow(self, call: StagedCall, inputs: CallInputs, *, on_copies: bool) -> CallOutcome | None:
-        """The outcome of a call that may change objects which it is given (a cache that grows).
+    def follow(self, call: StagedCall, inputs: CallInputs) -> None:
+        """Do to the objects that a call is given, and which another rank executes, what fake tensors show."""
+        self._try(call, inputs, inputs.objects)
 
-        On another rank than the call's the objects themselves go through it, on fake tensors: they have the shapes and
-        lengths that they have there. on_copies: on the call's rank, which changes them when it executes the call.
-        """
-        self.num_tried += 1
-        return self._try(call, inputs, None if on_copies else inputs.objects)
+    def hollow(self, spec: Spec) -> torch.Tensor:
+        """A tensor of this description without elements, which operations take for a real one."""
+        return self._fakes.hollow(spec)
 
     def _try(self, call: StagedCall, inputs: CallInputs, objects: Sequence[Any] | None = None) -> CallOutcome | None:
         """`objects`: in the place of those among the inputs; None: copies of them."""

@@ -75,8 +75,6 @@ class MicrobatchFlow:
         """Called before this rank works on a local stage that no action has begun yet."""
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
-        self.follows_objects = purpose == "generation"
-        """Whether objects that placed modules are given (caches) outlive their call, and stay alike on all ranks."""
         self.given_objects: dict[int, Any] = {}
         """By id, in a prediction: each rank has what its stages did to them."""
         self.has_news = False

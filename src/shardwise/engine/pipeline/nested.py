@@ -233,7 +233,7 @@ def state_text(value: Any) -> str:
         if isinstance(part, torch.Tensor):
             return f"{part.dtype}{list(part.shape)}"
         if is_plain(part) and not isinstance(part, type):
-            return repr(part)
+            return part.type if isinstance(part, torch.device) else repr(part)
         if callable(part) or id(part) in seen:  # an object that holds itself, or is held twice
             return f"{type(part).__qualname__} {seen.get(id(part), '')}"
         seen[id(part)] = len(seen)
