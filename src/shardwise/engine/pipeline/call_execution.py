@@ -40,6 +40,7 @@ from shardwise.engine.pipeline.call_replay import (
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.nested import (
+    Opaque,
     filled,
     is_plain,
     numbers_and_texts_in,
@@ -265,27 +266,29 @@ class Executor:
 
         It depends on all that they hold, so nothing of it is remembered. The rank of the stage says what it gave.
         """
+        # Those that a placed module made are on one rank only.
+        objects = [each for each in inputs.objects if not isinstance(each, Opaque) and id(each) not in flow.opaque]
         if not flow.stages.is_local(stage):
             entry, changes, held = flow.announce(stage, _nothing)
             if changes is None:
                 self.inference.follow(call, inputs)
-            elif not put_changes(inputs.objects, changes, self.inference.hollow, flow.device):
+            elif not put_changes(objects, changes, self.inference.hollow, flow.device):
                 held = "?"
-            if held and held != state_text(inputs.objects):
-                kinds = " and ".join(sorted({type(each).__name__ for each in inputs.objects}))
+            if held and held != state_text(objects):
+                kinds = " and ".join(sorted({type(each).__name__ for each in objects}))
                 raise ModelError(
                     f"{call.name!r} is given a {kinds} and runs on another stage, and what it does to that cannot be "
                     f"followed here ({user_site()}). Generate without a cache (use_cache=False)"
                 )
             return entry, None
-        before = ObjectContents(inputs.objects)
+        before = ObjectContents(objects)
         used = _tensors_here(inputs.tensors, moved)
         versions = [each._version for each in used]
         result = self._run(flow, call, stage, inputs, used, is_described=False)
         written = [at for at, each in enumerate(used) if each._version != versions[at]]
         entry = describe(result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=True)
-        changes = ObjectContents(inputs.objects).changes_since(before)
-        held = state_text(inputs.objects) if changes is None else ""
+        changes = ObjectContents(objects).changes_since(before)
+        held = state_text(objects) if changes is None else ""
         flow.announce(stage, lambda: (entry, changes, held))
         return entry, _Here(result, used, tensors_in(result))
 
