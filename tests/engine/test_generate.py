@@ -212,6 +212,69 @@ def test_any_loop_that_decides_by_values_runs(plan: sw.Plan) -> None:
         assert all(map(torch.equal, found["rows"], wanted["rows"]))
 
 
+class Memory:
+    """A cache of a program's own."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.num = torch.zeros((), dtype=torch.int64)
+        self.last: dict[int, torch.Tensor] = {}
+
+
+class Slot:
+    """What one layer keeps."""
+
+    rows: torch.Tensor | None = None
+    length = 0
+
+
+class Recalling(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.mix, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        while len(memory.layers) <= self.number:
+            memory.layers.append(Slot())
+        slot = memory.layers[self.number]
+        y: torch.Tensor = torch.tanh(self.mix(x))
+        slot.rows = y if slot.rows is None else torch.cat([slot.rows, y])
+        slot.length = len(slot.rows)
+        memory.last[self.number] = y
+        memory.num.add_(1)
+        return y + slot.rows.mean(0, keepdim=True)
+
+
+class Recollection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recalling(number) for number in range(4))
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x * (1 + memory.layers[0].length / 10)
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor) -> list[Any]:
+        """Decides by what the cache of any layer says."""
+        memory, found = Memory(), []
+        while not memory.layers or memory.layers[3].length + memory.layers[0].length < 10:
+            x = self(x, memory)
+            found += [x, int(memory.num), sorted(memory.last), memory.last[1].shape, len(memory.layers)]
+        return found
+
+
+@pytest.mark.parametrize("plan", [mesh("pp=2"), mesh("pp=4"), mesh("pp=2,dp_shard=2", 3)], ids=named)
+def test_a_cache_of_any_class_is_alike_on_all_ranks(plan: sw.Plan) -> None:
+    x = torch.full((1, 4), 0.5)
+    wanted = seeded(Recollection)().generate(x)
+    assert len(wanted) == 25
+    for found in sw.simulate(plan.mesh.size, lambda channel: under(plan, seeded(Recollection)(), channel).generate(x)):
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
 def test_processors_criteria_and_streamers_are_passed_on() -> None:
     import transformers as tf
 

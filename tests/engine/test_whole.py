@@ -321,6 +321,30 @@ def test_after_a_relayout_the_groups_of_the_plain_optimizer_are_complete() -> No
     Plain().load(*after)
 
 
+def test_averages_are_whole_in_their_place_and_stay_what_they_are() -> None:
+    plan = sw.Plan(mesh=sw.Mesh(pp=2), average=sw.Average(decay=0.5))
+
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(plan, channel)
+        for step in range(3):
+            engine.step(batch_of(step))
+        with engine.averaged():
+            averages = dict(sw.full(engine))
+            assert_alike(averages, dict(sw.full_state_dict(engine, rank0_only=False)))
+            with pytest.raises(ModelError, match=r"engine\.whole\(optimizer=True\) was called inside engine\.averaged"):
+                engine.whole().__enter__()
+        weights, (state, _) = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
+        assert not torch.equal(weights["scale"], averages["scale"])
+        assert {key for each in state["state"].values() for key in each} == {"step", "exp_avg", "exp_avg_sq"}
+        with engine.whole():
+            engine.model.load_state_dict(averages)
+        assert_alike(averages, dict(sw.full_state_dict(engine, rank0_only=False)))
+        with engine.averaged():
+            assert_alike(averages, dict(sw.full(engine)))
+
+    sw.simulate(2, run)
+
+
 def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path: Path) -> None:
     import transformers as tf
 

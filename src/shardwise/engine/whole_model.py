@@ -37,7 +37,7 @@ from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
 from shardwise.engine.wrapping import is_ours
 from shardwise.errors import CheckpointError, MismatchError, ModelError
 from shardwise.moving import reshard
-from shardwise.plan.names import is_state_name, split_state_name, state_name
+from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
 from shardwise.space import Piece
 
@@ -111,9 +111,11 @@ def _gathered(
             f"rank {other[0]} calls engine.whole({settings['asked'][other[0]]}), but rank 0 engine.whole("
             f"{settings['asked']['0']}); make the same call on all ranks"
         )
-    sources = sources_of(handed)
-    if not optimizer:
-        sources = {piece: each for piece, each in sources.items() if not is_state_name(piece.name)}
+    sources = {
+        piece: each
+        for piece, each in sources_of(handed).items()
+        if not is_state_name(piece.name) or (optimizer and not holds_weights(piece.name))
+    }
     stored = stored_of_all(channel, sources, purpose=f"tensors of {_PURPOSE}")
     wanted: Pieces = {}
     if channel.rank in ranks:
@@ -320,6 +322,7 @@ def _take_in(
         # Without settings no optimizer was written to: it goes on with its state.
         if message["settings"] and restoration.findings:
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
+        restoration.leave_averages()
     # No others: a master that is wider than the model's own dtype would be rounded.
     targets = {piece: each for piece, each in targets_of(restoration, handed.model).items() if piece.name in stored}
     reshard(written, targets, handed.channel, cast=True)

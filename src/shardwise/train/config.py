@@ -205,7 +205,7 @@ _TABLES: dict[str, type[Table]] = {
     "train": TrainTable,
     "checkpoint": CheckpointTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
 
@@ -391,6 +391,7 @@ def _plan(
     sharding, precision, pipeline, tensor = (
         _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
     )
+    average = _spec("average", tables, problems) if "average" in tables else None
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
@@ -406,6 +407,7 @@ def _plan(
             tensor=tensor,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
+            average=average,
         )
     except PlanError as error:
         # A plan calls it by its own name; in the file the key is in [train].

@@ -304,7 +304,8 @@ class Executor:
     ) -> Any:
         """The result of a call that is executed here."""
         args, kwargs = inputs.filled(tensors, inputs.objects)
-        writes = Writes(call, args, kwargs, inputs.objects)
+        # What a generation does to objects goes to the other ranks.
+        writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else inputs.objects)
         try:
             # Where it could be tried, it was seen that it needs nothing of other stages.
             refusing = nullcontext() if is_described else _refusing_foreign(flow.stages.model, call.name)
