@@ -242,7 +242,8 @@ class Recalling(nn.Module):
         slot.length = len(slot.rows)
         memory.last[self.number] = y
         memory.num.add_(1)
-        return y + slot.rows.mean(0, keepdim=True)
+        out: torch.Tensor = y + slot.rows.mean(0, keepdim=True)
+        return out
 
 
 class Recollection(nn.Module):
@@ -253,7 +254,8 @@ class Recollection(nn.Module):
     def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, memory)
-        return x * (1 + memory.layers[0].length / 10)
+        out: torch.Tensor = x * (1 + memory.layers[0].length / 10)
+        return out
 
     @torch.no_grad()
     def generate(self, x: torch.Tensor) -> list[Any]:
