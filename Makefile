@@ -7,7 +7,7 @@ STAMP := $(VENV)/.setup-stamp
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu mutants stress clean
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-activations mutants stress clean
 
 setup: $(STAMP)
 
@@ -71,6 +71,10 @@ bench-transport: setup
 # On the accelerators of this host; writes benchmarks/results/devices.md.
 bench-gpu: setup
 	$(BIN)/python -m benchmarks.device
+
+# Writes benchmarks/results/activations.md.
+bench-activations: setup
+	$(BIN)/python -m benchmarks.activations --write
 
 bench-interop: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
     from shardwise.errors import ShardwiseError
     from shardwise.moving import reshard, reshard_tensor
-    from shardwise.plan import Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
+    from shardwise.plan import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
     from shardwise.train.preemption import Preemption
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOM_OF = {
+    "Activations": "plan",
     "Average": "plan",
     "Channel": "comm",
     "Data": "data",
@@ -69,6 +70,7 @@ _ROOMS = ("checkpoint",)
 """Rooms that are used by their own name: `shardwise.checkpoint.open(path)`."""
 
 __all__ = [
+    "Activations",
     "Average",
     "Channel",
     "Data",

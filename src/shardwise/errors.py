@@ -103,6 +103,10 @@ class AutocastWarning(UserWarning):
     """A region of torch.autocast that has been open since the last step."""
 
 
+class ActivationsWarning(UserWarning):
+    """A checkpointed module that is given an object with tensors in it, such as a cache; they are kept for backward."""
+
+
 class SameRowsWarning(UserWarning):
     """Data ranks that train on the same rows in one of the first steps. Names the ranks."""
 

@@ -25,11 +25,16 @@ PLANS = {
     "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=3)),
     "whole": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2, partition="whole")),
     "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "recomputed": sw.Plan(
+        mesh=sw.Mesh(dp_shard=2),
+        sharding=sw.Sharding(stage=3),
+        activations=sw.Activations(checkpoint=("layers.*",)),
+    ),
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=TP),
     "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
     "all": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2, tp=2), tensor=TP, sharding=sw.Sharding(stage=3)),
 }
-EXACT = ("one", "stage 0", "whole", "stage 3", "pp")
+EXACT = ("one", "stage 0", "whole", "stage 3", "recomputed", "pp")
 """Where the engine adds up as one process does: all data ranks, a power of two, have the same rows."""
 
 
@@ -159,7 +164,7 @@ def test_a_plain_program_goes_on_from_it_and_it_from_a_plain_program(layout: str
         assert losses == pytest.approx(goes_on, rel=0 if exact else 1e-3)
 
 
-@pytest.mark.parametrize("layout", ["one", "stage 3", "tp", "pp"])
+@pytest.mark.parametrize("layout", ["one", "stage 3", "recomputed", "tp", "pp"])
 def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: str) -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_on(PLANS[layout], channel)

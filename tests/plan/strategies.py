@@ -2,7 +2,18 @@
 
 from hypothesis import strategies as st
 
-from shardwise.plan import Average, Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
+from shardwise.plan import (
+    Activations,
+    Average,
+    Merge,
+    Ownership,
+    Parameter,
+    Pipeline,
+    Plan,
+    Precision,
+    Sharding,
+    plan_ownership,
+)
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.outlines import describe
 from shardwise.plan.schedules import make_schedule
@@ -44,6 +55,13 @@ pipelines = (
     | st.builds(Pipeline, stages=st.dictionaries(names, st.just(0), min_size=1, max_size=5))
 )
 averages = st.builds(Average, decay=st.none() | st.just(0) | st.floats(0, 1, exclude_max=True), every=st.integers(1, 9))
+_modules = st.none() | st.just("blocks") | st.lists(names, min_size=1, max_size=3).map(tuple)
+activations = st.builds(
+    Activations,
+    checkpoint=_modules,
+    offload=_modules,
+    budget_bytes=st.none() | st.integers(1, 1 << 40),
+) | st.builds(Activations, checkpoint=st.just("blocks"), save=st.none() | st.just(("aten.mm", "aten.addmm.default")))
 plans = st.builds(
     Plan,
     mesh=st.builds(Mesh, pp=st.integers(1, 4), dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4)),
@@ -58,6 +76,7 @@ plans = st.builds(
         keep=st.lists(names, max_size=4).map(tuple),
     ),
     pipeline=pipelines,
+    activations=activations,
     clip_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_nan=False) | st.integers(1, 1 << 40),
     average=st.none() | averages,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.plan import Average, Pipeline
+from shardwise.plan import Activations, Average, Pipeline
 from shardwise.train.config import read_config
 
 MINIMAL = """
@@ -170,6 +170,15 @@ def test_rules_of_tensor_parallelism_are_checked(tmp_path: Path) -> None:
     assert "the rule 'colum' is unknown" in str(
         problems_of(tmp_path, text + '[tensor.rules]\n"up" = "colum"\n', num_processes=2)
     )
+
+
+def test_activations_are_a_table_of_the_plan(tmp_path: Path) -> None:
+    table = '[activations]\ncheckpoint = "blocks"\nsave = ["aten.mm"]\n'
+    config = read_config(written(tmp_path, MINIMAL + table), overrides=["activations.offload=['layers.*']"])
+    assert config.plan.activations == Activations(checkpoint="blocks", save=("aten.mm",), offload=("layers.*",))
+    assert problems_of(tmp_path, MINIMAL, "activations.budget_bytes=0") == [
+        "activations.budget_bytes: 0 is not a whole number of at least 1"
+    ]
 
 
 def test_set_changes_and_adds_values_in_any_table(tmp_path: Path) -> None:

@@ -222,3 +222,14 @@ def test_different_seeds_on_different_ranks_are_refused(tmp_path: Path) -> None:
     configs = [small_run(tmp_path, f"train.seed={seed}", num_processes=2) for seed in (1, 2)]
     with pytest.raises(MismatchError, match=r"ranks were given the seeds \[1, 2\]"):
         simulate(2, lambda channel: run(configs[channel.rank], channel, Console(quiet=True)))
+
+
+def test_activations_change_no_number_and_are_said(tmp_path: Path) -> None:
+    without = finished(small_run(tmp_path))
+    (tmp_path / "again").mkdir()
+    asked = ["activations.checkpoint=['norm', 'head']", "activations.budget_bytes=1000000"]
+    again = finished(small_run(tmp_path / "again", *asked))
+    assert again.curve("loss") == without.curve("loss")
+    assert "saved tensors" not in without.printed
+    assert "at most 1000000 bytes of saved tensors on each rank\nthe first step measures the modules\n" in again.printed
+    assert "keep: norm, head\n" in again.printed

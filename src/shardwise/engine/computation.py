@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batches import LossOfModel, Microbatch
 from shardwise.engine.generation import Generation
@@ -55,6 +56,7 @@ class Computation:
         passes: Passes,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
         proof: Proof,
+        activations: KeptActivations,
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `passes`: what the
         data ranks do together around microbatches. `on_loss`: see each loss before its backward, where the whole model
@@ -82,6 +84,8 @@ class Computation:
         """See `Passes`."""
         self._on_loss = on_loss
         self.proof = proof
+        self.activations = activations
+        """What becomes of the tensors that forwards save for backward."""
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -120,6 +124,7 @@ class Computation:
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
+            self.activations.measuring(len(counted)),
         ):
             computed = self._train_counted(parts, factors, streams, counted, rounds, before_last_backward)
         if len(counted) == len(parts):
@@ -150,6 +155,7 @@ class Computation:
         losses = []
         for number, at in enumerate(counted):
             rounds.begin(number)
+            self.activations.number = number
             try:
                 with streams[at]:  # around backward too, which may compute activations again
                     losses.append(

@@ -27,6 +27,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
+from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.batches import Batch, LossWeight
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
@@ -185,6 +186,11 @@ class Engine(Generic[Model_co]):
         return self._computation.runner
 
     @property
+    def activations(self) -> KeptActivations:
+        """Which modules run again in backward, and which have saved tensors on the host; see its `report`."""
+        return self._computation.activations
+
+    @property
     def recorder(self) -> SpanRecorder:
         """Records forwards, backwards and waits of this rank while its `spans` is a list; on request its updates."""
         return self._computation.recorder
@@ -261,6 +267,7 @@ class Engine(Generic[Model_co]):
             # Where a peer is lost, transfers end with numbers that mean nothing. Then this raises what has happened.
             self._channels.world.exchange(b"", purpose="verdict on an earlier step")
             raise
+        self.activations.settle()
         self._meter.end()
         return report_on_look(
             lambda: {

@@ -25,6 +25,7 @@ from torch import nn
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import a_list, aborting, agreed, compare, digest_of_values, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
+from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
@@ -166,6 +167,7 @@ class _Inspected:
     optimizers: tuple[torch.optim.Optimizer, ...]
     given: Mapping[str, Portion]
     """The portions of parameters that came as DTensors."""
+    activations: ActivationModules
 
 
 def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Channel, seed: int | None) -> _Inspected:
@@ -185,7 +187,8 @@ def _inspect(model: nn.Module, plan: Plan, source: OptimizerSource, channel: Cha
         check_elementwise(optimizers, channel.device)
     elif _num_owners(plan) > 1:
         check_apart(optimizers, channel.device)
-    return _Inspected(inventory=inventory, optimizers=optimizers, given=given)
+    activations = modules_of(model, plan.activations)
+    return _Inspected(inventory=inventory, optimizers=optimizers, given=given, activations=activations)
 
 
 def _num_owners(plan: Plan) -> int:
@@ -315,9 +318,11 @@ def _build(
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
-    # Wrappers stand around each other in the order of these calls: tensor parallelism, then what gathers its portions,
-    # then the proof, which watches both. The runner comes last: all of that is the forward of a placed module to it.
+    # Wrappers stand around each other in the order of these calls: activations, tensor parallelism, then what gathers
+    # its portions, then the proof, which watches both. The runner comes last: all of that is the forward of a placed
+    # module to it.
     let_inputs_follow(model, plan.precision)
+    activations = KeptActivations(model, plan, inspected.activations, random, channel)
     TensorParallel(model, decision.plan, channels.tensor)
     gradients, passes = install(
         model,
@@ -354,6 +359,7 @@ def _build(
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
         passes.number_by(partial(_microbatch_of, runner))
+    activations.follow(passes, runner)
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
@@ -381,6 +387,7 @@ def _build(
             passes=passes,
             on_loss=watchers,
             proof=proof,
+            activations=activations,
         ),
         loss_weight=loss_weight,
         channels=channels,

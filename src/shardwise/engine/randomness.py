@@ -82,7 +82,8 @@ class KeyedRandom:
         self._active: Stream | None = None
         self._threads: set[int] = set()
         """In which calls are this engine's: others of the process may share modules with it (activations, say)."""
-        self._is_suspended = False
+        self.is_suspended = False
+        """Whether modules run for shapes only."""
         self.skipped: Collection[nn.Module] = ()
         """Modules whose calls this rank mostly replays (see `catch_up`): placed on stages of others."""
         _take_off_hooks(model)
@@ -91,7 +92,7 @@ class KeyedRandom:
         draws: dict[nn.Module, bool] = {}
         for module in model.modules():
             # A split reads and seeds the state of every generator: calls that cannot draw are spared it.
-            if _may_draw(module, draws):
+            if may_draw(module, draws):
                 StreamSplit(module, reference, root)
 
     def stream(self, step: int, microbatch: int) -> "Stream":
@@ -105,7 +106,7 @@ class KeyedRandom:
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """All torch generators begin with this seed in the body, as by `torch.manual_seed`, and go on as before it."""
-        around = self._states()
+        around = self.states()
         self._seed(seed)
         try:
             yield
@@ -120,11 +121,11 @@ class KeyedRandom:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Module calls in the body split nothing: they compute no values (shape inference)."""
-        before, self._is_suspended = self._is_suspended, True
+        before, self.is_suspended = self.is_suspended, True
         try:
             yield
         finally:
-            self._is_suspended = before
+            self.is_suspended = before
 
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:
@@ -156,7 +157,7 @@ class KeyedRandom:
     def enter(self, module: nn.Module) -> None:
         """A module is called."""
         stream = self._active
-        if stream is not None and not self._is_suspended and self._is_called(module, refuses=True):
+        if stream is not None and not self.is_suspended and self._is_called(module, refuses=True):
             # With the module, because `leave` comes for every call, and `enter` not for those that draw nothing: a
             # call must not end the frame of another.
             stream.frames.append((module, self._number_drawn() if self._is_skipped(module) else self._split()))
@@ -164,7 +165,7 @@ class KeyedRandom:
     def leave(self, module: nn.Module) -> None:
         """The call of a module ends, by a return or by an error."""
         stream = self._active
-        if stream is None or self._is_suspended or not self._is_called(module):
+        if stream is None or self.is_suspended or not self._is_called(module):
             return
         if stream.frames and stream.frames[-1][0] is module:
             around = stream.frames.pop()[1]
@@ -179,7 +180,7 @@ class KeyedRandom:
         module, child = stream.frames[-1]
         if isinstance(child, int):
             with torch._C.DisableTorchFunction():
-                stream.frames[-1] = (module, self._states())
+                stream.frames[-1] = (module, self.states())
                 self._seed(child)
 
     def _is_skipped(self, module: nn.Module) -> bool:
@@ -227,12 +228,24 @@ class KeyedRandom:
         """Go over to a child stream; the states to come back to."""
         child = self._number_drawn()
         with torch._C.DisableTorchFunction():
-            around = self._states()
+            around = self.states()
             self._seed(child)
         return around
 
-    def _states(self) -> _States:
+    def states(self) -> _States:
+        """What the generators go on from."""
         return [generator.get_state() for generator in self._generators]
+
+    @contextmanager
+    def going_on_from(self, states: _States) -> Iterator[None]:
+        """Inside, the generators go on from `states`, and afterwards as if nothing had been drawn."""
+        with torch._C.DisableTorchFunction():
+            around = self.states()
+        self._install(states)
+        try:
+            yield
+        finally:
+            self._install(around)
 
     def _install(self, states: _States) -> None:
         with torch._C.DisableTorchFunction():
@@ -266,7 +279,7 @@ class Stream:
         self._is_entered = True
         self._added = random._add_thread()
         self._around, random._active = random._active, self
-        self._outer = random._states()
+        self._outer = random.states()
         if self._inner is None:
             random._seed(self._seed)
         else:
@@ -275,7 +288,7 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         random = self._random
         # Kept, because a schedule leaves a microbatch in the middle and comes back to it for the backward.
-        self._inner = random._states()
+        self._inner = random.states()
         random._install(self._outer)
         random._active, self._around = self._around, None
         random._threads -= self._added
@@ -336,11 +349,11 @@ def _take_off_hooks(model: nn.Module) -> None:
                 hook.remove()
 
 
-def _may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
+def may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:
     """Whether a call of the module may draw a random number: nothing is known of classes that are not torch's."""
     if module not in known:
         known[module] = False  # a module that holds itself
         itself = type(module) not in _DRAW_NOTHING or "forward" in vars(module)
         takes_hooks = not isinstance(module, torch.jit.ScriptModule)
-        known[module] = (takes_hooks and itself) or any(_may_draw(child, known) for child in module.children())
+        known[module] = (takes_hooks and itself) or any(may_draw(child, known) for child in module.children())
     return known[module]

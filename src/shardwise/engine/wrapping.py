@@ -30,6 +30,23 @@ class Wrapper(Protocol):
         """Run `forward`, which is the module's own or that of the wrapper inside, and give its output."""
 
 
+class PlainRun:
+    """A `Wrapper` that adds nothing: copies and pickles of a module have it in the place of an engine's."""
+
+    structure = None
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Wrapper`."""
+        return forward(*args, **kwargs)
+
+
+class OfEngine:
+    """Of wrappers that mean nothing without their engine."""
+
+    def __reduce__(self) -> tuple[type[PlainRun], tuple[()]]:
+        return PlainRun, ()
+
+
 class _Wrapped:
     """The forward of a module with one wrapper around it."""
 

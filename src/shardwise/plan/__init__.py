@@ -7,11 +7,13 @@ Pure: no torch, no processes. A planner takes any rank, so that one process can 
     which module is on which stage   stages, balance
     in which order a stage works     schedules, schedule_check, timeline
     who owns which elements          buckets, units, gathers, memory
+    what is kept for backward        activations, activation_choice, activation_budget
     what is cut along tp             tensor_rules -> tensor_matching -> tensor_cuts -> tensor_plan; tensor_inference
     what a save knows of training    saved_settings, optimizer_entries
     how live tensors move            reshard, routes
 """
 
+from shardwise.plan.activations import Activations
 from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_ownership
 from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
 from shardwise.plan.outlines import Outline, Parameter
@@ -22,6 +24,7 @@ from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 
 __all__ = [
     "Action",
+    "Activations",
     "Arena",
     "ArenaRegion",
     "Average",

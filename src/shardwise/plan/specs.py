@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from shardwise.errors import PlanError
+from shardwise.plan.activations import Activations
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.schedules import SCHEDULES, Schedule
 from shardwise.plan.tensor_rules import rule_problems
@@ -271,6 +272,8 @@ class Plan:
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
     average: Average | None = None
     """The running average of the weights that is kept next to them; None: there is none."""
+    activations: Activations = field(default_factory=Activations)
+    """Which activations are kept for backward; default: all that modules save."""
 
     def __post_init__(self) -> None:
         # Each strategy has checked itself. Only what needs two of them is checked here.
@@ -330,6 +333,7 @@ _STRATEGIES: dict[str, type] = {
     "pipeline": Pipeline,
     "tensor": Tensor,
     "average": Average,
+    "activations": Activations,
 }
 
 _OPTIONAL = frozenset({"average"})

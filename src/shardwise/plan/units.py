@@ -73,7 +73,11 @@ def plan_units(
     """
     # A parameter has one unit, that of its first name. Every other unit in which a tie of it is becomes a module before
     # whose forward that unit is gathered too.
-    chosen = set(_repeated(outline)) if patterns is None else _matched(outline, patterns)
+    chosen = (
+        set(repeated_blocks(outline))
+        if patterns is None
+        else matched_modules(outline, patterns, setting="sharding.units", with_parameters=True)
+    )
     holders: dict[str, list[str]] = {}  # parameter -> the units that hold it, the one of its first name first
     for unit, parameter in _homes(outline, chosen, placed):
         found = holders.setdefault(first_names[parameter], [])
@@ -139,7 +143,7 @@ def _other_homes(outline: Outline, chosen: Collection[str]) -> Iterator[tuple[st
                         yield around, module.name, parameter
 
 
-def _repeated(outline: Outline) -> Iterator[str]:
+def repeated_blocks(outline: Outline) -> Iterator[str]:
     """The names of repeated blocks, the outermost ones."""
     if _is_one(outline):
         yield outline.name
@@ -154,7 +158,7 @@ def _repeated(outline: Outline) -> Iterator[str]:
         if is_repeated and (_is_list(outline) or not _has_list(child)):
             yield child.name
         else:
-            yield from _repeated(child)
+            yield from repeated_blocks(child)
 
 
 def _is_one(outline: Outline) -> bool:
@@ -176,7 +180,13 @@ def _is_list(outline: Outline) -> bool:
     return outline.is_container or outline.kind == "Sequential"
 
 
-def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
+def matched_modules(
+    outline: Outline, patterns: Sequence[str], *, setting: str, with_parameters: bool = False
+) -> set[str]:
+    """The first names of the modules that patterns of a setting mean: the outermost matches of each.
+
+    with_parameters: of those that hold parameters. Raises PlanError for patterns without a module that is called.
+    """
     by_name = {name: module for module in outline.modules() for name in module.names if name}
     chosen: set[str] = {outline.name} if ITSELF in patterns else set()
     problems = []
@@ -186,18 +196,16 @@ def _matched(outline: Outline, patterns: Sequence[str]) -> set[str]:
         meant = meant_by(pattern, list(by_name))
         # "layers.*" also matches what is inside of "layers.0": globs know no dots. The outermost are meant.
         outermost = [name for name in meant if not any(name.startswith(f"{other}.") for other in meant)]
-        usable = [by_name[name] for name in outermost if by_name[name].num_places]
+        usable = [by_name[name] for name in outermost if by_name[name].num_places or not with_parameters]
         if not meant:
             near = nearest(pattern, list(by_name))
             hint = f"; the nearest module is {near!r}" if near is not None else "; the model has no modules inside"
-            problems.append(f"sharding.units: {pattern!r} matches none of the {len(by_name)} modules{hint}")
+            problems.append(f"{setting}: {pattern!r} matches none of the {len(by_name)} modules{hint}")
         elif not usable:
-            problems.append(
-                f"sharding.units: {pattern!r} matches modules without parameters only, such as {meant[0]!r}"
-            )
+            problems.append(f"{setting}: {pattern!r} matches modules without parameters only, such as {meant[0]!r}")
         elif lists := [each for each in usable if each.is_container]:
             problems.append(
-                f"sharding.units: {pattern!r} matches {lists[0].name!r}, a {lists[0].kind} without a call of its "
+                f"{setting}: {pattern!r} matches {lists[0].name!r}, a {lists[0].kind} without a call of its "
                 f"forward; name its modules ({lists[0].name + '.*'!r}), or the module around it"
             )
         chosen |= {each.name for each in usable}

@@ -205,7 +205,7 @@ _TABLES: dict[str, type[Table]] = {
     "train": TrainTable,
     "checkpoint": CheckpointTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average", "activations"]
 
 SomeTable = TypeVar("SomeTable", bound=Table)
 
@@ -388,15 +388,15 @@ def _plan(
             mesh.check_world(num_processes)
         except PlanError as error:
             problems += error.problems
-    sharding, precision, pipeline, tensor = (
-        _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
+    sharding, precision, pipeline, tensor, activations = (
+        _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor", "activations")
     )
     average = _spec("average", tables, problems) if "average" in tables else None
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
     microbatches = _microbatches(train, mesh.num_data_ranks, problems)
-    if sharding is None or precision is None or pipeline is None or tensor is None or microbatches is None:
+    if None in (sharding, precision, pipeline, tensor, activations) or microbatches is None:
         return None
     try:
         return Plan(
@@ -405,6 +405,7 @@ def _plan(
             precision=precision,
             pipeline=pipeline,
             tensor=tensor,
+            activations=activations,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
             average=average,

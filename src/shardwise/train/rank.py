@@ -122,6 +122,7 @@ def _train(
                 raise Stopped(number, "before the first update")
             if channel.rank == 0:
                 placement = None if engine.pipeline is None else engine.pipeline.placement
+                words = [*engine.activations.lines(), *words]
                 _say(console, *announcement(config, model, sizes, data, placement=placement), *words)
                 audience.open(config, console, begin, title=title, baseline=baseline)
             loss = fit(
@@ -148,7 +149,8 @@ def _train(
     if channel.rank == 0:
         if trace is not None:
             _say(console, *leave(trace, config.output, title=title, width=console.width))
-        _say(console, *changed_schedule(engine.pipeline), *audience.last_words(config))
+        chosen = [] if engine.activations.budget is None else engine.activations.lines()
+        _say(console, *changed_schedule(engine.pipeline), *chosen, *audience.last_words(config))
         known = (
             "" if baseline is None else f"; of a model that knows only {config.data.unit} frequencies: {baseline:.4f}"
         )

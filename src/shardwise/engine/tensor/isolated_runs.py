@@ -62,7 +62,7 @@ class CopiedInputs:
                 return leaf.detach().clone()
             if is_plain(leaf) or callable(leaf) or isinstance(leaf, nn.Module):
                 return leaf
-            found = _tensors_of(leaf)
+            found = held_tensors(leaf)
             hidden.extend(found)
             # deepcopy refuses tensors with a graph. It finds these copies in its memo and takes them.
             known.update({id(each): each.detach().clone() for each in found})
@@ -91,7 +91,7 @@ class CopiedInputs:
         def put(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return change(leaf)
-            for each in _tensors_of(leaf):
+            for each in held_tensors(leaf):
                 # The tensors of an object are changed where the object holds them: `fresh` is a copy.
                 each.data = change(each)
             return leaf
@@ -270,7 +270,7 @@ def _is_kept(hook: Any, way: Way) -> bool:
     return origin.partition(".")[0] in ("torch", "shardwise")
 
 
-def _tensors_of(thing: Any) -> list[torch.Tensor]:
+def held_tensors(thing: Any) -> list[torch.Tensor]:
     """The tensors in an object: in its attributes, and in what these hold."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()

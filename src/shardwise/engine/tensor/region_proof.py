@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
@@ -478,7 +479,8 @@ class Proof:
     def _working(self) -> Iterator[None]:
         self.is_at_work = True
         try:
-            with torch.no_grad():
+            # A mode that counts operations must not see those of a proof, which is made once.
+            with torch.no_grad(), _disable_current_modes():
                 yield
         finally:
             self.is_at_work = False

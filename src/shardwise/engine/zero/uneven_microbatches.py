@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import nn
 
 
@@ -75,6 +76,10 @@ class Passes:
     def holding(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
         """The parameter has its values inside."""
         return nullcontext()
+
+    def pack_saved(self, tensor: torch.Tensor) -> object:
+        """What autograd keeps in the place of a tensor that it saves: another object for one that is gathered."""
+        return tensor
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int] | None:
         """How often each unit is gathered in an update. schedule: forwards and backwards ("F", "B") by stage of the

@@ -375,7 +375,7 @@ class Unshard(Passes):
         if call.has_hooks:
             if "torch._dynamo" in sys.modules:
                 _keep_hooks_eager()
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_saved, unpack)
 
     def end_saving(self, call: UnitCall) -> None:
         """The forward of a call ends, by a return or by an error."""
@@ -384,7 +384,8 @@ class Unshard(Passes):
         self._spans, call.spans_around = call.spans_around, ()
         call.left = self._num_calls
 
-    def _pack(self, tensor: torch.Tensor) -> object:
+    def pack_saved(self, tensor: torch.Tensor) -> object:
+        """See `Passes`."""
         # By the place in memory, as autograd saves views of a parameter too (`weight.t()`). The innermost call that has
         # the unit: its backward begins and ends within that of the calls around it.
         place = tensor.data_ptr()
@@ -526,4 +527,4 @@ class Unshard(Passes):
 def _keep_hooks_eager() -> None:
     """Keep torch's compiler from the hook of saved tensors: it would compile it with what is compiled."""
     # By its code, once. `torch.compiler.disable` wraps the function, and would cost more in every call than the hook.
-    torch._dynamo.eval_frame.skip_code(Unshard._pack.__code__)
+    torch._dynamo.eval_frame.skip_code(Unshard.pack_saved.__code__)

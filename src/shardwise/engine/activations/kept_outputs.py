@@ -1,0 +1,104 @@
+"""Outputs of chosen operators, kept from the first run of a module for the second one (selective checkpointing).
+
+    first run     mm -> kept 0    gelu      mm -> kept 1
+    second run    kept 0          gelu      kept 1
+
+Torch's own pair of modes numbers every operator, and refuses a second run that calls one more or less: a cast that
+autocast remembers, say. Here only the chosen ones count.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from shardwise.engine.pipeline.nested import tensors_in
+from shardwise.errors import ModelError, PlanError
+
+Operator = torch._ops.OpOverload
+
+
+class KeptOutputs(TorchDispatchMode):
+    """Keeps, in the first run, what the operators gave."""
+
+    def __init__(self, operators: Collection[Operator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = operators
+        self.outputs: dict[Operator, list[tuple[Any, int]]] = {}
+        """Of each operator in the order of its calls, the last first when they are taken; with versions."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is kept."""
+        return sum(each.nbytes for kept in self.outputs.values() for made, _ in kept for each in tensors_in(made))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in self._operators:
+            # Apart from what autograd hangs the graph on.
+            self.outputs.setdefault(func, []).append((tree_map(_detached, made), _version_of(made)))
+        return made
+
+
+class TakenOutputs(TorchDispatchMode):
+    """Gives them, in the second run, in the place of a call."""
+
+    def __init__(self, kept: KeptOutputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outputs = kept.outputs
+        self._taken: dict[Operator, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = self._outputs.get(func)
+        if outputs is None:
+            return func(*args, **(kwargs or {}))
+        at = self._taken.setdefault(func, 0)
+        self._taken[func] += 1
+        if at >= len(outputs):
+            raise ModelError(f"a module calls {func} more often when it is run again in backward; {_ADVICE}")
+        kept, version = outputs[at]
+        outputs[at] = (None, 0)  # let go as soon as it was used
+        if kept is None:
+            raise ModelError(f"outputs of {func} that activations.save keeps serve one backward of their step")
+        if _version_of(kept) != version:
+            raise ModelError(f"the output of {func} was written to after it was kept; {_ADVICE}")
+        return kept
+
+
+_ADVICE = "leave the operator out of activations.save, or the module out of activations.checkpoint"
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _version_of(made: Any) -> int:
+    """It changes when one of the tensors is written to."""
+    tensors = made if isinstance(made, tuple | list) else (made,)
+    return sum(each._version for each in tensors if isinstance(each, torch.Tensor))
+
+
+def outputs_kept(operators: Collection[Operator]) -> tuple[KeptOutputs, TakenOutputs]:
+    """The modes of the two runs of one call."""
+    kept = KeptOutputs(operators)
+    return kept, TakenOutputs(kept)
+
+
+def overloads_of(operators: Collection[str]) -> frozenset[Operator]:
+    """The operators by name, those without an overload in all of theirs. Raises PlanError for unknown ones."""
+    found: list[Operator] = []
+    problems = []
+    for name in operators:
+        space, operator, *overload = name.split(".")
+        packet = getattr(getattr(torch.ops, space), operator, None)
+        names = [] if packet is None else packet.overloads()
+        if not names or not set(overload) <= set(names):
+            known = f"; its overloads are {', '.join(names)}" if names else ""
+            problems.append(f"activations.save: torch.ops has no operator {name!r}{known}")
+        else:
+            found += [getattr(packet, each) for each in overload or names]
+    if problems:
+        raise PlanError(*problems)
+    return frozenset(found)

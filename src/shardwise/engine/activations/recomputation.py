@@ -1,0 +1,151 @@
+"""Modules that are run again in backward: torch's checkpoint around their forwards, with the numbers of one run.
+
+    module(x)   hooks, gather of its unit, collectives of tp ...   Recomputed: checkpoint( the module's own forward )
+    backward    the unit is gathered, then                         the own forward again, from the inputs as they were
+
+The wrapper is the innermost one: what a plan does around a forward happens once. What the second run finds again:
+
+    random numbers     the states of the generators before the first run
+    lists, objects     those among the arguments as they were, whatever the first run wrote to them
+    buffers            copies of those that the first run wrote to, as they were; the second run writes to the copies
+    parameters         as they are: a forward that writes to one is refused
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
+from shardwise.engine.activations.written_buffers import WrittenBuffers
+from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot, filled, is_plain, transform
+from shardwise.engine.randomness import KeyedRandom, may_draw
+from shardwise.engine.tensor.isolated_runs import held_tensors
+from shardwise.engine.wrapping import Forward, OfEngine
+from shardwise.errors import ActivationsWarning, ModelError
+
+
+class Recomputed(OfEngine):
+    """A `Wrapper`: keeps the inputs of a module, and runs it again in backward."""
+
+    structure = None
+    """It changes no shapes."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        random: KeyedRandom,
+        operators: Collection[Operator],
+        warned: set[type] | None,
+    ) -> None:
+        """operators: whose outputs are kept, too. warned: classes of arguments that were named; None: others warn."""
+        self.name = name
+        self._warned = warned
+        self._random = random
+        self._draws = may_draw(module, {})
+        self._buffers = WrittenBuffers(name, module)
+        self._parameters = list(module.parameters())
+        self._operators = operators
+        self.kept_bytes = 0
+        """Of outputs that the last call has kept."""
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Wrapper`."""
+        if not torch.is_grad_enabled() or self._random.is_suspended:  # no backward follows
+            return forward(*args, **kwargs)
+        given = CallArguments(args, kwargs)
+        if self._warned is not None and given.objects:
+            self._warn(given.objects, self._warned)
+        versions = self._versions()
+        states = self._random.states() if self._draws else None
+        kept = self._buffers.kept()
+        # Not by closure: what is kept for the second run must not hold the arguments of the first.
+        first = [(args, kwargs)]
+        del args, kwargs
+
+        def compute(*tensors: torch.Tensor) -> Any:
+            if first:
+                args, kwargs = first.pop()
+                return forward(*args, **kwargs)
+            args, kwargs = given.again(tensors)
+            with nullcontext() if states is None else self._random.going_on_from(states), kept.in_place():
+                return forward(*args, **kwargs)
+
+        modes = outputs_kept(self._operators) if self._operators else None
+        more: dict[str, Any] = {} if modes is None else {"context_fn": lambda: modes}
+        # Torch would keep random numbers by the kind of device that it guesses.
+        output = checkpoint(compute, *given.take_tensors(), use_reentrant=False, preserve_rng_state=False, **more)
+        if modes is not None:
+            self.kept_bytes = modes[0].num_bytes
+        kept.settle()
+        if versions != self._versions():
+            raise ModelError(
+                f"the forward of {self.name!r} writes to a parameter, and would do so twice: backward runs it again. "
+                "Name modules around which nothing is written in activations.checkpoint"
+            )
+        return output
+
+    def _warn(self, objects: Sequence[Any], warned: set[type]) -> None:
+        for each in objects:
+            if type(each) not in warned and held_tensors(each):
+                warned.add(type(each))
+                warnings.warn(
+                    f"activations.checkpoint: {self.name!r} is given a {type(each).__name__}, and the tensors in it "
+                    "are kept until it runs again in backward. If it is a cache of keys and values, leave it out of "
+                    "training (use_cache=False), which saves memory",
+                    ActivationsWarning,
+                    stacklevel=3,
+                )
+
+    def _versions(self) -> list[int]:
+        # Under pp a mode answers for parameters of other stages.
+        with torch._C.DisableTorchFunction():
+            return [each._version for each in self._parameters]
+
+
+class CallArguments:
+    """The arguments of a call as they were before it: tensors apart, which torch saves, and the rest copied."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        """Copies of what is no tensor, no container and no plain value: forwards may write to it."""
+        self._template = transform((args, kwargs), self._take, fresh=True)
+
+    def take_tensors(self) -> list[torch.Tensor]:
+        """The tensors, each object once; they are not held here from now on."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def again(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with these tensors. What a call writes to lists and objects among them is lost."""
+        objects = [_copied(each) for each in self.objects]
+        args, kwargs = filled(self._template, tensors, objects, fresh=True)
+        return args, kwargs
+
+    def _take(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            at = next((at for at, each in enumerate(self._tensors) if each is leaf), len(self._tensors))
+            if at == len(self._tensors):
+                self._tensors.append(leaf)
+            return TensorSlot(at)
+        if is_plain(leaf) or isinstance(leaf, nn.Module) or inspect.isroutine(leaf) or isinstance(leaf, partial):
+            return leaf
+        self.objects.append(_copied(leaf))
+        return ObjectSlot(len(self.objects) - 1)
+
+
+def _copied(value: Any) -> Any:
+    """A copy to which a forward may write; the object itself where it has none."""
+    try:
+        return copy.deepcopy(value, {id(each): each for each in held_tensors(value)})
+    except Exception:  # a generator, a handle: what its class raises, whatever that is
+        return value

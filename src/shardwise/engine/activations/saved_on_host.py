@@ -1,0 +1,288 @@
+"""Saved tensors of modules in host memory: copied out behind their forward, copied back ahead of their backward.
+
+    forward    run 0 |  run 1          |  run 2          |        the loss; the last module is never copied out
+    side              out 0             out 1
+    freed                             0                 1
+
+    backward   run 2         |  run 1         |  run 0
+    side        back 1          back 0
+
+At one time the device has the saved tensors of two modules: that which runs, and the one before or after it. Every copy
+of a rank goes over one side stream, in order, so that a host block is free as soon as its copy back has been given to
+the stream. Streams wait for each other on the device, and the host for none of them.
+
+Not moved: parameters and buffers, storages below 4 KiB, small views of large storages (rows of a batch).
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.engine.activations.pinned_blocks import PinnedBlocks
+from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
+from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.wrapping import Forward, OfEngine
+from shardwise.engine.zero.uneven_microbatches import Passes
+from shardwise.engine.zero.unit_calls import unpack as unpack_parameter
+from shardwise.errors import ModelError
+
+LEAST_BYTES = 4096
+"""A copy of less costs more than it saves."""
+_LEAST_SHARE = 4
+"""A view of less than one in so many bytes of its storage keeps what others hold anyway."""
+
+
+class HostTransfers:
+    """What one rank has moved to the host, and the stream on which it moves."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.passes = Passes()
+        """Knows what autograd keeps of gathered parameters (stage 3)."""
+        self.microbatch: Callable[[], int] = lambda: 0
+        """Which one this rank works on, where a schedule mixes several."""
+        self.blocks = PinnedBlocks()
+        self.num_bytes = 0
+        """Copied to the host so far."""
+        self._model = model
+        self._stream = torch.Stream(device)
+        self.known: weakref.WeakValueDictionary[int, HostCopyOfStorage] = weakref.WeakValueDictionary()
+        """By storage, while that is held here."""
+        self._last: HostCall | None = None
+        """The last call of all, which nothing was copied of yet."""
+        self._before: weakref.WeakValueDictionary[int, HostCall] = weakref.WeakValueDictionary()
+        """The last call of each microbatch."""
+
+    def begin(self) -> "HostCall":
+        """The forward of a module begins: what the one before it saved is copied out meanwhile."""
+        if self._last is not None:
+            self._last.copy_out()
+        number = self.microbatch()
+        call = HostCall(self, self._before.get(number))
+        self._before[number] = call
+        return call
+
+    def end(self, call: "HostCall") -> None:
+        """It has ended: what the one before it saved is on the host, or the device waits until it is."""
+        if self._last is not None:
+            self._last.let_go()
+        self._last = call
+
+    @cached_property
+    def parameters(self) -> frozenset[int]:
+        """The storages of parameters and buffers."""
+        return storages_of(self._model)
+
+    def on_side(self, copies: Iterable[Callable[[], None]]) -> torch.Event:
+        """Make copies on the side stream, after what the current stream has been given so far."""
+        self._stream.wait_event(self.current().record_event())
+        with self._stream:
+            for copy in copies:
+                copy()
+            return self._stream.record_event()
+
+    def current(self) -> torch.Stream:
+        """The stream on which this thread computes."""
+        return torch.accelerator.current_stream(self.device)
+
+
+class HostCall:
+    """One forward of one module, and what it saved.
+
+    saved --copy_out--> leaving --let_go--> away --bring_back--> coming --need--> here, until autograd has used it
+    """
+
+    def __init__(self, transfers: HostTransfers, before: "HostCall | None") -> None:
+        self._transfers = transfers
+        self._before = None if before is None else weakref.ref(before)
+        self._saved: list[weakref.ref[HostCopyOfStorage]] = []
+        """Weak: what backward has used is let go at once."""
+        self._leaving: list[HostCopyOfStorage] = []
+        """Held until the copies have been made."""
+        self._event: torch.Event | None = None
+        """Of the copies that were begun last."""
+        self._waited: set[int] = set()
+        """Streams that wait for them."""
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """What autograd keeps in the place of a saved tensor."""
+        transfers = self._transfers
+        if (kept := transfers.passes.pack_saved(tensor)) is not tensor:
+            return kept
+        if type(tensor) is not torch.Tensor or tensor.device != transfers.device or tensor.layout != torch.strided:
+            return tensor
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():  # more than a storage and its strides
+            return tensor
+        storage = tensor.untyped_storage()
+        size, key = storage.nbytes(), storage._cdata
+        if size < LEAST_BYTES or tensor.nbytes * _LEAST_SHARE < size or key in transfers.parameters:
+            return tensor
+        copy = transfers.known.get(key)
+        if copy is None or copy.version != tensor._version:  # written to in between, it is another value
+            copy = transfers.known[key] = HostCopyOfStorage(transfers, tensor)
+            self._saved.append(weakref.ref(copy))
+        return SavedView(copy, self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def copy_out(self) -> None:
+        """Begin to copy to the host."""
+        if not self._leaving and (here := [each for each in self._alive() if not each.is_away]):
+            self._leaving = here
+            self._copy(each.copy_out for each in here)
+
+    def let_go(self) -> None:
+        """Free on the device what is copied."""
+        if self._leaving:
+            self._wait()
+            for each in self._leaving:
+                each.let_go()
+            self._leaving = []
+
+    def need(self) -> None:
+        """Its backward asks for what was saved: it is on the device from here on, and that of the call before soon."""
+        self.bring_back()
+        self._wait()
+        self._leaving = []
+        before, self._before = None if self._before is None else self._before(), None
+        if before is not None:
+            before.bring_back()
+
+    def bring_back(self) -> None:
+        """Begin to copy back to the device."""
+        if away := [each for each in self._alive() if each.is_away]:
+            for each in away:
+                each.take_room()  # on the stream that reads it, which the side stream waits for
+            self._copy(each.copy_back for each in away)
+
+    def _alive(self) -> list["HostCopyOfStorage"]:
+        return [each for at in self._saved if (each := at()) is not None]
+
+    def _copy(self, copies: Iterable[Callable[[], None]]) -> None:
+        self._event = self._transfers.on_side(copies)
+        self._waited.clear()
+
+    def _wait(self) -> None:
+        if self._event is not None and (stream := self._transfers.current()).stream_id not in self._waited:
+            stream.wait_event(self._event)
+            self._waited.add(stream.stream_id)
+
+
+class HostCopyOfStorage:
+    """A storage that autograd saved views of; on the device, on the host, or both."""
+
+    def __init__(self, transfers: HostTransfers, tensor: torch.Tensor) -> None:
+        """`tensor`: views all of it, or a part."""
+        storage = tensor.untyped_storage()
+        self._transfers = transfers
+        self._key = storage._cdata
+        self.version = tensor._version
+        self._original: torch.Tensor | None = tensor.detach()
+        """Counts writes with the tensor, and while it is the one on the device."""
+        self.bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=transfers.device).set_(storage)
+        """On the device."""
+        self._size = storage.nbytes()
+        self._block: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Raise ModelError for a value that is not the saved one any more, as torch does where nothing is moved."""
+        if self._original is not None and self._original._version != self.version:
+            raise ModelError(
+                f"a tensor of shape {tuple(self._original.shape)} that a forward saved for backward was written to in "
+                "place afterwards. Write to a copy of it"
+            )
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is on the host alone."""
+        return self.bytes is None
+
+    def copy_out(self) -> None:
+        """To the host, on the current stream."""
+        self.check()
+        assert self.bytes is not None
+        self._block = self._transfers.blocks.take(self._size)
+        self._block[: self._size].copy_(self.bytes, non_blocking=True)
+        self._transfers.num_bytes += self._size
+
+    def let_go(self) -> None:
+        """Free it on the device."""
+        self.bytes = self._original = None
+        # Another storage may get its number.
+        if self._transfers.known.get(self._key) is self:
+            del self._transfers.known[self._key]
+
+    def take_room(self) -> None:
+        """Memory on the device, without values."""
+        self.bytes = torch.empty(self._size, dtype=torch.uint8, device=self._transfers.device)
+
+    def copy_back(self) -> None:
+        """Into that memory, on the current stream."""
+        assert self.bytes is not None
+        assert self._block is not None
+        self.bytes.copy_(self._block[: self._size], non_blocking=True)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._block is not None:
+            self._transfers.blocks.give_back(self._block)
+            self._block = None
+
+    def __del__(self) -> None:
+        # The graph is gone, perhaps without a backward. A copy that is on its way comes before the block's next one.
+        self._give_back()
+
+
+class SavedView(NamedTuple):
+    """What autograd keeps of a tensor in a storage that may be on the host."""
+
+    moved: HostCopyOfStorage
+    call: HostCall
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def unpack(saved: Any) -> torch.Tensor:
+    """What autograd gets back of what it saved."""
+    if type(saved) is not SavedView:
+        return unpack_parameter(saved)
+    moved, call, dtype, size, stride, offset = saved
+    call.need()
+    moved.check()
+    assert moved.bytes is not None
+    empty = torch.empty(0, dtype=dtype, device=moved.bytes.device)
+    return empty.set_(moved.bytes.untyped_storage(), offset, size, stride)
+
+
+class Offloaded(OfEngine):
+    """A `Wrapper`: what the forward of a module saves for backward waits on the host."""
+
+    structure = None
+    """It changes no shapes."""
+
+    def __init__(self, transfers: HostTransfers, random: KeyedRandom) -> None:
+        self._transfers = transfers
+        self._random = random
+
+    def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Wrapper`."""
+        transfers = self._transfers
+        # Inside of the user's hooks, or of a checkpoint, nothing is saved here.
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        is_ours = around is None or isinstance(getattr(around[0], "__self__", None), Passes | SavedMeter)
+        if not torch.is_grad_enabled() or self._random.is_suspended or not is_ours:
+            return forward(*args, **kwargs)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.eval_frame.skip_code(HostCall.pack.__code__)
+        call = transfers.begin()
+        torch._C._autograd._push_saved_tensors_default_hooks(call.pack, unpack)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            transfers.end(call)

@@ -1,0 +1,110 @@
+"""Buffers that a forward writes to, for a module that is run again: running statistics move once per microbatch."""
+
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from shardwise.errors import ModelError
+
+
+class WrittenBuffers:
+    """The buffers inside of one module, and those of them that its forwards write to."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for each in module.modules():
+            for key, buffer in each.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    places.setdefault(id(buffer), []).append((each, key))
+        self.places = list(places.values())
+        """Of each buffer, wherever it is held."""
+        self._written: Set[int] | None = None
+        """None: no forward was seen yet, and any buffer may be written to."""
+
+    def kept(self) -> "KeptBuffers":
+        """Called before a forward."""
+        return KeptBuffers(self) if self.places else _NOTHING
+
+    def may_be_written(self, at: int) -> bool:
+        """Whether a copy is needed before a forward."""
+        return self._written is None or at in self._written or self.is_statistic(at)
+
+    def is_statistic(self, at: int) -> bool:
+        """Whether torch writes to it in this forward, which leaves no trace in `_version`."""
+        return any(isinstance(module, _NormBase) and module.training for module, _ in self.places[at])
+
+    def buffer(self, at: int) -> torch.Tensor | None:
+        """As it is now."""
+        module, key = self.places[at][0]
+        return module._buffers.get(key)
+
+    def learn(self, written: Set[int], kept: Set[int]) -> None:
+        """Raise ModelError for what a forward wrote to and earlier ones did not."""
+        if missing := written - kept:
+            module, key = self.places[min(missing)][0]
+            raise ModelError(
+                f"this forward of {self._name!r} writes to the buffer {key!r} of a {type(module).__name__}, which the "
+                "first one did not. It cannot run again in backward as it ran. Leave the module out of "
+                "activations.checkpoint"
+            )
+        self._written = written | (self._written or frozenset())
+
+
+class KeptBuffers:
+    """What a forward found in the buffers that it wrote to."""
+
+    def __init__(self, buffers: WrittenBuffers) -> None:
+        self._buffers = buffers
+        now = [buffers.buffer(at) for at in range(len(buffers.places))]
+        self._before = [(each, None if each is None else each._version) for each in now]
+        self._copies = {
+            at: None if each is None else each.detach().clone()
+            for at, each in enumerate(now)
+            if buffers.may_be_written(at)
+        }
+
+    def settle(self) -> None:
+        """The forward has ended: what it did not write to needs no copy."""
+        written = {at for at, before in enumerate(self._before) if self._is_written(at, *before)}
+        self._buffers.learn(written, self._copies.keys())
+        self._copies = {at: each for at, each in self._copies.items() if at in written}
+        self._before = []
+
+    def _is_written(self, at: int, before: torch.Tensor | None, version: int | None) -> bool:
+        now = self._buffers.buffer(at)
+        if now is None or now is not before:
+            return now is not before
+        return now._version != version or self._buffers.is_statistic(at)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, modules hold the buffers as they were before; what is written to them is lost."""
+        swapped = [
+            (module, key, module._buffers.get(key)) for at in self._copies for module, key in self._buffers.places[at]
+        ]
+        for at, kept in self._copies.items():
+            again = None if kept is None else kept.clone()  # a second backward needs it too
+            for module, key in self._buffers.places[at]:
+                module._buffers[key] = again
+        try:
+            yield
+        finally:
+            for module, key, held in swapped:
+                module._buffers[key] = held
+
+
+class _NoBuffers(KeptBuffers):
+    """Of a module without buffers."""
+
+    def __init__(self) -> None:
+        self._copies = {}
+
+    def settle(self) -> None:
+        """See `KeptBuffers`."""
+
+
+_NOTHING = _NoBuffers()

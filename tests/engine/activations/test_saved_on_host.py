@@ -1,0 +1,200 @@
+"""Saved tensors on the host: the same bits whatever a stream is behind, few bytes there, no wait of the host."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.engine.activations import saved_on_host
+from shardwise.engine.activations.saved_on_host import HostTransfers
+from shardwise.errors import ModelError
+from tests.engine.activations.nets import assert_changes_nothing, square, train
+from tests.engine.hybrid_models import CASE, decoder, plan_of
+from tests.engine.models import word_loss
+from tests.fake_device.accelerator import LAST, behind, counted
+
+WIDTH, ROWS = 64, 256
+OFFLOAD = sw.Activations(offload="blocks")
+BOTH = sw.Activations(offload="blocks", checkpoint="blocks")
+PARTS = sw.Activations(offload=("*.up", "*.attention"), checkpoint=("*.attention",))
+
+
+@pytest.mark.usefixtures("on_fake")
+@pytest.mark.parametrize(
+    ("activations", "mesh", "settings"),
+    [
+        (OFFLOAD, "dp_shard=2", {"stage": 3, "k": 2}),
+        (OFFLOAD, "pp=2", {"k": 2, "schedule": "interleaved"}),
+        (BOTH, "pp=2,dp_shard=2,tp=2", {"stage": 3, "k": 2}),
+        (PARTS, "tp=2", {"k": 2}),
+        (PARTS, "dp_shard=2", {"stage": 3}),
+        (sw.Activations(offload=("embedding", "blocks.?")), "dp_shard=2", {"stage": 2, "k": 2}),
+        (sw.Activations(offload=(".",)), "pp=2", {"k": 3, "schedule": "1f1b"}),
+    ],
+)
+def test_every_plan_has_the_bits_that_it_has_without(
+    monkeypatch: pytest.MonkeyPatch, activations: sw.Activations, mesh: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(saved_on_host, "LEAST_BYTES", 64)
+    moved: list[int] = []
+
+    def look(engine: sw.Engine, _: nn.Module) -> None:
+        if engine.activations.transfers is not None:
+            moved.append(engine.activations.transfers.num_bytes)
+            said = f"activations.offload: {moved[-1]} bytes copied to the host" in engine.activations.report()
+            assert said == (moved[-1] > 0)
+
+    assert_changes_nothing(
+        partial(decoder, 0.1), plan_of(mesh, **settings), CASE.batches, activations, loss=word_loss, look=look
+    )
+    assert max(moved) > 0
+
+
+def test_on_the_cpu_saved_tensors_stay_where_they_are() -> None:
+    found: list[object] = []
+
+    def look(engine: sw.Engine, _: nn.Module) -> None:
+        found.append(engine.activations.transfers)
+
+    assert_changes_nothing(blocks(2), sw.Plan(), [{"input": torch.ones(4, WIDTH)}], OFFLOAD, look=look)
+    assert found == [None, None]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+def blocks(count: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(Block() for _ in range(count)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of a step that is none of the first."""
+
+    peak_bytes: int
+    syncs: int
+    pinned_bytes: int
+    moved_bytes: int
+
+
+def cost_of(activations: sw.Activations, num_blocks: int, device: str) -> Cost:
+    def on_rank(channel: sw.Channel) -> Cost:
+        torch.manual_seed(0)
+        engine = sw.parallelize(
+            blocks(num_blocks)(),
+            sw.Plan(activations=activations),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=square,
+            channel=channel,
+        )
+        batch = {"input": torch.ones(ROWS, WIDTH, device=channel.device)}
+        for _ in range(2):
+            engine.step(batch)
+        transfers = engine.activations.transfers
+        before = 0 if transfers is None else transfers.num_bytes
+        gc.collect()
+        torch.accelerator.reset_peak_memory_stats(channel.device)
+        rest = torch.accelerator.memory_allocated(channel.device)
+        with counted() as counts:
+            engine.step(batch)
+        return Cost(
+            peak_bytes=torch.accelerator.max_memory_allocated(channel.device) - rest,
+            syncs=counts[0].syncs,
+            pinned_bytes=0 if transfers is None else transfers.blocks.num_bytes,
+            moved_bytes=0 if transfers is None else transfers.num_bytes - before,
+        )
+
+    [cost] = sw.simulate(1, on_rank, device=device)
+    return cost
+
+
+# Of one block autograd keeps its input, the norm's output and figures, and twice the four times wider activation.
+ACTIVATION = ROWS * WIDTH * 4
+SAVED = (1 + 1 + 4 + 4) * ACTIVATION + 2 * ROWS * 4
+
+
+def test_the_device_has_the_saved_tensors_of_two_modules_whatever_their_number(fake: str) -> None:
+    plain, few, many = cost_of(sw.Activations(), 8, fake), cost_of(OFFLOAD, 4, fake), cost_of(OFFLOAD, 8, fake)
+    assert plain.peak_bytes >= 8 * SAVED
+    # The figures of norms are too small to be moved, and stay for each block.
+    assert few.peak_bytes <= many.peak_bytes <= few.peak_bytes + 4 * 2 * ROWS * 4
+    # Backward has the gradients of the wide activation and of what is around it, too.
+    assert many.peak_bytes <= 2 * SAVED + 7 * ACTIVATION
+    # Of all blocks but the last, each storage once: the last one's backward comes first.
+    assert many.moved_bytes == 7 * 10 * ACTIVATION
+    assert many.moved_bytes == many.pinned_bytes, "blocks are used again in each step"
+    assert many.syncs == plain.syncs
+
+
+def test_of_checkpointed_modules_the_inputs_move(fake: str) -> None:
+    kept, moved = cost_of(sw.Activations(checkpoint="blocks"), 8, fake), cost_of(BOTH, 8, fake)
+    assert moved.moved_bytes == 7 * ACTIVATION
+    assert moved.peak_bytes <= kept.peak_bytes - 4 * ACTIVATION
+
+
+@pytest.mark.usefixtures("anywhere_fake")
+@pytest.mark.parametrize("seed", [LAST, 1, 2, 3])
+@pytest.mark.parametrize("activations", [OFFLOAD, BOTH])
+def test_streams_behind_the_host_change_nothing(seed: int, activations: sw.Activations) -> None:
+    plan = sw.Plan(merge=sw.Merge(microbatches=2), activations=activations)
+    batch = {"input": torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))}
+    with behind(seed):
+        got = train(blocks(4), plan, [batch] * 3)
+    [one], [other] = got, train(blocks(4), sw.Plan(merge=plan.merge), [batch] * 3)
+    assert one.numbers == other.numbers
+
+
+@pytest.mark.usefixtures("anywhere_fake")
+def test_a_storage_that_is_saved_several_times_moves_once() -> None:
+    def on_rank(channel: sw.Channel) -> tuple[int, list[float]]:
+        transfers = HostTransfers(nn.Module(), channel.device)
+        x = torch.full((2048,), 2.0, device=channel.device)
+        call = transfers.begin()
+        kept = [call.pack(x), call.pack(x[:1024]), call.pack(x.view(32, 64)), call.pack(y := x * 3.0)]
+        small, few = x[:8].clone(), x[:8]
+        assert call.pack(small) is small
+        assert call.pack(few) is few
+        transfers.end(call)
+        del x, y, few
+        transfers.end(transfers.begin())
+        return transfers.num_bytes, [float(saved_on_host.unpack(each).sum()) for each in kept]
+
+    [(num_bytes, sums)] = sw.simulate(1, on_rank)
+    assert num_bytes == 2 * 2048 * 4
+    assert sums == [4096.0, 2048.0, 4096.0, 12288.0]
+
+
+class Writes(nn.Module):
+    """Writes to what the module before it has saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2.0)
+
+
+@pytest.mark.usefixtures("anywhere_fake")
+@pytest.mark.parametrize("names", [("0",), ("0", "2")])
+def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(names: tuple[str, ...]) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Writes(), Block())
+
+    batch = {"input": torch.ones(32, WIDTH)}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(make, sw.Plan(), [batch])
+    with pytest.raises(ModelError, match="saved for backward was written to in place afterwards"):
+        train(make, sw.Plan(activations=sw.Activations(offload=names)), [batch])
