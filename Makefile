@@ -7,7 +7,7 @@ STAMP := $(VENV)/.setup-stamp
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-activations mutants stress clean
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-activations bench-loops mutants stress clean
 
 setup: $(STAMP)
 
@@ -63,6 +63,9 @@ bench-pipeline: setup
 
 bench-rewrite: setup
 	$(BIN)/python -m benchmarks.rewrite
+
+bench-loops: setup
+	$(BIN)/python -m benchmarks.loops --write
 
 # Needs network namespaces and tc; writes benchmarks/results/transport.md.
 bench-transport: setup

@@ -4,9 +4,9 @@ What is accepted has no comment. A line with `type: ignore` is refused, for the 
 reports the comment as unused where the line passes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, assert_type
+from typing import Any, TypeAlias, TypedDict, assert_type
 
 import torch
 from torch import nn
@@ -94,6 +94,30 @@ def takes_optimizers_and_losses_of_all_kinds(model: Net) -> None:
     sw.parallelize(model, PLAN, optimizer=adamw, loss=lambda output, batch: entropy(output, batch["wanted"]))
 
 
+def dict_of_losses(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"loss": of_dicts(output, batch)}
+
+
+def of_pairs(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return functional.mse_loss(output, batch[1])
+
+
+LossOfUsers: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def takes_batches_of_all_kinds(model: Net, of_users: LossOfUsers) -> dict[str, float]:
+    sw.parallelize(model, PLAN, optimizer=adamw, loss=of_users)
+    sw.parallelize(model, PLAN, optimizer=adamw, loss=dict_of_losses, rows={"rows": 1, "table": None})
+    sw.parallelize(model, PLAN, optimizer=adamw, loss=lambda output, batch: {"loss": output.mean(), "size": 2.0})
+    sw.verify(Net, PLAN, [], optimizer=adamw, loss=dict_of_losses)
+    engine = sw.parallelize(model, PLAN, optimizer=adamw, loss=of_pairs)
+    pair = (torch.ones(2, 4), torch.ones(2, 8))
+    engine.step(torch.ones(2, 4))
+    losses = engine.step([pair, pair]).losses
+    report = engine.evaluate(pair, metrics={"mean": lambda output, batch: output.mean(1)})
+    return {**losses, **report.metrics}
+
+
 def runs_ranks() -> None:
     assert_type(sw.simulate(2, trains), list[list[float]])
     assert_type(sw.simulate(2, lambda channel: channel.rank), list[int])
@@ -154,22 +178,16 @@ def moves(held: dict[sw.Piece, torch.Tensor], wanted: Sequence[sw.Piece], channe
 # Refused ---------------------------------------------------------------------------------------------------------
 
 
-def dict_of_losses(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {"loss": of_dicts(output, batch)}
-
-
 def of_the_output_alone(output: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
 def refuses_losses(model: Net, loss: dict[str, torch.Tensor]) -> None:
-    sw.parallelize(model, PLAN, optimizer=adamw, loss=dict_of_losses)  # type: ignore[arg-type]
-    sw.parallelize(model, PLAN, optimizer=adamw, loss=lambda output, batch: {"loss": output.mean()})  # type: ignore[arg-type, return-value]
     sw.parallelize(model, PLAN, optimizer=adamw, loss=loss)  # type: ignore[arg-type]
     sw.parallelize(model, PLAN, optimizer=adamw, loss=loss["loss"])  # type: ignore[arg-type]
     sw.parallelize(model, PLAN, optimizer=adamw, loss=of_the_output_alone)  # type: ignore[arg-type]
     sw.parallelize(model, PLAN, optimizer=adamw, loss_weight=lambda batch: "rows")  # type: ignore[arg-type, return-value]
-    sw.verify(Net, PLAN, [], optimizer=adamw, loss=dict_of_losses)  # type: ignore[arg-type]
+    sw.verify(Net, PLAN, [], optimizer=adamw, loss=loss)  # type: ignore[arg-type]
 
 
 def refuses_models_and_optimizers(model: Net) -> None:
@@ -186,9 +204,7 @@ def refuses_names() -> None:
 
 
 def refuses_batches(engine: sw.Engine) -> None:
-    engine.step(torch.ones(2, 4))  # type: ignore[arg-type]
-    engine.step([{"rows": torch.ones(2, 4)}])  # type: ignore[arg-type]
-    engine.step({0: torch.ones(2, 4)})  # type: ignore[dict-item]
+    engine.evaluate({"rows": torch.ones(2, 4)}, metrics=[len])  # type: ignore[arg-type]
     engine.step({"rows": torch.ones(2, 4)}, microbatches="4")  # type: ignore[arg-type]
     engine.predict({"rows": torch.ones(2, 4)}, lambda inputs: inputs.step())  # type: ignore[attr-defined]
     engine.generate({"rows": torch.ones(2, 4)}, gather="never")  # type: ignore[arg-type]

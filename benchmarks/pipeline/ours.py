@@ -11,6 +11,7 @@ import shardwise as sw
 from benchmarks.pipeline.models import ADAMW, Batch, Kind, Shape, loss_of, net
 from benchmarks.pipeline.step import Taken
 from shardwise.comm import Channel
+from shardwise.engine.batches import MicrobatchLoss
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.plan.timeline import TimeSpan
 
@@ -62,7 +63,7 @@ class Ours:
         self._train = self.engine._computation.train
         setattr(self.engine._computation, "train", self._clocked)  # noqa: B010, it shadows a method
 
-    def _clocked(self, *arguments: Any, **named: Any) -> Sequence[torch.Tensor]:
+    def _clocked(self, *arguments: Any, **named: Any) -> Sequence[MicrobatchLoss]:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         losses = self._train(*arguments, **named)
         self._passes = (start_s, time.perf_counter(), time.process_time() - start_cpu_s)

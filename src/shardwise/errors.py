@@ -60,6 +60,10 @@ class OptimizerError(ShardwiseError):
     """An optimizer that does not fit the model or the partition: lost or foreign parameters, whole matrices needed."""
 
 
+class MetricError(ShardwiseError):
+    """A metric of an evaluation that cannot be computed, or not over several ranks."""
+
+
 class BatchError(ShardwiseError, ValueError):
     """A batch that cannot be split into the microbatches of the plan."""
 

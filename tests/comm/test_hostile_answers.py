@@ -6,7 +6,6 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,12 +14,16 @@ from shardwise import errors
 from shardwise.comm.agreement import agreed, compare, exchange_parts, understood
 from shardwise.comm.joined_values import JoinedValues, joined
 from shardwise.comm.rank_values import RankValues
+from shardwise.engine.batch_rows import DIM_0
+from shardwise.engine.batches import MicrobatchLoss
 from shardwise.engine.channels import RankGroups
+from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
+from shardwise.engine.evaluation_metrics import EvaluationMetrics
 from shardwise.engine.rank_times import RankTimes, rank_times
 from shardwise.engine.step_exchange import (
     NUM_PARTS_OF_OPENING,
+    Weighting,
     batch_compared,
-    exchange_loss,
     exchange_step,
     merge_weights,
     numbers_in,
@@ -124,8 +127,45 @@ def of_times(answer: bytes) -> None:
     rank_times([RankValues.of([amounts] * 2), RankValues.of([seconds, answer])])
 
 
-def of_a_loss(answer: bytes) -> None:
-    exchange_loss(Answering(answer), 1.0, np.array([[0], [1]]))  # type: ignore[arg-type]
+class Counting:
+    """A metric with states as torchmetrics has them."""
+
+    def __init__(self) -> None:
+        self._reductions = {"total": torch.sum, "seen": None}
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.seen, self._update_count = torch.zeros(2), list[torch.Tensor](), 0
+
+    def update(self, values: torch.Tensor) -> None:
+        self.total, self.seen, self._update_count = self.total + 1, [*self.seen, values], 1
+
+    def compute(self) -> torch.Tensor:
+        return self.total.sum()
+
+
+def counted() -> EvaluationMetrics:
+    """A function and a metric with states, which have seen three rows."""
+    metrics = EvaluationMetrics(
+        {"mean": lambda output, batch: output.mean(), "count": (Counting(), lambda output, batch: output)},
+        rows=DIM_0,
+        device=torch.device("cpu"),
+        speaks=True,
+    )
+    metrics.begin()
+    metrics.see(torch.ones(3), {"x": torch.ones(3)})
+    return metrics
+
+
+def of_an_evaluation(answer: bytes) -> None:
+    weighting, metrics = Weighting.of([[1.0], [1.0]]), counted()
+    exchange_evaluation(
+        parts_of_evaluation([MicrobatchLoss(torch.ones(()), {"aux": 1.0})], weighting, 0, metrics),
+        channel=Answering(answer),  # type: ignore[arg-type]
+        weighting=weighting,
+        ranks=RankGroups.of(sw.Plan(mesh=sw.Mesh(dp_shard=2))),
+        metrics=metrics,
+    )
 
 
 def of_pieces(answer: bytes) -> None:
@@ -160,7 +200,7 @@ PARSERS = {
     of_weights: [packed_parts(OPENING)],
     of_a_step: [packed_parts([b"\1", bytes(16), b"", bytes(8), b""])],
     of_times: TIMES.packed(num_ranks=2),
-    of_a_loss: [bytes(8)],
+    of_an_evaluation: [packed_parts([bytes(8), b'[["aux"]]', bytes(8), *counted().packed()])],
     of_pieces: [pack_pieces(PIECES)],
     of_texts: [b'["a text"]'],
 }

@@ -284,9 +284,8 @@ def assert_refused_and_usable(
 UNEQUAL = {"x": torch.ones(6, 4), "y": torch.ones(5, 1)}
 
 BAD_BATCHES = [
-    ([torch.ones(6, 4)], "a batch is a dict of tensors, not a list; wrap it: {'input_ids': tensor, ...}"),
-    (torch.ones(6, 4), "a batch is a dict of tensors, not a Tensor"),
-    (None, "a batch is a dict of tensors, not a NoneType"),
+    (None, "a batch is a dict, tuple, list or dataclass of tensors, not a NoneType; wrap it: {'input_ids': tensor, "),
+    ([3, "x"], "the batch has no tensor with a dim 0 to split on; its entries are ['0', '1']"),
     ({}, "the batch has no tensor with a dim 0 to split on; its entries are []"),
     ({"x": 3, "w": torch.tensor(1)}, "the batch has no tensor with a dim 0 to split on; its entries are ['w', 'x']"),
     (UNEQUAL, "all tensors of a batch have the same number of rows (dim 0), but x has 6, y has 5"),
@@ -307,7 +306,7 @@ def test_fewer_rows_than_microbatches_are_refused_with_both_numbers() -> None:
 
 
 def test_different_numbers_of_microbatches_are_refused() -> None:
-    message = "every rank merges the same number of microbatches, but the ranks have [3, 2]; give step() the same"
+    message = "every rank merges the same number of microbatches, but the ranks have [3, 2]. Give step() the same"
     assert_refused_and_usable({}, message, kind=MismatchError, microbatches={1: 2})
 
 

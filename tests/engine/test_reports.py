@@ -70,8 +70,8 @@ def test_a_report_that_waits_is_used_like_any_other(use: Callable[[StepReport], 
 
 def test_what_a_report_does_not_have() -> None:
     looks = Looks()
-    with pytest.raises(AttributeError, match="'StepReport' object has no attribute 'losses'"):
-        looks.report.losses  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="'StepReport' object has no attribute 'perplexity'"):
+        looks.report.perplexity  # type: ignore[attr-defined]  # noqa: B018
     assert looks.count == 0
 
 

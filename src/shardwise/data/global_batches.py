@@ -58,7 +58,7 @@ class Data:
         on. Or an object with `__getitem__` alone: it has no end, and is asked for samples 0, 1, 2, ...
     global_batch: rows of all data ranks together in one update; no layout changes it.
     seed: from 0 to 2**63 - 1; together with the epoch it decides the order of a dataset with `__len__`.
-    collate: f(list of samples) -> a dict of tensors; None: torch's `default_collate`.
+    collate: f(list of samples) -> what `engine.step` takes; None: torch's `default_collate`.
     num_workers: processes per rank that read ahead, as torch's DataLoader has them.
 
     Every batch is full: one that reaches the end of an epoch goes on with the first samples of the next. Raises

@@ -4,27 +4,32 @@
     engine.step        b0  b1
     cursor         ---------->|       a save here makes a run that begins with b2
 
-A batch is known again by the memory of its tensors, so a dict of some of them, or of views, is known too. A step on a
-copy is not. It is counted where only one batch can be meant. Where the loop is ahead too, it could be any of them,
-and the cursor is refused.
+A batch is known again by the memory of its tensors and arrays, so a dict of some of them, or of views, is known too. A
+step on a copy is not. It is counted where only one batch can be meant. Where the loop is ahead too, it could be any of
+them, and the cursor is refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
+import numpy as np
 import torch
 
+from shardwise.comm.nested_values import is_container, named_leaves
 from shardwise.data.cursors import Cursor
 from shardwise.errors import DataError
+
+Memory: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
+"""What has the values of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _HandedOut:
     number: int
     after: Cursor
-    tensors: tuple["ref[torch.Tensor]", ...]
+    tensors: tuple["ref[Memory]", ...]
     """Of the batch. Not held: what the loop has dropped takes no memory."""
 
     def living(self) -> set[int]:
@@ -90,7 +95,7 @@ class HandOuts:
         self._known = self._held()
         self.drawn = after
 
-    def on_step(self, batch: Mapping[str, object]) -> bool:
+    def on_step(self, batch: Any) -> bool:
         """The engine has made a step; whether on a batch that was handed out here."""
         memories = {_memory(tensor) for tensor in _tensors(batch)}
         found = sorted(((each.shared_with(memories), each) for each in tuple(self._known)), key=lambda pair: -pair[0])
@@ -142,18 +147,19 @@ class HandOuts:
         self._is_left = not self._is_over
 
 
-def _tensors(batch: object) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-        return
-    values: Iterable[object] = ()
-    if isinstance(batch, Mapping):
-        values = batch.values()
-    elif isinstance(batch, list | tuple):
-        values = batch
-    for each in values:
-        yield from _tensors(each)
+def _tensors(batch: object) -> Iterator[Memory]:
+    if isinstance(batch, Mapping) and not is_container(batch):
+        batch = dict(batch)
+    for _, leaf in named_leaves(batch):
+        if isinstance(leaf, Mapping):
+            yield from _tensors(leaf)
+        elif isinstance(leaf, torch.Tensor | np.ndarray):
+            yield leaf
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+def _memory(held: Memory) -> int:
+    if isinstance(held, torch.Tensor):
+        return held.untyped_storage()._cdata if held.layout is torch.strided else id(held)
+    while isinstance(held.base, np.ndarray):  # of a view
+        held = held.base
+    return id(held)

@@ -17,6 +17,7 @@ import xxhash
 
 from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import dtype_name
+from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batches import Batch
 
 _ROW = 1 << 14
@@ -36,7 +37,7 @@ def describe_batch(batch: Batch, *, digest: bool = True) -> list[str]:
         + (f" with digest {digest_of_values(value)}" if digest or not _is_on_device(value) else " on a device")
         if isinstance(value, torch.Tensor)
         else f"{name!r} {json.dumps(value, default=lambda each: type(each).__name__)}"
-        for name, value in batch.items()
+        for name, value in named_leaves(batch)
     ]
 
 
@@ -53,7 +54,7 @@ class BatchDigests:
 
     def of(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Of each entry that is on the device, by its name: one int64."""
-        return {name: self._of(value) for name, value in batch.items() if _is_on_device(value)}
+        return {name: self._of(value) for name, value in named_leaves(batch) if _is_on_device(value)}
 
     @torch.no_grad()
     def _of(self, value: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
-from shardwise.engine.batches import LossOfModel, Microbatch
+from shardwise.engine.batches import LossOfModel, Microbatch, MicrobatchLoss, See
 from shardwise.engine.generation import Generation
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -71,7 +71,7 @@ class Computation:
         self.loss = loss
         self.autocast = AutocastRegions(device)
         """The caller's region of torch.autocast. Forwards and losses run in one like it."""
-        self._loss_inside = self.autocast.inside(loss)
+        self._loss_inside = self.autocast.inside(loss.measured)
         self._device = device
         self._rank = rank
         self._data_rank = data_rank
@@ -93,10 +93,10 @@ class Computation:
             return
         if self.runner.stages.num_chunks > 1 or self._passes.gathers:
             raise BatchError(
-                "data ranks compute different microbatches, because some have weight 0 on some ranks only (the "
-                f"weights are {[*map(weighting.of_rank, range(len(weighting.counts)))]}). Under pp with stage 3, or "
-                "with several stages per rank, they gather and reduce in step with the schedule. Give every rank the "
-                "same number of microbatches with weight, or use sharding stage 1"
+                "data ranks compute different microbatches, because some ranks have fewer of them, or some of weight 0 "
+                f"(the weights are {[*map(weighting.of_rank, range(len(weighting.counts)))]}). Under pp with stage 3, "
+                "or with several stages per rank, they gather and reduce in step with the schedule. Give every rank "
+                "the same number of microbatches with weight, or use sharding stage 1"
             )
 
     def train(
@@ -106,7 +106,7 @@ class Computation:
         *,
         joint: Sequence[Joint],
         before_last_backward: Callable[[], None],
-    ) -> list[torch.Tensor]:
+    ) -> list[MicrobatchLoss]:
         """Forward and backward of every microbatch whose factor is not 0; the losses, without a graph.
 
         What does not count is not computed: a mean over nothing is nan in many models. A loss that another rank has
@@ -115,7 +115,7 @@ class Computation:
         """
         # Streams are numbered by all microbatches, not by the counted ones: a weight of 0 shifts no other
         # microbatch's masks.
-        streams = self._streams(self.step, len(parts), len(parts))
+        streams = self._streams(self.step, len(parts), len(joint))
         # Counts skipped updates too: the batch after one that overflowed draws masks of its own.
         self.step += 1
         # A factor that is on the device is not read, and its microbatch is computed.
@@ -130,7 +130,7 @@ class Computation:
         if len(counted) == len(parts):
             return computed
         found = dict(zip(counted, computed, strict=True))
-        zero = torch.zeros((), device=self._device)
+        zero = MicrobatchLoss(torch.zeros((), device=self._device), {})
         return [found.get(at, zero) for at in range(len(parts))]
 
     def _train_counted(
@@ -141,7 +141,7 @@ class Computation:
         counted: Sequence[int],
         rounds: UnevenMicrobatches,
         before_last_backward: Callable[[], None],
-    ) -> list[torch.Tensor]:
+    ) -> list[MicrobatchLoss]:
         if self.runner is not None:
             return self.runner.train(
                 [parts[at] for at in counted],
@@ -169,13 +169,20 @@ class Computation:
         return losses
 
     def evaluate(
-        self, parts: Sequence[Microbatch], weights: Sequence[float], joint: Sequence[Joint]
-    ) -> list[torch.Tensor]:
-        """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`."""
+        self,
+        parts: Sequence[Microbatch],
+        weights: Sequence[float],
+        joint: Sequence[Joint],
+        see: See | None = None,
+    ) -> list[MicrobatchLoss]:
+        """The losses of every microbatch whose weight is not 0, in evaluation mode; `joint`: see `train`.
+
+        see: is shown the model's outputs, where they are.
+        """
         # Ranks may have different numbers of microbatches here: numbers start at a multiple of the largest of them.
         streams = self._streams(EVALUATION, len(parts), len(joint))
         counted = [at for at, weight in enumerate(weights) if weight]
-        losses = [torch.zeros((), device=self._device) for _ in parts]
+        losses = [MicrobatchLoss(torch.zeros((), device=self._device), {})] * len(parts)
         with (
             torch.no_grad(),
             _evaluating(self._model),
@@ -185,10 +192,11 @@ class Computation:
         ):
             if self.runner is not None:
                 computed = self.runner.evaluate(
-                    [parts[at] for at in counted],
+                    (parts[at] for at in counted),
                     self._loss_inside,
                     streams=[streams[at] for at in counted],
                     rounds=rounds,
+                    see=see,
                 )
                 for at, loss in zip(counted, computed, strict=True):
                     losses[at] = loss
@@ -196,7 +204,7 @@ class Computation:
             for number, at in enumerate(counted):
                 rounds.begin(number)
                 with streams[at]:
-                    losses[at] = self._loss_inside(parts[at])
+                    losses[at] = self._loss_inside(parts[at], see)
                 rounds.done()
         return losses
 
@@ -238,9 +246,10 @@ class Computation:
 
     def _train(
         self, number: int, part: Microbatch, factor: Weight, before_last_backward: Callable[[], None] | None
-    ) -> torch.Tensor:
+    ) -> MicrobatchLoss:
         with self.recorder.noting("F", number, 0):
-            loss = self._loss_inside(part)
+            found = self._loss_inside(part)
+        loss = found.loss
         if not loss.requires_grad:
             raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
         # They read the autograd graph of this loss, which backward frees.
@@ -254,7 +263,7 @@ class Computation:
         with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]):
             root.backward(self._gradient_of(root))
         # With its graph, each loss would keep the activations of its microbatch to the end of the step.
-        return loss.detach()
+        return found.detached()
 
     def _gradient_of(self, loss: torch.Tensor) -> torch.Tensor | None:
         """What the backward of a loss begins with; None: with 1."""

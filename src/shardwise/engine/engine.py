@@ -28,11 +28,13 @@ from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
-from shardwise.engine.batches import Batch, LossWeight
+from shardwise.engine.batches import Batch, LossWeight, moved_to
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
+from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
+from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.generation import Gather, Generation, Prompts, on_device
+from shardwise.engine.generation import Gather, Generation, Prompts
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.optimizers import KnownOptimizer
@@ -46,7 +48,6 @@ from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, name
 from shardwise.engine.step_closing import StepClosing
 from shardwise.engine.step_exchange import (
     Weight,
-    exchange_loss,
     factors_on_device,
 )
 from shardwise.engine.step_meter import step_meter
@@ -135,6 +136,7 @@ class Engine(Generic[Model_co]):
         self._averages = None if plan.average is None else WeightAverages(plan.average, buffers)
         self._opening = StepOpening(
             plan=plan,
+            rows=computation.loss.rows,
             loss_weight=loss_weight,
             channels=channels,
             ranks=self._ranks,
@@ -205,8 +207,11 @@ class Engine(Generic[Model_co]):
     ) -> StepReport:
         """Train on this data rank's share of a batch: one update of all parameters. All ranks call it together.
 
-        batch: a dict of tensors with rows in dim 0, the same for all ranks along pp and tp.
-        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's.
+        batch: tensors with equally many rows, in any nesting of dicts, tuples, lists and dataclasses; or a list of
+            such, each of them one microbatch of any shape. The same for all ranks along pp and tp. The model gets the
+            entries that its forward names, or the first of (inputs, targets).
+        microbatches: into how many parts of as equal size as can be the rows are cut; None: the plan's. A list of
+            microbatches has its own number, also another one on each data rank.
         stop: asked once per step. Where it is true on any rank, `stop` of the report is true on all, so that a signal
             to one ends all loops after the same step. It costs no message.
 
@@ -214,9 +219,10 @@ class Engine(Generic[Model_co]):
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
         refuse_inside(self._averages, "engine.step")
-        num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting = self._opening.open(batch, num_microbatches, purpose="weights of a step")
+        parts, weights, weighting = self._opening.open(batch, microbatches, is_step=True, purpose="weights of a step")
+        # The most of any rank: they accumulate in one dtype, and reduce alike.
+        num_microbatches = len(weighting.joint)
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -272,33 +278,46 @@ class Engine(Generic[Model_co]):
         return report_on_look(
             lambda: {
                 "loss": figures.loss,
+                "losses": {"loss": figures.loss, **figures.others},
                 "grad_norm": figures.grad_norm,
                 "skipped": not figures.is_finite,
                 "weight": figures.weight,
                 **({} if scale is None else {"loss_scale": float(scale)}),
             },
-            num_microbatches=num_microbatches,
+            num_microbatches=len(parts),
             stop=closing.stop,
             is_scaled=scale is not None,
             times=closing.times,
         )
 
-    def evaluate(self, batch: Batch) -> EvaluationReport:
-        """The loss on this data rank's share of a batch, without gradients, in evaluation mode.
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Metric] | None = None) -> EvaluationReport:
+        """The loss on this data rank's share of a batch, without gradients, in evaluation mode; metrics of all shares.
 
-        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
+        batch: as in `step`; a list of all batches of a dataset gives the metrics of the dataset.
+        metrics: by name f(output, microbatch) -> tensor, which is averaged by rows; a torchmetrics object for batches
+            (inputs, target); or (such an object, f(output, microbatch) -> (preds, target)). It stays as it is.
+
+        Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`, and MetricError.
         """
-        # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._opening.open(batch, None, purpose="weights of an evaluation")
+        # Ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
+        counting = EvaluationMetrics(
+            metrics,
+            rows=self._computation.loss.rows,
+            device=self._channels.world.device,
+            speaks=self._channels.tensor.rank == 0,
+        )
+        parts, _, weighting = self._opening.open(
+            batch, None, is_step=False, purpose="weights of an evaluation", begin=counting.begin
+        )
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
-            losses = self._computation.evaluate(parts, own, weighting.joint)
+            losses = self._computation.evaluate(parts, own, weighting.joint, counting.see if counting else None)
             self.counters.exchanges += 1
-            # One copy to the host for all losses.
-            values = torch.stack([each.double() for each in losses]).tolist() if losses else []
-            share = weighting.share_of_mean(values, self._channels.everyone.rank)
-            loss = exchange_loss(self._channels.world, share, self._ranks.alike_index)
-        return EvaluationReport(loss=loss, weight=weighting.total)
+            given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, counting)
+        # Outside of the block: what is refused here is refused by all ranks, and none has to stop the others.
+        return exchange_evaluation(
+            given, channel=self._channels.world, weighting=weighting, ranks=self._ranks, metrics=counting
+        )
 
     def predict(
         self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], Output] | None = None
@@ -313,7 +332,7 @@ class Engine(Generic[Model_co]):
         only another rank has, and PeerError.
         """
         self._check_turn()
-        moved = on_device(inputs, self._channels.everyone.device)
+        moved = moved_to(inputs, self._channels.everyone.device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
             found: Output = self._computation.predict(moved, output_of or self._computation.loss.output)
             return found

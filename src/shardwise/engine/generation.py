@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from shardwise.engine.batches import moved_to
 from shardwise.errors import BatchError, ModelError
 
 Gather: TypeAlias = Literal["each", "once"]
@@ -68,7 +69,7 @@ class Generation:
         if twice := sorted(named.keys() & kwargs.keys()):
             raise BatchError(f"engine.generate was given {', '.join(twice)} both in the inputs and as arguments")
         args = (inputs.to(device),) if isinstance(inputs, torch.Tensor) else ()
-        given = on_device({**named, **kwargs}, device)
+        given = moved_to({**named, **kwargs}, device)
         first = next((each for each in (*args, *given.values()) if isinstance(each, torch.Tensor) and each.ndim), None)
         has_rows = inputs is not None and (first is None or len(first) > 0)
         return cls(generate=generate, args=args, kwargs=given, has_rows=has_rows, gather=gather, seed=seed)
@@ -76,8 +77,3 @@ class Generation:
     def run(self) -> Any:
         """What the model's `generate` gives."""
         return self.generate(*self.args, **self.kwargs)
-
-
-def on_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The values with their tensors on the device."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}

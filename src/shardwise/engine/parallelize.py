@@ -26,6 +26,7 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import a_list, aborting, agreed, compare, digest_of_values, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
+from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
@@ -105,17 +106,21 @@ def parallelize(
     channel: Channel | None = None,
     seed: int | None = None,
     sample: Batch | None = None,
+    rows: RowDims = 0,
 ) -> Engine[Model]:
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
     optimizer: a function of the list of the model's parameters (in their own shapes) that returns a torch optimizer or
         several, or optimizers already built over them. Their groups and attached schedulers stay.
-    loss: f(output, microbatch) -> scalar tensor; None: the model is called with the whole microbatch and gives its own.
+    loss: f(output, microbatch) -> scalar tensor, or a dict with it under "loss" and with other numbers to report. None:
+        the model is called with the whole microbatch and gives its own.
     loss_weight: f(microbatch) -> what the microbatch counts (say, its target tokens); None: its rows.
     seed: of the random numbers that forwards draw (dropout). They depend on it, the step and the microbatch, not on the
         plan. None: the seed that rank 0 last gave to torch.manual_seed.
     sample: a batch on which rank 0 measures the modules, for pipeline.balance "flops" and "seconds". From it
         tensor.rules "auto" also infers a plan for a model that carries none (see `engine.tensor_decision`).
+    rows: the dim of batches' tensors that has their rows; {name or glob: dim} where they differ, None in it for a
+        tensor that is for all rows. Names are the keys and positions that lead to a tensor: "inputs.0".
     channel: None takes the initialised process group, else the processes that torchrun announces, else a world of one.
 
     A model that was built on the meta device, in part or as a whole, is initialised from `seed`, module by module. Each
@@ -129,7 +134,9 @@ def parallelize(
         channel = default_channel()
     # A failure of one rank alone (no memory, a bug in a module) aborts: the others are in a collective or on the way.
     with aborting(channel, "parallelize"):
-        engine = parallelize_with(model, plan, optimizer, LossOfModel(model, loss), loss_weight, channel, seed, sample)
+        engine = parallelize_with(
+            model, plan, optimizer, LossOfModel(model, loss, BatchRows(rows)), loss_weight, channel, seed, sample
+        )
         # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
         # the new one's refusals on the model.
         engine.take_charge()
@@ -149,6 +156,7 @@ def parallelize_with(
 ) -> Engine[Model]:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
+        loss.rows.check()
         inspected = _inspect(model, plan, source, channel, seed)
         # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
         # differently, and rank 0's holds then.

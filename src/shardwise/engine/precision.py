@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.pipeline.nested import transform
+from shardwise.comm.nested_values import transform
 from shardwise.engine.tensor.styles import innermost_module
 from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
 from shardwise.plan import Parameter, Precision

@@ -8,7 +8,7 @@ On a device the host learns the figures of a step when they have come, or when s
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.comm.rank_values import RankValues
@@ -48,7 +48,7 @@ class _FilledOnLook:
 
 class _ValuesOnLook(_FilledOnLook):
     __slots__ = ("_times", "_values")
-    _values: Callable[[], Mapping[str, float]]
+    _values: Callable[[], Mapping[str, Any]]
     _times: Sequence[RankValues]
 
     def _on_look(self, name: str) -> Any:
@@ -56,8 +56,8 @@ class _ValuesOnLook(_FilledOnLook):
             values = self._values
         except AttributeError:  # another thread, which logs, has looked meanwhile
             return object.__getattribute__(self, name)
-        for field, value in values().items():
-            object.__setattr__(self, field, value)
+        for found, value in values().items():
+            object.__setattr__(self, found, value)
         with suppress(AttributeError):
             object.__delattr__(self, "_values")  # and what it holds on the device
         return object.__getattribute__(self, name)
@@ -79,11 +79,13 @@ class StepReport(_ValuesOnLook):
     weight: float
     """What the losses were weighted by, summed: rows, or what `loss_weight` counts."""
     num_microbatches: int
-    """Microbatches per rank."""
+    """Microbatches of this rank: in a list that was given to it, or in equal parts the same on all ranks."""
     stop: bool = False
     """Whether `stop` of `step` was true on some rank."""
     loss_scale: float | None = None
     """What the losses were multiplied by for their backward; None where the plan scales none."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Weighted means of what the loss function gives in a dict, and the loss as "loss"."""
 
     @property
     def ranks(self) -> tuple[RankTimes, ...]:
@@ -104,7 +106,7 @@ class StepReport(_ValuesOnLook):
 
 
 def report_on_look(
-    values: Callable[[], Mapping[str, float]],
+    values: Callable[[], Mapping[str, Any]],
     *,
     num_microbatches: int,
     stop: bool,
@@ -137,6 +139,10 @@ class EvaluationReport:
     """Weighted mean of the losses of all rows on all data ranks."""
     weight: float
     """What the losses were weighted by, summed."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """As in `StepReport`."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Of all rows on all data ranks, by the names that `evaluate` was given: numbers, else tensors on the CPU."""
 
 
 class _StepsOnLook(_FilledOnLook):

@@ -16,6 +16,7 @@ from itertools import compress
 import torch
 from torch import nn
 
+from shardwise.engine.batches import MicrobatchLoss
 from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
@@ -142,7 +143,7 @@ class StepClosing:
 
     def gives(
         self,
-        losses: Sequence[torch.Tensor],
+        losses: Sequence[MicrobatchLoss],
         weighting: Weighting,
         weights: torch.Tensor | None,
         digests: Mapping[str, torch.Tensor],

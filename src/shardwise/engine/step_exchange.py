@@ -1,7 +1,7 @@
 """The two exchanges of a step: weights before anything is computed, what was touched before anything is updated.
 
     open    weights    of this rank's microbatches, 8 bytes each: [4, 4] and [3, 3]  ->  `Weighting`, mean weight 3.5
-            names      JSON: [parameters written from outside, autocast]
+            names      JSON: [parameters written from outside, autocast, whether microbatches were given as a list]
             batch      digest of its lines, where ranks share it, and in the first steps
 
     close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop
@@ -30,6 +30,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, a_table, exchange_parts, texts_in, understood, understood_runs
 from shardwise.comm.rank_values import Index, RankValues, Table
 from shardwise.engine.batch_digests import digest_of_lines
+from shardwise.engine.batch_rows import DIM_0, BatchRows
 from shardwise.engine.batches import LossWeight, Microbatch, count_rows
 from shardwise.engine.channels import RankGroups
 from shardwise.engine.exact_sums import Numbers, exact_sum
@@ -145,7 +146,11 @@ Weight: TypeAlias = float | torch.Tensor
 
 
 def weigh(
-    microbatches: Sequence[Microbatch], loss_weight: LossWeight | None, *, reads_device: bool = True
+    microbatches: Sequence[Microbatch],
+    loss_weight: LossWeight | None,
+    *,
+    rows: BatchRows = DIM_0,
+    reads_device: bool = True,
 ) -> list[Weight]:
     """The weight of each microbatch: its rows, or what the user's function counts. Raises BatchError.
 
@@ -153,7 +158,7 @@ def weigh(
     """
     weights: list[Weight] = []
     for microbatch in microbatches:
-        weight = count_rows(microbatch) if loss_weight is None else loss_weight(microbatch)
+        weight = count_rows(microbatch, rows) if loss_weight is None else loss_weight(microbatch)
         is_there = isinstance(weight, torch.Tensor) and weight.device.type != "cpu" and weight.numel() == 1
         if is_there and not reads_device:
             weights.append(weight.detach().reshape(()))  # type: ignore[union-attr]
@@ -177,10 +182,16 @@ def factors_on_device(
     """
     device = everyone.device
     held = [each if isinstance(each, torch.Tensor) else torch.full((), each, device=device) for each in weights]
-    own = torch.stack([each.to(device) for each in held]).double()
-    of_all = torch.empty(everyone.size * len(weights), dtype=own.dtype, device=device)
-    everyone.all_gather(of_all, own, purpose="weights of microbatches").wait()
+    own = torch.stack([each.to(device) for each in held]).double() if held else of_none(device)
+    of_all = torch.empty(weighting.num_microbatches, dtype=own.dtype, device=device)
+    counts = None if weighting.is_same_count else weighting.counts.tolist()
+    everyone.all_gather(of_all, own, counts=counts, purpose="weights of microbatches").wait()
     return own, list((own * (weighting.num_microbatches / of_all.sum())).float().unbind())
+
+
+def of_none(device: torch.device) -> torch.Tensor:
+    """The numbers of a rank that has none."""
+    return torch.empty(0, dtype=torch.float64, device=device)
 
 
 def scaled_loss(loss: torch.Tensor, factor: Weight) -> torch.Tensor:
@@ -208,16 +219,22 @@ def check_weighting(weighting: Weighting) -> None:
 
 
 def parts_of_opening(
-    weights: Sequence[Weight], *, written: Collection[str] = (), autocast: str = "", batch: bytes = b""
+    weights: Sequence[Weight],
+    *,
+    written: Collection[str] = (),
+    autocast: str = "",
+    is_listed: bool = False,
+    batch: bytes = b"",
 ) -> list[bytes]:
     """What each rank tells the others before a step.
 
+    is_listed: the microbatches were given as a list, so that ranks may have unlike numbers of them.
     written: the parameters that were written to on this rank. autocast: the region of torch.autocast around the call.
     batch: from `batch_compared`.
     """
     # nan is no weight: it stands for one that is on the device.
     known = [math.nan if isinstance(each, torch.Tensor) else each for each in weights]
-    return [struct.pack(f"<{len(known)}d", *known), json.dumps([sorted(written), autocast]).encode(), batch]
+    return [struct.pack(f"<{len(known)}d", *known), json.dumps([sorted(written), autocast, is_listed]).encode(), batch]
 
 
 NUM_PARTS_OF_OPENING = 3
@@ -233,11 +250,11 @@ def batch_compared(lines: Sequence[str], *, is_whole: bool) -> bytes:
     return (_WHOLE if is_whole else b"") + digest_of_lines(lines).encode()
 
 
-def _names_in(packed: bytes) -> tuple[list[str], str]:
-    written, autocast = a_list(packed)
-    if not all(isinstance(each, str) for each in [*written, autocast]):
+def _names_in(packed: bytes) -> tuple[list[str], str, bool]:
+    written, autocast, is_listed = a_list(packed)
+    if not all(isinstance(each, str) for each in [*written, autocast]) or not isinstance(is_listed, bool):
         raise TypeError("no names")
-    return written, autocast
+    return written, autocast, is_listed
 
 
 def _weights_in(packed: bytes) -> tuple[float, ...]:
@@ -261,21 +278,22 @@ def merge_weights(
     given = understood_runs(names, _names_in, purpose=_OPENING)
     weighting = _weighting_in(packed, ranks)
     unlike = [(rank, *said) for rank, (said, _) in zip(names.starts, given, strict=True)]
-    _refuse_different_regions([(rank, autocast) for rank, _, autocast in unlike])
+    _refuse_different_regions([(rank, autocast) for rank, _, autocast, _ in unlike])
     # The lines themselves travel only where they have to be shown.
     if not _are_those_of(batches, ranks):
         answers = channel.exchange(json.dumps(lines).encode(), purpose="lines of a batch")
         refuse_different_batches(understood(answers, texts_in, purpose="lines of a batch"), ranks.first_of)
     if weighting.has_unknown:
         # One is unknown: then all ranks give theirs on the device.
-        weighting = replace(weighting, table=np.ones_like(weighting.table), is_known=False)
-    if same_count and not weighting.is_same_count:
+        are_there = np.arange(weighting.table.shape[1]) < weighting.counts[:, np.newaxis]
+        weighting = replace(weighting, table=are_there.astype(np.float64), is_known=False)
+    if same_count and not weighting.is_same_count and not any(is_listed for *_, is_listed in unlike):
         raise MismatchError(
-            f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}; "
-            "give step() the same microbatches on all"
+            f"every rank merges the same number of microbatches, but the ranks have {weighting.counts.tolist()}. "
+            "Give step() the same microbatches on all, or a list of them, of any number"
         )
     check_weighting(weighting)
-    return weighting, sorted({name for _, written, _ in unlike for name in written})
+    return weighting, sorted({name for _, written, _, _ in unlike for name in written})
 
 
 def _weighting_in(packed: RankValues, ranks: RankGroups) -> Weighting:
@@ -404,13 +422,6 @@ def exchange_step(
         written=list(compress(range(len(written)), anywhere[first_written:])),
         stop=anywhere[-1],
     )
-
-
-def exchange_loss(channel: Channel, loss: float, alike: Index) -> float:
-    """The sum of every rank's share of a loss, correctly rounded: the same float on every rank."""
-    answers = channel.exchange(struct.pack("<d", loss), purpose="loss")
-    (shares,) = numbers_in(RankValues.of(answers), 1, purpose="loss")
-    return sum_of_losses(shares, alike, is_exact=channel.device.type == "cpu")
 
 
 def numbers_in(values: RankValues, count: int, *, purpose: str) -> Numbers:

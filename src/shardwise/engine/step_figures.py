@@ -1,9 +1,10 @@
 """The figures of a step, its loss and its norm: made of what every rank gives, before any of them updates.
 
     CPU       given   | loss 8 | squares 8 |                             in the message that closes the step
+                      | kinds | shares |                                 also, of other entries of losses
                       | (number 8, norm 8) ..                            also, where gradients are whole
 
-    device    given   | losses | weights | norm | digests |              one all-gather behind the kernels of backward
+    device    given   | losses | norm | weights | digests | entries |    one all-gather behind the kernels of backward
               table   | rank 0's | rank 1's | .. | norm of all |
                           |                        +--> factor of the clip; whether to skip, for the optimizer
                           +--> a copy for the host, on its way:  loss, norm, skipped, when somebody looks
@@ -17,9 +18,9 @@ table is the same on all ranks, so that they clip and skip alike, and the host c
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -28,8 +29,10 @@ import torch
 from shardwise.comm import Channel
 from shardwise.comm.agreement import understood
 from shardwise.comm.rank_values import RankValues
+from shardwise.engine.batches import MicrobatchLoss
 from shardwise.engine.channels import RankGroups
 from shardwise.engine.kept_numbers import KeptNumbers
+from shardwise.engine.loss_entries import LossEntries, kinds_of_ranks, names_in, sums_of_entries
 from shardwise.engine.norm import (
     clip,
     clip_on_device,
@@ -57,7 +60,7 @@ _PURPOSE = "losses and norms"
 class RankFigures:
     """What the figures of a step are made of on one rank."""
 
-    losses: Sequence[torch.Tensor]
+    losses: Sequence[MicrobatchLoss]
     """Of each microbatch."""
     weighting: Weighting
     weights: torch.Tensor | None
@@ -92,6 +95,10 @@ class Figures(Protocol):
     @property
     def loss(self) -> float:
         """The weighted mean. Raises as `check` does."""
+
+    @property
+    def others(self) -> Mapping[str, float]:
+        """The weighted means of what the loss function gives besides the loss."""
 
     @property
     def weight(self) -> float:
@@ -153,6 +160,7 @@ class KnownFigures:
     weight: float
     grad_norm: float
     dtype: torch.dtype
+    others: Mapping[str, float] = field(default_factory=dict)
     is_known = True
     may_be_refused = False
     found_inf = None
@@ -185,25 +193,31 @@ class MadeOnHost:
         runs = [(each, False) for each, _ in own.runs] if around.are_whole else own.runs
         squares = divide_and_square(runs, divisor, around.world.device)
         norms = norms_of(list(own.used.values())) if around.are_whole and around.world.size > 1 else []
-        values = torch.stack([loss.double() for loss in own.losses]).tolist() if own.losses else []
+        values = torch.stack([each.loss.double() for each in own.losses]).tolist() if own.losses else []
+        entries = LossEntries(own.losses, own.weighting, around.data_rank)
         loss = own.weighting.share_of_mean(values, around.data_rank)
         pairs = (struct.pack("<qd", *each) for each in zip(own.used, norms, strict=False))
-        return [struct.pack("<dd", loss, squares), *([b"".join(pairs)] if around.are_whole else [])]
+        said = [struct.pack("<dd", loss, squares), entries.packed_kinds(), entries.packed_shares()]
+        return [*said, *([b"".join(pairs)] if around.are_whole else [])]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> KnownFigures:
         """See `FiguresMaking`."""
         around = self._around
         shares, squares = numbers_in(answers[0], 2, purpose=_PURPOSE)
         loss = sum_of_losses(shares, around.ranks.alike_index, is_exact=True)
+        kinds, given = answers[1:3]
+        others = sums_of_entries(kinds, given, around.ranks.alike_index, is_exact=True, purpose=_PURPOSE)
         if not around.are_whole:
             norm = norm_of(squares, around.norm_dtype)
         elif around.world.size == 1:
             norm = norm_in_one_process(list(own.used.values()))
         else:
-            pairs = understood(answers[1], self._norms_in, purpose=_PURPOSE)
+            pairs = understood(answers[3], self._norms_in, purpose=_PURPOSE)
             norms = {number: norm for each in pairs for number, norm in each}
             norm = norm_of_norms(norms, around.dtypes, around.world.device)
-        return KnownFigures(loss=loss, weight=own.weighting.total, grad_norm=norm, dtype=around.norm_dtype)
+        return KnownFigures(
+            loss=loss, weight=own.weighting.total, grad_norm=norm, dtype=around.norm_dtype, others=others
+        )
 
     def _norms_in(self, packed: bytes) -> list[tuple[int, float]]:
         return [(_known(number, self._around), norm) for number, norm in struct.iter_unpack("<qd", packed)]
@@ -214,6 +228,10 @@ def _known(number: int, around: "Surroundings") -> int:
     if not 0 <= number < len(around.dtypes):
         raise ValueError(f"parameter {number} of {len(around.dtypes)}")
     return number
+
+
+def _packed_numbers(numbers: Collection[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 class MadeOnDevice:
@@ -231,37 +249,43 @@ class MadeOnDevice:
             torch._foreach_div_(list(own.parts), torch.mul(own.scale, own.divisor, out=divisor))
         elif own.divisor > 1:
             torch._foreach_div_(list(own.parts), own.divisor)
-        return [struct.pack(f"<{len(own.used)}q", *own.used) if self._sends_norms else b""]
+        counts = struct.pack("<q", len(own.digests)) + _packed_numbers(own.used if self._sends_norms else ())
+        return [counts, LossEntries(own.losses, own.weighting, self._around.data_rank).packed_kinds()]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
         """See `FiguresMaking`."""
         around, world = self._around, self._around.world
-        (used,) = answers
-        numbers = understood(
-            used,
-            lambda answer: [_known(each, around) for each in struct.unpack(f"<{len(answer) // 8}q", answer)],
-            purpose=_PURPOSE,
-        )
+        used, said = answers
+        kinds = kinds_of_ranks(said, purpose=_PURPOSE)
+        told = understood(used, self._counts_in, purpose=_PURPOSE)
+        numbers = [each for _, each in told]
         places = _Places(
-            num_losses=len(own.losses),
+            num_losses=own.weighting.counts[[*around.ranks.data_ranks]].tolist(),
             num_norms=[len(each) if self._sends_norms else int(not around.are_whole) for each in numbers],
             has_weights=own.weights is not None,
-            num_digests=len(own.digests),
+            num_digests=[count for count, _ in told],
+            names=names_in(kinds),
+            has_entries=[bool(each) for each in kinds],
         )
         # In float64, which holds any loss and any norm exactly.
         table = self._kept.place("table", sum(places.counts) + 1, dtype=torch.float64)
         if world.size == 1:
             norm = total_norm(list(own.used.values()), self._kept)
             weights = () if own.weights is None else own.weights.unbind()
-            torch.stack([*own.losses, *weights, norm], out=table)
+            entries = LossEntries(own.losses, own.weighting, around.data_rank).on_device(world.device)
+            torch.stack([*(each.loss for each in own.losses), *weights, *entries, norm], out=table)
             return self._figures(own, places, table, norm)
         row = self._row(own, places.num_norms[world.rank])
         world.all_gather(table[:-1], row, counts=places.counts, purpose="losses and norms").wait()
-        if not around.are_whole:
-            # All rows are alike: a rank gives one norm.
-            norm = torch.linalg.vector_norm(table[:-1].view(world.size, -1)[:, places.norms(0).start], out=table[-1])
-            return self._figures(own, places, table, norm)
         starts = [places.norms(rank).start for rank in range(world.size)]
+        if not around.are_whole:
+            # A rank gives one norm, mostly in rows that are alike.
+            alike = len(set(places.counts)) == 1
+            given = (
+                table[:-1].view(world.size, -1)[:, starts[0]] if alike else torch.stack([table[at] for at in starts])
+            )
+            norm = torch.linalg.vector_norm(given, out=table[-1])
+            return self._figures(own, places, table, norm)
         norms = {
             number: table[start + at]
             for start, each in zip(starts, numbers, strict=True)
@@ -271,6 +295,13 @@ class MadeOnDevice:
         table[-1].copy_(norm)
         return self._figures(own, places, table, norm)
 
+    def _counts_in(self, packed: bytes) -> tuple[int, list[int]]:
+        """How many digests a rank has, and the parameters that it has norms for."""
+        num_digests, *numbers = struct.unpack(f"<{len(packed) // 8}q", packed)
+        if num_digests < 0:
+            raise ValueError(f"{num_digests} digests")
+        return num_digests, [_known(each, self._around) for each in numbers]
+
     def _figures(self, own: RankFigures, places: "_Places", table: torch.Tensor, norm: torch.Tensor) -> "DeviceFigures":
         if norm.dtype != self._around.norm_dtype:
             norm = self._kept.place("norm in its dtype", dtype=self._around.norm_dtype).copy_(norm)
@@ -278,22 +309,27 @@ class MadeOnDevice:
 
     def _row(self, own: RankFigures, num_norms: int) -> torch.Tensor:
         """What this rank gives. `num_norms`: of parameters, or the one of all that it counts."""
+        entries = LossEntries(own.losses, own.weighting, self._around.data_rank).on_device(self._around.world.device)
         num_losses, num_digests = len(own.losses), len(own.digests)
-        sizes = [num_losses, num_norms, 0 if own.weights is None else num_losses, num_digests]
+        sizes = [num_losses, num_norms, 0 if own.weights is None else num_losses, num_digests, len(entries)]
         row = self._kept.place("row", sum(sizes), dtype=torch.float64)
-        losses, norms, weights, digests = row.split(sizes)
+        losses, norms, weights, digests, others = row.split(sizes)
+        own_losses = [each.loss for each in own.losses]
         if self._sends_norms:
             found = torch._foreach_norm(list(own.used.values())) if num_norms else ()
-            torch.stack([*own.losses, *found], out=row[: num_losses + num_norms])
+            if num_losses + num_norms:
+                torch.stack([*own_losses, *found], out=row[: num_losses + num_norms])
         else:
             if num_losses:
-                torch.stack(list(own.losses), out=losses)
+                torch.stack(own_losses, out=losses)
             if num_norms:
                 norm_on_device([run for run, counts in own.runs if counts], self._kept, out=norms[0])
         if own.weights is not None:
             weights.copy_(own.weights)
         if num_digests:
             torch.stack(list(own.digests.values()), out=digests.view(torch.int64))  # their bits, which copies keep
+        if entries:
+            torch.stack(entries, out=others)
         return row
 
     @property
@@ -327,19 +363,31 @@ class HostCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Places:
-    """Where in the table what is: of each rank losses, norms, weights, digests, in this order."""
+    """Where in the table what is: of each rank losses, norms, weights, digests, entries, in this order."""
 
-    num_losses: int
+    num_losses: Sequence[int]
+    """Of each rank, as all numbers of them."""
     num_norms: Sequence[int]
-    """Of each rank."""
     has_weights: bool
-    num_digests: int
+    num_digests: Sequence[int]
+    names: Sequence[str]
+    """Of other entries of losses."""
+    has_entries: Sequence[bool]
+    """Whether each rank has any: one that computes nothing has none."""
+
+    def _num_entries(self, rank: int) -> int:
+        return self.num_losses[rank] * len(self.names) * self.has_entries[rank]
 
     @property
     def counts(self) -> list[int]:
         """How much each rank gives."""
-        besides = self.num_losses * (1 + self.has_weights) + self.num_digests
-        return [num_norms + besides for num_norms in self.num_norms]
+        num_numbers = 1 + self.has_weights
+        return [
+            num_losses * num_numbers + num_norms + num_digests + self._num_entries(rank)
+            for rank, (num_losses, num_norms, num_digests) in enumerate(
+                zip(self.num_losses, self.num_norms, self.num_digests, strict=True)
+            )
+        ]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -348,7 +396,7 @@ class _Places:
     def losses(self, rank: int) -> slice:
         """Of a rank."""
         start = self._starts[rank]
-        return slice(start, start + self.num_losses)
+        return slice(start, start + self.num_losses[rank])
 
     def norms(self, rank: int) -> slice:
         """Of a rank."""
@@ -358,12 +406,18 @@ class _Places:
     def weights(self, rank: int) -> slice:
         """Of a rank."""
         start = self.norms(rank).stop
-        return slice(start, start + self.num_losses * self.has_weights)
+        return slice(start, start + self.num_losses[rank] * self.has_weights)
 
     def digests(self, rank: int) -> slice:
         """Of a rank."""
         start = self.weights(rank).stop
-        return slice(start, start + self.num_digests)
+        return slice(start, start + self.num_digests[rank])
+
+    def entries(self, rank: int, name: int) -> slice:
+        """Those of a rank of the name with this number."""
+        count = self._num_entries(rank) // len(self.names)
+        start = self.digests(rank).stop + name * count
+        return slice(start, start + count)
 
 
 class DeviceFigures:
@@ -417,10 +471,19 @@ class DeviceFigures:
     def loss(self) -> float:
         """See `Figures`."""
         self._check_batches()
-        ranks = enumerate(self._around.ranks.data_ranks)
+        return self._mean_of(self._places.losses)
+
+    @property
+    def others(self) -> dict[str, float]:
+        """See `Figures`."""
+        places = self._places
+        return {name: self._mean_of(partial(places.entries, name=at)) for at, name in enumerate(places.names)}
+
+    def _mean_of(self, place_of: Callable[[int], slice]) -> float:
+        """The weighted mean of numbers that each rank has for its microbatches; none where it computed nothing."""
         shares = [
-            self._weighting.share_of_mean(self._values[self._places.losses(rank)], data_rank)
-            for rank, data_rank in ranks
+            self._weighting.share_of_mean(values, data_rank) if (values := self._values[place_of(rank)]) else 0.0
+            for rank, data_rank in enumerate(self._around.ranks.data_ranks)
         ]
         return sum_of_losses(shares, self._around.ranks.alike_index, is_exact=False)
 
@@ -479,7 +542,7 @@ class DeviceFigures:
         given = [table[self._places.digests(rank)] for rank in ranks]
         if len(given) == 1:
             return given[0].view(torch.int64)
-        place = self._kept.place(name, len(ranks) * len(self._entries), dtype=torch.float64)
+        place = self._kept.place(name, sum(map(len, given)), dtype=torch.float64)
         return torch.cat(given, out=place).view(torch.int64)
 
     def _digests_of(self, rank: int) -> list[str]:

@@ -17,7 +17,18 @@ from shardwise.comm.agreement import agreed
 from shardwise.comm.hosts import hosts_of, with_hosts
 from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batch_digests import BatchDigests, describe_batch
-from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
+from shardwise.engine.batch_rows import BatchRows
+from shardwise.engine.batches import (
+    Batch,
+    GivenMicrobatches,
+    LossWeight,
+    Microbatch,
+    count_rows,
+    given_microbatches,
+    is_on_host,
+    split_batch,
+    with_tensors,
+)
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.reports import Counters
 from shardwise.engine.step_exchange import (
@@ -32,14 +43,14 @@ from shardwise.engine.step_exchange import (
     weigh,
 )
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.errors import SameRowsWarning
+from shardwise.errors import BatchError, SameRowsWarning
 from shardwise.plan import Plan
 
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
 
-class Opened(NamedTuple):
+class OpenedBatch(NamedTuple):
     """What a step computes, alike on ranks that share a batch."""
 
     parts: Sequence[Microbatch]
@@ -56,6 +67,7 @@ class StepOpening:
         self,
         *,
         plan: Plan,
+        rows: BatchRows,
         loss_weight: LossWeight | None,
         channels: EngineChannels,
         ranks: RankGroups,
@@ -68,6 +80,7 @@ class StepOpening:
         self.loss_weight = loss_weight
         """As `parallelize` was given it."""
         self._plan = plan
+        self._rows = rows
         self._channels = channels
         self._ranks = ranks
         self._buffers = buffers
@@ -79,31 +92,41 @@ class StepOpening:
         self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
         """Steps to come in which data ranks compare their rows."""
 
-    def open(self, batch: Batch, num_microbatches: int | None, *, purpose: str) -> Opened:
+    def open(
+        self,
+        batch: Batch,
+        microbatches: int | None,
+        *,
+        is_step: bool,
+        purpose: str,
+        begin: Callable[[], None] | None = None,
+    ) -> OpenedBatch:
         """Split and weigh the batch; every rank raises the same error when one cannot.
 
-        num_microbatches: of a step; None: of an evaluation, in which ranks may have unlike numbers of them.
+        microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
+        begin: what else a rank does before, and may refuse.
         """
-        parts: Sequence[Microbatch] = []
-        # An evaluation leaves out what has no weight: its loss may be nan.
-        is_step, device = num_microbatches is not None, self._channels.everyone.device
         self._counters.exchanges += 1
         lines: Sequence[str] = ()
         with agreed(
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
         ) as agreement:
             self._check_model()
-            wanted = num_microbatches
-            if wanted is None:
-                wanted = min(self._plan.merge.microbatches, count_rows(batch))
-            # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
-            if wanted or num_microbatches is not None:
-                parts = split_batch(batch, wanted, device)
-            weighed = parts
-            if self.loss_weight is not None and parts and device.type != "cpu" and is_on_host(batch):
-                # Where the rows are: the host then knows the weights, and waits for nothing.
-                weighed = split_batch(batch, wanted, torch.device("cpu"))
-            weights = weigh(weighed, self.loss_weight, reads_device=not is_step)
+            if begin is not None:
+                begin()
+            batch = with_tensors(batch)
+            given = given_microbatches(batch)
+            if given is None:
+                parts, weighed = self._split(batch, microbatches, is_step=is_step)
+            else:
+                parts, weighed = GivenMicrobatches(given, self._channels.everyone.device), given
+                if microbatches not in (None, len(given)):
+                    raise BatchError(
+                        f"a list of {len(given)} microbatches was given, and microbatches={microbatches!r}; leave the "
+                        "number out"
+                    )
+            # An evaluation leaves out what has no weight: its loss may be nan.
+            weights = weigh(weighed, self.loss_weight, rows=self._rows, reads_device=not is_step)
             # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
             # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
             # sent anyway.
@@ -114,6 +137,7 @@ class StepOpening:
                 weights,
                 written=self._buffers.written,
                 autocast=self._autocast.described(),
+                is_listed=given is not None,
                 batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
             )
         if compares:
@@ -127,11 +151,28 @@ class StepOpening:
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()
-        return Opened(parts, weights, weighting)
+        return OpenedBatch(parts, weights, weighting)
+
+    def _split(
+        self, batch: Batch, microbatches: int | None, *, is_step: bool
+    ) -> tuple[Sequence[Microbatch], Sequence[Microbatch]]:
+        """The microbatches, and the same where they are weighed."""
+        device, wanted = self._channels.everyone.device, microbatches
+        if wanted is None:
+            wanted = self._plan.merge.microbatches
+            wanted = wanted if is_step else min(wanted, count_rows(batch, self._rows))
+        # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
+        if not wanted and not is_step:
+            return (), ()
+        parts = split_batch(batch, wanted, device, self._rows)
+        if self.loss_weight is None or device.type == "cpu" or not is_on_host(batch):
+            return parts, parts
+        # Where the rows are: the host then knows the weights, and waits for nothing.
+        return parts, split_batch(batch, wanted, torch.device("cpu"), self._rows)
 
     def digests(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Of what is on the device, where ranks share the batch: compared with the figures of the step."""
-        return self._digests.of(batch) if self._shares_batch else {}
+        return self._digests.of(with_tensors(batch)) if self._shares_batch else {}
 
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""

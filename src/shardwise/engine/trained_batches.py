@@ -7,7 +7,7 @@ engine                                knows it made a step on b0: no count of wh
 from typing import Protocol
 from weakref import WeakSet
 
-from shardwise.engine.batches import Batch
+from shardwise.engine.batches import Batch, given_microbatches
 
 
 class BatchSource(Protocol):
@@ -33,8 +33,10 @@ class TrainedBatches:
     def tell(self, batch: Batch) -> None:
         """A step was made on `batch`."""
         sources = list(self._sources)
-        # All are asked: one batch may be made of tensors of several.
-        answers = [source.on_step(batch) for source in sources]
+        # Microbatches of a list may be batches of a source each. All sources are asked: one batch may be made of
+        # tensors of several.
+        given = given_microbatches(batch)
+        answers = [source.on_step(each) for source in sources for each in ([batch] if given is None else given)]
         if not any(answers):
             for source in sources:
                 source.on_other_step()

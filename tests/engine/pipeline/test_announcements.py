@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise as sw
+from shardwise.comm.nested_values import ObjectSlot, TensorSlot
 from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor
-from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot, packed, unpacked
+from shardwise.engine.pipeline.nested import packed, unpacked
 from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.errors import MismatchError, ModelError
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.engine.pipeline.nested import tensors_in, token_of, transform
+from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.pipeline.nested import token_of
 
 Pair = namedtuple("Pair", "first second")
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from shardwise.engine.pipeline.nested import tensors_in
+from shardwise.comm.nested_values import tensors_in
 from shardwise.errors import ModelError, PlanError
 
 Operator = torch._ops.OpOverload

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, transform
 from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
-from shardwise.engine.pipeline.nested import ObjectSlot, TensorSlot, filled, is_plain, transform
+from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
 from shardwise.engine.wrapping import Forward, OfEngine

@@ -17,7 +17,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.accelerators import synchronize
-from shardwise.engine.pipeline.nested import tensors_in
+from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.wrapping import Forward, in_backward
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import unpack

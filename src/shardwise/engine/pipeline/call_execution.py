@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.comm.nested_values import filled, put_into, tensors_in, transform
 from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
 from shardwise.engine.pipeline.call_replay import (
     CallReplay,
@@ -39,17 +40,7 @@ from shardwise.engine.pipeline.call_replay import (
 )
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import (
-    Opaque,
-    filled,
-    is_plain,
-    numbers_and_texts_in,
-    put_into,
-    state_text,
-    tensors_in,
-    transform,
-    user_site,
-)
+from shardwise.engine.pipeline.nested import Opaque, is_plain, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom

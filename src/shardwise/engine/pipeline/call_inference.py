@@ -20,17 +20,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.pipeline.nested import (
+from shardwise.comm.nested_values import (
     ObjectSlot,
-    Opaque,
     TensorSlot,
     containers_in,
     contents_of,
     filled,
+    transform,
+)
+from shardwise.engine.pipeline.nested import (
+    Opaque,
     is_plain,
     numbers_and_texts_in,
     token_of,
-    transform,
     user_site,
     with_numbers_and_texts,
 )

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.comm.nested_values import TensorSlot
 from shardwise.engine.pipeline.call_inference import CallOutcome, OutcomeTensor, around_of, spec_of
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import TensorSlot
 from shardwise.engine.pipeline.stage_values import StageTensor, ViewMemory
 from shardwise.engine.pipeline.staged_calls import StagedCall, storage_of
 

@@ -15,14 +15,15 @@ lack.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.engine.batches import Microbatch
+from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
@@ -34,7 +35,9 @@ from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 
-LossOf = Callable[[Microbatch], torch.Tensor]
+LossOf = Callable[..., MicrobatchLoss]
+"""f(microbatch, see), see `LossOfModel.measured`."""
+_Result = TypeVar("_Result")
 _Tensor = torch.Tensor
 
 
@@ -132,12 +135,30 @@ class Glue(TorchFunctionMode):
         finally:
             self.flow = outer
 
-    def run(self, compute: Callable[[Microbatch], Any], part: Microbatch) -> Any:
+    def run(self, compute: Callable[..., _Result], part: Microbatch, *more: Any) -> _Result:
         """The result of the user's program for a microbatch; it calls the model's forward."""
         with self:
-            result = compute(part)
+            result = compute(part, *more)
         self._refuse_kept_values()
         return result
+
+    def showing(self, see: See) -> See:
+        """For the program, which runs on all ranks: shows an output on the rank that has the values in it."""
+
+        def show(output: Any, part: Microbatch) -> None:
+            flow = self.flow
+            assert flow is not None
+            adopted = transform(output, lambda leaf: flow.adopted(leaf) if isinstance(leaf, _Tensor) else leaf)
+            staged = [each for each in tensors_in(adopted) if isinstance(each, StageTensor)]
+            # An output without such values is the same on all ranks. Of several stages, the latest gets all of it.
+            stage = max((each.value.stage for each in staged), default=0)
+            with self.off():
+                moved = iter([flow.to_stage(each, stage) for each in staged])
+            if self._stages.is_local(stage):
+                with self.aside():
+                    see(transform(adopted, lambda leaf: next(moved).local if type(leaf) is StageTensor else leaf), part)
+
+        return show
 
     def _refuse_kept_values(self) -> None:
         """Values of a stage must not outlive their forward as buffers of modules that all ranks have."""

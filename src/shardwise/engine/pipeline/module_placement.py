@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_numbers_kept, synchronize
 from shardwise.comm.agreement import a_pair, agreed, understood
-from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
+from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan import Outline, Placement, Plan
 from shardwise.plan.stages import place
@@ -254,7 +254,7 @@ def _measure(
 ) -> tuple[dict[str, float] | None, list[str]]:
     """Work and order of the modules, on one microbatch of the sample, on the device where the model was built."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
+    part = first_microbatch(sample, plan, device, loss.rows)
     balance = plan.pipeline.balance
     work, order = count_work(model, lambda: loss(part), kind="flops" if balance == "parameters" else balance)
     return None if balance == "parameters" else work, order

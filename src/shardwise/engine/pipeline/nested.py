@@ -1,6 +1,5 @@
-"""Values inside tuples, lists, dicts and dataclasses: the arguments and results of modules and operations.
+"""What stages of a pipeline tell each other of nested values, and where in the program these are.
 
-Three things are done with them. `transform` walks them: tensors and objects are taken out and put into numbered slots.
 `packed` and `unpacked` write them as bytes, for what only the owner of a stage can announce: JSON, in which nothing can
 be called. `user_site` names the line of the program for the errors about them.
 
@@ -12,7 +11,6 @@ Every rank runs the same program, so a class that one has made an object of is i
 among what it has imported, and fills an empty object: neither constructors nor setters are called.
 """
 
-import copy
 import dataclasses
 import enum
 import json
@@ -25,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.nested_values import ObjectSlot, TensorSlot, transform
 from shardwise.errors import MismatchError, ModelError, in_words
 
 _OURS = str(Path(__file__).parents[2])
@@ -51,20 +50,6 @@ def outermost_method(owner: object) -> str:
             name = frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     return name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorSlot:
-    """Stands for the tensor with this number, in the order of the walk."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ObjectSlot:
-    """Stands for the object with this number: no tensor, no container and no plain value (a cache, say)."""
-
-    number: int
 
 
 class Opaque:
@@ -103,68 +88,6 @@ _PLAIN = (
 _NUMBERS_AND_TEXTS = (int, float, complex, str)
 
 
-def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> Any:
-    """`value` with `fn` applied to everything that is no container; the same object where nothing changed.
-
-    Containers are tuples (named ones too), lists, dicts and other mutable mappings, and dataclasses.
-    fresh: a write to a container of the result is no write to one of `value`.
-    """
-    kind = type(value)
-    if kind is TensorSlot or kind is ObjectSlot or isinstance(value, torch.Tensor):
-        return fn(value)
-    if isinstance(value, tuple | list):
-        items = [transform(each, fn, fresh=fresh) for each in value]
-        is_fresh = fresh and isinstance(value, list)
-        if not is_fresh and all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        # A named tuple may look at its items when it is made (packed sequences do).
-        return tuple.__new__(kind, items) if hasattr(value, "_fields") else kind(items)
-    if isinstance(value, MutableMapping):
-        changed = {key: new for key, old in value.items() if (new := transform(old, fn, fresh=fresh)) is not old}
-        # The same object where nothing changed: programs compare what they gave with what they got by `is`.
-        if not changed and not fresh:
-            return value
-        # A copy keeps the class and the attributes of the mapping (a ModelOutput, say), whose constructor is
-        # unknown.
-        filled = copy.copy(value)
-        for key, new in changed.items():
-            filled[key] = new
-        return filled
-    if _is_dataclass(value):
-        return _transform_dataclass(value, fn, fresh=fresh)
-    return fn(value)
-
-
-def containers_in(values: Iterable[Any]) -> list[Any]:
-    """The containers that can be written to, the outer before the inner ones."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, tuple):
-            found += containers_in(value)
-        elif isinstance(value, list | MutableMapping) or _is_dataclass(value):
-            found += [value, *containers_in(contents_of(value).values())]
-    return found
-
-
-def contents_of(container: Any) -> dict[Any, Any]:
-    """The contents of a container, by position, key or field."""
-    if isinstance(container, list):
-        return dict(enumerate(container))
-    if isinstance(container, MutableMapping):
-        return dict(container)
-    return {spec.name: getattr(container, spec.name, None) for spec in dataclasses.fields(container)}
-
-
-def put_into(container: Any, key: Any, value: Any) -> None:
-    """Write the item that `contents_of` gives under `key`, or add it."""
-    if isinstance(container, list):
-        container[key : key + 1] = [value]
-    elif isinstance(container, MutableMapping):
-        container[key] = value
-    else:
-        object.__setattr__(container, key, value)
-
-
 def numbers_and_texts_in(value: Any) -> list[Any]:
     """The numbers and texts of a nested value, in the order of the walk."""
     found: list[Any] = []
@@ -182,30 +105,6 @@ def with_numbers_and_texts(value: Any, leaves: Iterable[Any]) -> Any:
     """The nested value with other numbers and texts."""
     following = iter(leaves)
     return transform(value, lambda leaf: next(following) if isinstance(leaf, _NUMBERS_AND_TEXTS) else leaf)
-
-
-def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh: bool = False) -> Any:
-    """A nested value with tensors and objects in their slots; `fresh`: see `transform`."""
-
-    def put(leaf: Any) -> Any:
-        if type(leaf) is TensorSlot:
-            return tensors[leaf.number]
-        return objects[leaf.number] if type(leaf) is ObjectSlot else leaf
-
-    return transform(value, put, fresh=fresh)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested value, in the order of the walk."""
-    found: list[torch.Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf
-
-    transform(value, note)
-    return found
 
 
 def is_plain(leaf: Any) -> bool:
@@ -243,24 +142,6 @@ def state_text(value: Any) -> str:
         return f"{type(part).__qualname__}{[f'{key!r}: {words(each)}' for key, each in held.items()]}"
 
     return words(value)
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | TensorSlot | ObjectSlot)
-
-
-def _transform_dataclass(value: Any, fn: Callable[[Any], Any], *, fresh: bool) -> Any:
-    changed = {}
-    for spec in dataclasses.fields(value):
-        old = getattr(value, spec.name, None)
-        if (new := transform(old, fn, fresh=fresh)) is not old:
-            changed[spec.name] = new
-    if not changed and not fresh:
-        return value
-    filled = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(filled, name, new)  # a frozen one too
-    return filled
 
 
 # json writes integers in decimal, which Python refuses beyond 4300 digits; hexadecimal has no limit.

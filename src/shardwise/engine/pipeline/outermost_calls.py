@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.nested_values import transform
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import Opaque, transform
+from shardwise.engine.pipeline.nested import Opaque
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.randomness import Stream

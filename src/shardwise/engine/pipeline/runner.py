@@ -8,7 +8,7 @@ Which values cross is seen in a forward, not declared. So the first microbatch o
 its forwards are left out of the order that follows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
-from shardwise.engine.batches import Microbatch
+from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
@@ -29,7 +29,7 @@ from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
 from shardwise.engine.pipeline.staged_calls import PlacedModule
-from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, detached
+from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, here
 from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight
@@ -150,7 +150,7 @@ class PipelineRunner:
         before_last_backward: Callable[[], None],
         gradient_of: Callable[[torch.Tensor], torch.Tensor | None],
         rounds: UnevenMicrobatches,
-    ) -> list[torch.Tensor]:
+    ) -> list[MicrobatchLoss]:
         """Forward and backward of all microbatches; the loss of each where this rank has it, and zero elsewhere.
 
         factors: what each loss is multiplied by. gradient_of: what its backward begins with; None: 1. Raises the errors
@@ -199,13 +199,15 @@ class PipelineRunner:
 
     def evaluate(
         self,
-        parts: Sequence[Microbatch],
+        parts: Iterable[Microbatch],
         loss_of: LossOf,
         *,
         streams: Sequence[Stream | None],
         rounds: UnevenMicrobatches,
-    ) -> list[torch.Tensor]:
-        """Forward of all microbatches; losses as `train` gives them."""
+        see: See | None = None,
+    ) -> list[MicrobatchLoss]:
+        """Forward of all microbatches; losses as `train` gives them. see: is shown outputs, where they are."""
+        shows = None if see is None else self._glue.showing(see)
         losses = []
         flows = []
         try:
@@ -214,9 +216,9 @@ class PipelineRunner:
                 flow = self._begin_flow("evaluation", number, stream)
                 flows.append(flow)
                 with self._glue.current(flow):
-                    loss = self._glue.run(loss_of, part)
+                    found = self._glue.run(loss_of, part, shows)
                 rounds.done()
-                losses.append(detached(loss, self.stages))
+                losses.append(here(found, self.stages))
                 flow.close()
             self._end(flows)
         finally:

@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import outlive_threads
-from shardwise.engine.pipeline.nested import is_plain, tensors_in, token_of
+from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.pipeline.nested import is_plain, token_of
 from shardwise.engine.pipeline.stage_values import Spec
 from shardwise.engine.wrapping import structures_of
 

@@ -30,11 +30,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
 
-from shardwise.engine.batches import Microbatch
+from shardwise.engine.batches import Microbatch, MicrobatchLoss
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.flows import MicrobatchFlow
 from shardwise.engine.pipeline.glue import Glue, LossOf
@@ -176,7 +177,8 @@ class TrainingStep:
         rounds: UnevenMicrobatches,
     ) -> None:
         self.flows: dict[int, MicrobatchFlow] = {}
-        self.losses = list(torch.zeros(len(parts), device=equipment.stages.device).unbind())
+        zeros = torch.zeros(len(parts), device=equipment.stages.device).unbind()
+        self.losses = [MicrobatchLoss(each, {}) for each in zeros]
         """Of each microbatch, where this rank has it, else zero."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
@@ -274,7 +276,8 @@ class TrainingStep:
         """The user's forward, from its beginning to its loss."""
         equipment, flow, factor = self._equipment, self.flows[number], self._factors[number]
         try:
-            loss = equipment.glue.run(self._loss_of, self._parts[number])
+            found = equipment.glue.run(self._loss_of, self._parts[number])
+            loss = found.loss
             if not isinstance(loss, StageTensor) or not loss.requires_grad:
                 raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")
             scaled = scaled_loss(loss, factor)
@@ -292,14 +295,19 @@ class TrainingStep:
                 flow.link(equipment.ties, chain)
         if equipment.stages.is_local(scaled.value.stage):
             flow.graph(scaled.value.stage).loss = scaled.value.local
-            self.losses[number] = detached(loss, equipment.stages)
+        self.losses[number] = here(found, equipment.stages)
 
 
-def detached(loss: torch.Tensor, stages: Stages) -> torch.Tensor:
-    """The loss where this rank has it, else zero."""
-    # A loss without a value of a stage (a constant in an evaluation) is the same on all ranks: one of them counts
-    # it.
-    if not isinstance(loss, StageTensor):
-        return loss.detach() if stages.rank == 0 else torch.zeros((), device=stages.device)
-    local = loss.value.local
-    return torch.zeros((), device=stages.device) if local is None else local.detach()
+def here(found: MicrobatchLoss, stages: Stages) -> MicrobatchLoss:
+    """A loss, and what else is reported with it, where this rank has them, else zero; without a graph."""
+
+    def value_here(value: Any) -> Any:
+        if isinstance(value, StageTensor):
+            local = value.value.local
+            return torch.zeros((), device=stages.device) if local is None else local.detach()
+        # What is no value of a stage (a constant) is the same on all ranks: one of them counts it.
+        if stages.rank:
+            return torch.zeros((), device=stages.device)
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    return found.detached(value_here)

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
-from shardwise.engine.pipeline.nested import is_plain, tensors_in, transform
+from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.precision import stop_following
 from shardwise.engine.randomness import StreamSplit
 from shardwise.engine.tensor.styles import forget_heads

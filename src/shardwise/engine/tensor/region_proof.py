@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
-from shardwise.engine.pipeline.nested import tensors_in
+from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
     ModuleRun,

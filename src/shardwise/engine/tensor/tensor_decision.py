@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed, compare
 from shardwise.comm.local_tensors import is_dtensor
-from shardwise.engine.batches import Batch, LossOfModel, count_rows, split_batch
+from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
@@ -91,8 +91,7 @@ def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None)
         )
     device = next((each.device for each in tensors), torch.device("cpu"))
     if sample is not None:
-        # One microbatch, as the training will see it: a whole batch might not fit.
-        part = split_batch(sample, min(plan.merge.microbatches, count_rows(sample)), device)[0]
+        part = first_microbatch(sample, plan, device, loss.rows)
         return lambda: loss(part)
     made = sample_for(model)
     if made is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.pipeline.nested import tensors_in, transform
+from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.wrapping import Forward, in_backward, on_gradient
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write

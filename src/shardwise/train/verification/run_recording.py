@@ -249,11 +249,12 @@ class NotedLoss:
         self.recorder: Recorder | None = None
         """Set once the model has its hooks."""
 
-    def __call__(self, output: Any, batch: Microbatch) -> torch.Tensor:
+    def __call__(self, output: Any, batch: Microbatch) -> torch.Tensor | Mapping[str, Any]:
         """The loss of a microbatch."""
         value = self._loss(output, batch)
-        if self.recorder is not None:
-            self.recorder.note_output(LOSS, None, value)
+        loss = value.get("loss") if isinstance(value, Mapping) else value
+        if self.recorder is not None and isinstance(loss, torch.Tensor):
+            self.recorder.note_output(LOSS, None, loss)
         return value
 
 

@@ -1,0 +1,182 @@
+"""What loops do besides steps, against the same loop without it, in turns.
+
+    python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shape 1x32] [--k 4]
+
+Each row has two sides with a model each, from one seed and on the same rows. They take turns within one process, and
+within two that are joined by gloo, and swap who goes first. A ratio is that of one turn; the median counts.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.text import Perplexity
+
+import shardwise as sw
+from benchmarks.cells import in_processes
+from benchmarks.markdown import markdown
+from benchmarks.workload import ADAMW, VOCABULARY, Batch, Shape, batches, llama
+from shardwise.comm import Channel, alone
+
+RESULTS = Path(__file__).parent / "results" / "loops.md"
+READING = """Goal: a list of microbatches costs nothing; what else is asked for adds 1 % of a step at most, each."""
+NUM_BATCHES = 8
+HEADER = ("what", "ranks", "without, ms", "with, ms", "ratio")
+
+Turn: TypeAlias = Callable[[Batch], object]
+Sides: TypeAlias = tuple[Turn, Turn]
+"""Without and with what a row is about."""
+
+
+def engine_on(channel: Channel, k: int, *, loss: Any = None, **asked: Any) -> sw.Engine:
+    """The model of the other benchmarks; `asked`: what else the plan has."""
+    plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), merge=sw.Merge(microbatches=k), clip_grad_norm=1.0, **asked)
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, **ADAMW)  # noqa: E731
+    return sw.parallelize(llama(), plan, optimizer=optimizer, loss=loss, channel=channel)
+
+
+def stepping(engine: sw.Engine, *, listed: bool = False) -> Turn:
+    """One update, of one batch or of its microbatches."""
+    return lambda batch: engine.step(batch.microbatches if listed else batch.whole).loss
+
+
+def lists(channel: Channel, k: int) -> Sides:
+    """A list of microbatches against one batch of the same rows."""
+    return stepping(engine_on(channel, k)), stepping(engine_on(channel, k), listed=True)
+
+
+def scalar_loss(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own."""
+    loss: torch.Tensor = output.loss
+    return loss
+
+
+def dict_loss(output: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The same, and three numbers that cost nothing to compute."""
+    logits, labels = output.logits.detach(), batch["labels"]
+    return {"loss": output.loss, "first": logits[0, 0, 0], "copy": output.loss.detach(), "tokens": labels.numel()}
+
+
+def dicts(channel: Channel, k: int) -> Sides:
+    """A loss function that returns a dict with three more entries, against one that returns the loss."""
+    return stepping(engine_on(channel, k, loss=scalar_loss)), stepping(engine_on(channel, k, loss=dict_loss))
+
+
+def of_tokens(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Predictions and targets of all tokens but the first."""
+    return output.logits[:, :-1].argmax(-1).flatten(), batch["labels"][:, 1:].flatten()
+
+
+def right(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The share of tokens that are right, of each row."""
+    found: torch.Tensor = (output.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).double().mean(1)
+    return found
+
+
+def metrics(channel: Channel, k: int) -> Sides:
+    """Two metrics of torchmetrics and a function in an evaluation, against the loss alone."""
+    engine = engine_on(channel, k)
+    asked = {
+        "accuracy": (MulticlassAccuracy(VOCABULARY, average="micro", validate_args=False), of_tokens),
+        "perplexity": (Perplexity(), lambda output, batch: (output.logits[:, :-1], batch["labels"][:, 1:])),
+        "right": right,
+    }
+    return (
+        lambda batch: engine.evaluate(batch.whole).loss,
+        lambda batch: engine.evaluate(batch.whole, metrics=asked).metrics,
+    )
+
+
+def averages(channel: Channel, k: int) -> Sides:
+    """A running average of the weights, against none. It moves 12 bytes per owned element, whatever the rows."""
+    return stepping(engine_on(channel, k)), stepping(engine_on(channel, k, average=sw.Average(decay=0.999)))
+
+
+ROWS: dict[str, Callable[[Channel, int], Sides]] = {
+    "list of microbatches": lists,
+    "dict of 3 entries besides the loss": dicts,
+    "evaluation with 3 metrics": metrics,
+    "average of the weights": averages,
+}
+
+
+def in_turns(sides: Sides, drawn: Sequence[Batch], num_rounds: int, *, num_warm: int = 3) -> list[tuple[float, float]]:
+    """Milliseconds of both sides, for each round."""
+    found: list[tuple[float, float]] = []
+    for number in range(num_warm + num_rounds):
+        if number == num_warm:
+            gc.collect()
+            gc.freeze()
+        taken = [0.0, 0.0]
+        for at in (0, 1) if number % 2 else (1, 0):
+            begun = time.perf_counter()
+            sides[at](drawn[number % len(drawn)])
+            taken[at] = (time.perf_counter() - begun) * 1e3
+        if number >= num_warm:
+            found.append((taken[0], taken[1]))
+    gc.unfreeze()
+    return found
+
+
+def measure(channel: Channel, names: Sequence[str], shape: str, k: int, num_rounds: int) -> list[tuple[str, ...]]:
+    """The rows of one number of ranks."""
+    drawn = batches(Shape.parse(shape), k, rank=channel.rank, count=NUM_BATCHES)
+    rows: list[tuple[str, ...]] = []
+    for name in names:
+        found = in_turns(ROWS[name](channel, k), drawn, num_rounds)
+        without, given = (statistics.median(each) for each in zip(*found, strict=True))
+        ratio = statistics.median(given / without for without, given in found)
+        rows.append((name, str(channel.size), f"{without:.2f}", f"{given:.2f}", f"{ratio:.3f}"))
+    return rows
+
+
+def of_rank(rank: int, folder: Path, *, names: Sequence[str], shape: str, k: int, num_rounds: int) -> None:
+    """What a process does that is joined with others."""
+    rows = measure(sw.default_channel(), names, shape, k, num_rounds)
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__)
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"some of: {', '.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--shape", default="1x32", help="tokens of a microbatch")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    arguments = parser.parse_args()
+    names = arguments.rows.split(",")
+    if unknown := [name for name in names if name not in ROWS]:
+        parser.error(f"no row is named {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    torch.set_num_threads(1)
+    before = os.getloadavg()[0]
+    rows = measure(alone(), names, arguments.shape, arguments.k, arguments.rounds)
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
+        work = partial(of_rank, names=names, shape=arguments.shape, k=arguments.k, num_rounds=arguments.rounds)
+        in_processes(work, Path(name))
+        rows += map(tuple, json.loads((Path(name) / "rows.json").read_text()))
+    table = markdown(HEADER, rows)
+    print(table)
+    if arguments.write:
+        command = shlex.join(["python", "-m", "benchmarks.loops", *sys.argv[1:]])
+        about = f"Made by `{command}` on {date.today()}: {torch.__version__}, Python {sys.version.split()[0]}."
+        load = f"Load of the machine, of {os.cpu_count()} cores: {before:.1f} before, {os.getloadavg()[0]:.1f} after."
+        RESULTS.write_text("\n\n".join(["# Loops", f"{about} {load} {READING}", table]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
