@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.comm.processes import processes
     from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
+    from shardwise.engine.full_state import full_state_dict
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
@@ -52,6 +53,7 @@ _ROOM_OF = {
     "VocabularyCrossEntropy": "engine.tensor.vocabulary",
     "default_channel": "comm",
     "full": "checkpoint",
+    "full_state_dict": "engine.full_state",
     "load": "checkpoint",
     "parallelize": "engine",
     "processes": "comm",
@@ -93,6 +95,7 @@ __all__ = [
     "checkpoint",
     "default_channel",
     "full",
+    "full_state_dict",
     "load",
     "parallelize",
     "processes",

@@ -20,6 +20,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import alone
 from shardwise.engine.engine import Engine
+from shardwise.engine.trained_parameters import ALL as EVERYTHING
 from shardwise.engine.zero.flat_params import ShardedBucket
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ShardwiseError
@@ -531,7 +532,7 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
         with monkeypatch.context() as patch:
             patch.setattr(HostGradients, "_send", noted)
             engine.step(batch)
-        return early[0], len(engine._closing._bucket_updates._parts or ()), len(engine._buffers.buckets)
+        return early[0], len(engine._closing._bucket_updates._parts[EVERYTHING]), len(engine._buffers.buckets)
 
     def noting(reduce: Callable[[], None], is_early: list[bool]) -> Callable[[], None]:
         def ended() -> None:

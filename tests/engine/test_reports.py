@@ -20,9 +20,9 @@ class Looks:
         self.count = 0
         self.report = report_on_look(self._values, num_microbatches=2, stop=False)
 
-    def _values(self) -> dict[str, float]:
+    def _values(self) -> dict[str, object]:
         self.count += 1
-        return {"loss": 1.5, "grad_norm": 2.0, "skipped": False, "weight": 4.0}
+        return {"loss": 1.5, "grad_norm": 2.0, "skipped": False, "weight": 4.0, "losses": {}}
 
 
 def test_the_first_look_at_a_number_is_the_only_one() -> None:
@@ -33,10 +33,10 @@ def test_the_first_look_at_a_number_is_the_only_one() -> None:
 
 
 def test_a_look_ends_while_another_thread_looks() -> None:
-    values = {"loss": 1.5, "grad_norm": 2.0, "skipped": False, "weight": 4.0}
+    values = {"loss": 1.5, "grad_norm": 2.0, "skipped": False, "weight": 4.0, "losses": {}}
     seen: list[float] = []
 
-    def look() -> dict[str, float]:
+    def look() -> dict[str, object]:
         if not seen:
             seen.append(0.0)
             other = Thread(target=lambda: seen.append(report.loss))

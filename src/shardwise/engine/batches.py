@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.comm.nested_values import field_names, is_container, named_leaves, transform
 from shardwise.engine.batch_rows import DIM_0, BatchRows
+from shardwise.engine.wrapping import is_ours
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import Plan, split_rows
 
@@ -331,7 +332,7 @@ class LossOfModel:
         """
         output = None
         if self._takes_output or see is not None:
-            output = self._called(microbatch) if self._loss is None else self._output(microbatch)
+            output = self.output(microbatch)
         if see is not None:
             see(output, microbatch)
         if self._loss is None:
@@ -353,6 +354,10 @@ class LossOfModel:
                 "With two it gets the output and the microbatch"
             )
             raise
+
+    def output(self, microbatch: Microbatch) -> Any:
+        """What the model gives, called as for the loss."""
+        return self._called(microbatch) if self._loss is None else self._output(microbatch)
 
     def _output(self, microbatch: Microbatch) -> Any:
         """The output for the inputs in a microbatch.
@@ -426,7 +431,7 @@ class LossOfModel:
         """Whether hooks of the user may put arguments in before the forward, or take some out."""
         found = [torch.nn.modules.module._global_forward_pre_hooks, self._model._forward_pre_hooks]
         hooks = [hook for each in (*found, self._inner._forward_pre_hooks) for hook in each.values()]
-        return not all(str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
+        return not all(map(is_ours, hooks))
 
     def _refusal_of_places(self, microbatch: Sequence[Any], way_out: str) -> ModelError:
         return ModelError(

@@ -19,7 +19,7 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic
 
 import torch
@@ -34,6 +34,7 @@ from shardwise.engine.computation import Computation
 from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.generation import Gather, Generation, Prompts
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.norm_parts import NormParts, Norms
@@ -57,6 +58,7 @@ from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
 from shardwise.engine.trained_parameters import ALL, Groups, TrainedParameters, TrainedSet
 from shardwise.engine.weight_averages import WeightAverages, averages_to_settings, check_in_place, refuse_inside
+from shardwise.engine.whole_model import whole_inside
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
@@ -66,6 +68,7 @@ from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
+Output = TypeVar("Output", default=Any)
 
 Model_co = TypeVar("Model_co", bound=nn.Module, covariant=True, default=nn.Module)
 
@@ -356,19 +359,40 @@ class Engine(Generic[Model_co]):
         )
 
     def predict(
-        self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], torch.Tensor]
-    ) -> torch.Tensor:
+        self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], Output] | None = None
+    ) -> Output:
         """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
-        the same tensor. Whatever else `output_of` does runs on each of them as well. Under stage 3 all data ranks call
-        it together, because each gathers from the others. They give different inputs, and run the same modules in the
-        same order. Raises ModelError for a forward that asks for what only another rank has, and PeerError.
+        the same: a tensor, or any nesting of tensors in tuples, lists, dicts and dataclasses. None: the model's
+        output, called as in a step. Whatever else `output_of` does runs on each of them as well. Under pp, an object
+        that modules of stages are given (a cache) is None in it. Under stage 3 all data ranks call it together, with
+        different inputs, and run the same modules in the same order. Raises ModelError for a forward that asks for what
+        only another rank has, and PeerError.
         """
-        device = self._channels.everyone.device
-        moved = moved_to(inputs, device)
+        self._check_turn()
+        moved = moved_to(inputs, self._channels.everyone.device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
-            return self._computation.predict(moved, output_of)
+            found: Output = self._computation.predict(moved, output_of or self._computation.loss.output)
+            return found
+
+    def generate(self, inputs: Prompts, *, seed: int | None = None, gather: Gather = "each", **kwargs: Any) -> Any:
+        """What the model's `generate(inputs, **kwargs)` gives in one process, in evaluation mode.
+
+        All ranks along pp and tp call it together, with equal arguments, and get the same. Under stage 3 all data ranks
+        call it, each with its own inputs and lengths. A rank without rows gives None, and gets a tensor [0, 0].
+        inputs: a tensor, or tensors by name; they are moved to the device.
+        seed: as by `torch.manual_seed(seed)` before; None: it follows from the engine's, the step and the data rank.
+        gather: under stage 3, "each" gathers for each call of the model, in the memory of an evaluation; "once"
+            gathers all parameters first, and each rank holds them until the end.
+
+        Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
+        """
+        self._check_turn()
+        device = self._channels.everyone.device
+        generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
+        with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
+            return self._computation.generate(generation)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -435,14 +459,15 @@ class Engine(Generic[Model_co]):
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
         }
 
-    def hand_over(self) -> HandOver:
-        """What `relayout` takes; all ranks call it together.
+    def hand_over(self, *, doing: str = "sw.relayout", needs_weights: bool = True) -> HandOver:
+        """What `relayout` and `whole` take; all ranks call it together.
 
         Raises, the same on all ranks, ModelError for a model that is no longer this engine's, and OptimizerError.
         """
         world = self._channels.world
-        with agreed(world, purpose="verdict on the engine before a relayout", doing="a relayout"):
-            refuse_inside(self._averages, "sw.relayout")
+        with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
+            if needs_weights:
+                refuse_inside(self._averages, doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -458,6 +483,27 @@ class Engine(Generic[Model_co]):
             unfrozen=self._contents.unfrozen,
             groups={name: each.globs for name, each in self._trained.groups.items()},
         )
+
+    def whole(
+        self, *, optimizer: bool = True, rank0_only: bool = False, offload: bool = True
+    ) -> AbstractContextManager[None]:
+        """Inside, the model and its optimizers are those of the plain program: whole, and without the plan's wrappers.
+
+        `state_dict()`, `parameters()`, `save_pretrained`, `copy.deepcopy(model)` and `torch.save` see masters, in the
+        dtypes in which the model came. `load_state_dict` and other writes are taken in at the end, from rank 0.
+        All ranks enter and leave it together.
+        optimizer: optimizers too. rank0_only: on rank 0 alone; the model of the others stays as it is, and they wait
+            at the end. offload: whole tensors are on the CPU, else on the engine's device.
+
+        A rank that takes part holds all these tensors besides its own. Raises ModelError, the same on all ranks, for a
+        model that was changed since, for an error inside, and where not all ranks wrote; CheckpointError for values
+        that do not fit.
+        """
+        # Inside of `averaged` there is no state of optimizers that fits the weights.
+        doing = f"engine.whole(optimizer={optimizer})"
+        hand_over = partial(self.hand_over, doing=doing, needs_weights=optimizer)
+        which = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload}
+        return whole_inside(hand_over, self.restore, self._plain_calls, **which)
 
     def take_charge(self, *, frozen: Collection[str] = ()) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`.
@@ -515,6 +561,7 @@ class Engine(Generic[Model_co]):
     def _check_turn(self) -> None:
         if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
+        self._plain_calls.check_left()
 
     def _check_model(self) -> None:
         self._check_turn()
@@ -539,7 +586,7 @@ class Engine(Generic[Model_co]):
 
     def _check_unfrozen(self) -> None:
         """Raise OptimizerError where parameters were unfrozen that no optimizer has."""
-        held = {name for known in self._known_optimizers for names in known.held for name in names}
+        held = {name for known in self._known_optimizers for names in known.given for name in names}
         if lost := sorted(self._contents.unfrozen - held):
             raise OptimizerError(
                 f"{len(lost)} parameters were unfrozen, and no optimizer has them: {few_of(lost)}. Give them to one, "

@@ -359,8 +359,9 @@ class KnownOptimizer:
     optimizer: torch.optim.Optimizer
     parameters: tuple[tuple[str, ...], ...]
     """For each group the names of all parameters that it trains, with owners on any rank; frozen ones are left out."""
-    held: tuple[tuple[str, ...], ...]
-    """The same with those that were frozen when the engine was made: they are trained once they are unfrozen."""
+    given: tuple[tuple[str, ...], ...]
+    """For each group the names of all that it was given, ties as often as they were in it. Those that were frozen when
+    the engine was made are among them: they are trained once they are unfrozen."""
     whole_keys: frozenset[str]
     """Keys of state that is not cut along with a parameter, whatever its shape."""
 
@@ -370,8 +371,8 @@ class KnownOptimizer:
         return replace(
             self,
             parameters=(*self.parameters, *((),) * (num_groups - len(self.parameters))),
-            held=tuple(
-                (*(self.held[at] if at < len(self.held) else ()), *added.get(at, ())) for at in range(num_groups)
+            given=tuple(
+                (*(self.given[at] if at < len(self.given) else ()), *added.get(at, ())) for at in range(num_groups)
             ),
         )
 
@@ -424,15 +425,12 @@ def know(
     trainable = {spec.name for spec in inventory.specs if spec.trainable}
     known = []
     for optimizer, keys in zip(optimizers, whole_keys, strict=True):
-        held = [
-            tuple(dict.fromkeys(map(inventory.name_of.__getitem__, group["params"])))
-            for group in optimizer.param_groups
-        ]
+        given = tuple(tuple(map(inventory.name_of.__getitem__, group["params"])) for group in optimizer.param_groups)
         known.append(
             KnownOptimizer(
                 optimizer=optimizer,
-                parameters=tuple(tuple(name for name in names if name in trainable) for names in held),
-                held=tuple(held),
+                parameters=tuple(tuple(name for name in dict.fromkeys(names) if name in trainable) for names in given),
+                given=given,
                 whole_keys=keys | NEVER_ALONG,
             )
         )

@@ -84,9 +84,9 @@ class StepReport(_ValuesOnLook):
     """Whether `stop` of `step` was true on some rank."""
     loss_scale: float | None = None
     """What the losses were multiplied by for their backward; None where the plan scales none."""
-    losses: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Weighted means of what the loss function gives in a dict, and the loss as "loss"."""
-    norms: Mapping[str, float] | None = None
+    norms: Mapping[str, float] | None = field(default=None, hash=False)
     """2-norms of the parts that `step(norms=...)` asked for, each as `grad_norm`; None where it asked for none."""
 
     @property
@@ -146,7 +146,7 @@ class EvaluationReport:
     """Weighted mean of the losses of all rows on all data ranks."""
     weight: float
     """What the losses were weighted by, summed."""
-    losses: Mapping[str, float] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict, hash=False)
     """As in `StepReport`."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Of all rows on all data ranks, by the names that `evaluate` was given: numbers, else tensors on the CPU."""

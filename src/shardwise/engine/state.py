@@ -260,6 +260,10 @@ class EngineRestoration:
         if averages is not None:
             self._want_averages(averages, stored, settings)
 
+    def leave_averages(self) -> None:
+        """Averages stay what they are: this is no load of a whole model."""
+        self._averages = None
+
     def finish(self) -> None:
         """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
         with self._stopping_peers(), torch.no_grad():

@@ -38,8 +38,9 @@ from shardwise.engine.pipeline.call_replay import (
     fits,
     plain_outcome,
 )
+from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import is_plain, numbers_and_texts_in, user_site
+from shardwise.engine.pipeline.nested import Opaque, is_plain, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
@@ -204,7 +205,8 @@ class Executor:
             is_compared = known is None and not call.is_user_code and id(entry) in self.inference.alike
             is_compared = is_compared and _all_known(entry, moved)
             if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
-                self.inference.alike[id(entry)] = entry
+                if not call.is_user_code:
+                    self.inference.alike[id(entry)] = entry
             elif not is_compared:
                 known = None
             _note_opaque(flow, inputs, here.result)
@@ -216,6 +218,11 @@ class Executor:
         self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
     ) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call, and its tensors where it is executed."""
+        if call.is_user_code and inputs.objects:
+            if flow.purpose == "generation":
+                return self._outcome_with_objects(flow, call, stage, inputs, moved)
+            if flow.purpose == "prediction":
+                flow.given_objects.update((id(each), each) for each in inputs.objects)
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
             if entry is None:
@@ -243,6 +250,39 @@ class Executor:
         check_writes(call, entry, used, versions)
         return entry, _Here(result, used, made)
 
+    def _outcome_with_objects(
+        self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
+    ) -> tuple[CallOutcome, _Here | None]:
+        """The outcome of a call that may change objects which it is given, and which outlive it: a cache that grows.
+
+        It depends on all that they hold, so nothing of it is remembered. The rank of the stage says what it gave.
+        """
+        # Those that a placed module made are on one rank only.
+        objects = [each for each in inputs.objects if not isinstance(each, Opaque) and id(each) not in flow.opaque]
+        if not flow.stages.is_local(stage):
+            entry, changes, held = flow.announce(stage, _nothing)
+            if changes is None:
+                self.inference.follow(call, inputs)
+            elif not put_changes(objects, changes, self.inference.hollow, flow.device):
+                held = "?"
+            if held and held != state_text(objects):
+                kinds = " and ".join(sorted({type(each).__name__ for each in objects}))
+                raise ModelError(
+                    f"{call.name!r} is given a {kinds} and runs on another stage, and what it does to that cannot be "
+                    f"followed here ({user_site()}). Generate without a cache (use_cache=False)"
+                )
+            return entry, None
+        before = ObjectContents(objects)
+        used = _tensors_here(inputs.tensors, moved)
+        versions = [each._version for each in used]
+        result = self._run(flow, call, stage, inputs, used, is_described=False)
+        written = [at for at, each in enumerate(used) if each._version != versions[at]]
+        entry = describe(result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=True)
+        changes = ObjectContents(objects).changes_since(before)
+        held = state_text(objects) if changes is None else ""
+        flow.announce(stage, lambda: (entry, changes, held))
+        return entry, _Here(result, used, tensors_in(result))
+
     def _run(
         self,
         flow: MicrobatchFlow,
@@ -255,7 +295,8 @@ class Executor:
     ) -> Any:
         """The result of a call that is executed here."""
         args, kwargs = inputs.filled(tensors, inputs.objects)
-        writes = Writes(call, args, kwargs, inputs.objects)
+        # What a generation does to objects goes to the other ranks.
+        writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else inputs.objects)
         try:
             # Where it could be tried, it was seen that it needs nothing of other stages.
             refusing = nullcontext() if is_described else _refusing_foreign(flow.stages.model, call.name)

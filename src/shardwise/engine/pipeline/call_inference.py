@@ -244,7 +244,16 @@ class CallInference:
         """Remember the entry that the owner announced."""
         self._entries[signature] = entry
 
-    def _try(self, call: StagedCall, inputs: CallInputs) -> CallOutcome | None:
+    def follow(self, call: StagedCall, inputs: CallInputs) -> None:
+        """Do to the objects that a call is given, and which another rank executes, what fake tensors show."""
+        self._try(call, inputs, inputs.objects)
+
+    def hollow(self, spec: Spec) -> torch.Tensor:
+        """A tensor of this description without elements, which operations take for a real one."""
+        return self._fakes.hollow(spec)
+
+    def _try(self, call: StagedCall, inputs: CallInputs, objects: Sequence[Any] | None = None) -> CallOutcome | None:
+        """`objects`: in the place of those among the inputs; None: copies of them."""
         # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
         # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
@@ -254,9 +263,10 @@ class CallInference:
             with warnings.catch_warnings(), self._random.suspended(), self._fakes.trying() as trial:
                 warnings.simplefilter("ignore")
                 tensors = [self._fakes.input(spec_of(each)) for each in inputs.tensors]
-                with _CopiesHoldFakes(self._fakes):
-                    # A trial may change an object that it is given (a cache that grows). The copy is thrown away.
-                    objects = [copy.deepcopy(each) for each in inputs.objects]
+                if objects is None:
+                    with _CopiesHoldFakes(self._fakes):
+                        # A trial may change an object that it is given (a cache that grows). Copies are thrown away.
+                        objects = [copy.deepcopy(each) for each in inputs.objects]
                 memories = [storage_of(each) for each in tensors]
                 args, kwargs = inputs.filled(tensors, objects)
                 writes = Writes(call, args, kwargs, objects)

@@ -16,7 +16,7 @@ import enum
 import json
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MemberDescriptorType
 from typing import Any
@@ -122,6 +122,26 @@ def token_of(leaf: Any) -> Hashable:
     if callable(leaf):
         return (type(leaf), id(leaf))
     return (type(leaf),)
+
+
+def state_text(value: Any) -> str:
+    """What an object of any class holds, at any depth, in words that are alike on all ranks; of tensors the shapes."""
+    seen: dict[int, int] = {}
+
+    def words(part: Any) -> str:
+        if isinstance(part, torch.Tensor):
+            return f"{part.dtype}{list(part.shape)}"
+        if is_plain(part) and not isinstance(part, type):
+            return part.type if isinstance(part, torch.device) else repr(part)
+        if callable(part) or id(part) in seen:  # an object that holds itself, or is held twice
+            return f"{type(part).__qualname__} {seen.get(id(part), '')}"
+        seen[id(part)] = len(seen)
+        if isinstance(part, Sequence):
+            return f"[{', '.join(map(words, part))}]"
+        held = part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+        return f"{type(part).__qualname__}{[f'{key!r}: {words(each)}' for key, each in held.items()]}"
+
+    return words(value)
 
 
 # json writes integers in decimal, which Python refuses beyond 4300 digits; hexadecimal has no limit.

@@ -118,6 +118,11 @@ class Fakes:
             _LOG.disabled = was_disabled
             torch.default_generator.set_state(state)
 
+    def hollow(self, spec: Spec) -> torch.Tensor:
+        """A fake tensor outside of trials."""
+        with self._mode:
+            return self._plain(spec)
+
     def leaf(self, spec: Spec) -> torch.Tensor:
         """A fake parameter or buffer."""
         made = self._plain(spec).requires_grad_(spec.requires_grad)

@@ -1,0 +1,329 @@
+"""The model and its optimizers whole on a rank, for a while: what the plain program would have.
+
+[1] gather     parameters (their masters, in the dtype in which the model came), buffers, optimizer state; rank to rank
+[2] put in     whole tensors take the places of parts; the wrappers of the plan and the refusals come off
+[3] the body   state_dict(), save_pretrained(), deepcopy(), torch.save(), load_state_dict()
+[4] put back   the parts; where the body wrote, the values of rank 0 go to the ranks that hold them
+
+A rank that takes no part keeps its parts, and waits in [4].
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from shardwise.comm.agreement import a_table, aborting, agreed, understood
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.inventory import named_places, with_values
+from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.pipeline.runner import PipelineRunner
+from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.state import EngineRestoration, HandOver, whole
+from shardwise.engine.state_of_all import (
+    Pieces,
+    described,
+    sources_of,
+    stored_of_all,
+    targets_of,
+    whole_pieces,
+)
+from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
+from shardwise.engine.wrapping import is_ours
+from shardwise.errors import CheckpointError, MismatchError, ModelError
+from shardwise.moving import reshard
+from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
+from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
+from shardwise.space import Piece
+
+Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
+"""See `Engine.restore`."""
+
+_PURPOSE = "the whole model"
+
+_OF_PLANS = ("forward", "_compiled_call_impl", HEAD_MARK)
+"""Attributes of modules in which plans put something."""
+
+_HOOKS = frozenset(name for name, held in vars(nn.Module()).items() if name.endswith("_hooks") and held is not None)
+
+
+@contextmanager
+def whole_inside(
+    hand_over: Callable[[], HandOver],
+    restore: Restore,
+    plain_calls: PlainCalls,
+    *,
+    optimizer: bool,
+    rank0_only: bool,
+    offload: bool,
+) -> Iterator[None]:
+    """See `Engine.whole`."""
+    handed = hand_over()
+    channel = handed.channel
+    ranks = range(1) if rank0_only else range(channel.size)
+    changes = _Changes()
+    failure: Exception | None = None
+    with aborting(channel, "engine.whole()"):
+        settings, values = _gathered(handed, optimizer=optimizer, offload=offload, ranks=ranks)
+        with ExitStack() as stack:
+            stack.enter_context(plain_calls.waiting())
+            held = None
+            if channel.rank in ranks:
+                stack.enter_context(plain_calls.lifted())
+                model = stack.enter_context(_WholeModel(handed.model, handed.names.ties, values))
+                known = handed.optimizers if optimizer else ()
+                held = model, stack.enter_context(_WholeOptimizers(known, settings, values, model))
+                before = model.versions(), held[1].versions()
+            try:
+                yield
+                if held is not None:
+                    changes = _changes_since(*before, *held)
+            except Exception as error:
+                failure = error
+        # Ranks that take no part wait here, and all learn whether the body failed or wrote somewhere.
+        said = {"failed": f"{type(failure).__name__}: {failure}"} if failure is not None else changes.described()
+        ends = channel.exchange(json.dumps(said).encode(), purpose=f"the end of {_PURPOSE}")
+        answers = understood(ends, a_table, purpose=_PURPOSE)
+        if failure is None:
+            _refuse_one_sided(answers, ranks)
+            if answers[0]:
+                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {}, origin_of(settings))
+    if failure is not None:
+        raise failure
+
+
+def _gathered(
+    handed: HandOver, *, optimizer: bool, offload: bool, ranks: range
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The settings that all ranks know together, and the whole tensors by name, on ranks that take part."""
+    channel = handed.channel
+    asked = f"optimizer={optimizer}, rank0_only={ranks == range(1)}, offload={offload}"
+    mine = {"asked": {str(channel.rank): asked}, **handed.settings}
+    answers = channel.exchange(json.dumps(mine).encode(), purpose=f"settings of {_PURPOSE}")
+    settings = merge_settings(understood(answers, a_table, purpose=_PURPOSE))
+    if other := [rank for rank, each in settings["asked"].items() if each != settings["asked"]["0"]]:
+        raise MismatchError(
+            f"rank {other[0]} calls engine.whole({settings['asked'][other[0]]}), but rank 0 engine.whole("
+            f"{settings['asked']['0']}); make the same call on all ranks"
+        )
+    sources = {
+        piece: each
+        for piece, each in sources_of(handed).items()
+        if not is_state_name(piece.name) or (optimizer and not holds_weights(piece.name))
+    }
+    stored = stored_of_all(channel, sources, purpose=f"tensors of {_PURPOSE}")
+    wanted: Pieces = {}
+    if channel.rank in ranks:
+        dtypes = {spec.name: spec.dtype for spec in handed.names.specs}
+        for name, piece in stored.items():
+            split = split_state_name(name)
+            # Where torch has the count of updates, whatever the device.
+            on_host = offload or (split is not None and split[1] == "step")
+            device = torch.device("cpu") if on_host else channel.device
+            dtype = torch_dtype(dtypes.get(name, piece.dtype))
+            wanted |= whole(name, torch.empty(piece.global_shape, dtype=dtype, device=device))
+    return settings, {piece.name: tensor for piece, tensor in reshard(sources, wanted, channel, cast=True).items()}
+
+
+def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """For each parameter that an optimizer trains its state, by torch's keys, in the order of its groups."""
+    found: dict[str, dict[str, Any]] = {name: {} for names in known.parameters for name in names}
+    for name, tensor in values.items():
+        if (split := split_state_name(name)) is not None and split[0] in found:
+            python = settings["plain"].get(split[1])
+            is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
+            found[split[0]][split[1]] = tensor.item() if is_python else tensor
+    states = {name: state for name, state in found.items() if state}
+    for state in states.values():
+        for key in settings["none"]:
+            state.setdefault(key, None)
+    return states
+
+
+def _is_of(tensor: torch.Tensor, python: str) -> bool:
+    return tensor.dtype == torch_dtype(PYTHON_DTYPES[python])
+
+
+class _WholeModel:
+    """A model with whole tensors in the places of parts, as long as this is entered."""
+
+    def __init__(self, model: nn.Module, ties: Mapping[str, str], values: Mapping[str, torch.Tensor]) -> None:
+        """values: of parameters and buffers, by the names of the engine. Nothing is changed yet."""
+        self._model = model
+        self._ties = ties
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._parts = [(module, key, place, held) for module, key, place, held in named_places(model)]
+        for _, _, place, part in self._parts:
+            name = ties.get(place, place)
+            if name not in self.parameters:
+                self.parameters[name] = made = with_values(part, values[name])
+                for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
+                    vars(made).pop(own, None)
+        name_of = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._buffers = [
+            (module._buffers, key, buffer, values[name_of[id(buffer)]])
+            for module in model.modules()
+            for key, buffer in module.named_buffers(recurse=False)
+        ]
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    def __enter__(self) -> "_WholeModel":
+        for each in self._model.modules():
+            attributes = vars(each)
+            self._attributes.append((attributes, {key: attributes[key] for key in _OF_PLANS if key in attributes}))
+            for hooks in [held for name, held in attributes.items() if name in _HOOKS and held]:
+                self._hooks.append((hooks, dict(hooks)))
+                for number in [number for number, hook in hooks.items() if is_ours(hook)]:
+                    del hooks[number]
+        PipelineRunner.take_off(self._model)
+        TensorParallel.take_off(self._model)
+        for module, key, place, _ in self._parts:
+            # Not register_parameter: recurrent modules keep lists of theirs.
+            setattr(module, key, self.parameters[self._ties.get(place, place)])
+        for buffers, key, _, values in self._buffers:
+            buffers[key] = values
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for module, key, _, part in self._parts:
+            setattr(module, key, part)
+        for buffers, key, buffer, _ in self._buffers:
+            buffers[key] = buffer
+        for attributes, before in self._attributes:
+            for key in _OF_PLANS:
+                attributes.pop(key, None)
+            attributes.update(before)
+        for hooks, order in self._hooks:
+            added = {number: hook for number, hook in hooks.items() if number not in order}
+            hooks.clear()
+            hooks.update(order | added)
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        places = {place: getattr(module, key) for module, key, place, _ in self._parts if place not in self._ties}
+        return places | dict(self._model.named_buffers())
+
+    def values(self, names: Sequence[str]) -> Pieces:
+        """What is in their places now."""
+        now = self._now()
+        found: Pieces = {}
+        for name in names:
+            found |= whole(name, now[name].detach())
+        return found
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """By name, another after every write, and where another tensor was put in."""
+        return {name: (id(each), each._version) for name, each in self._now().items()}
+
+
+class _WholeOptimizers:
+    """Optimizers over whole parameters, as long as this is entered."""
+
+    def __init__(
+        self,
+        known: Sequence[KnownOptimizer],
+        settings: Mapping[str, Any],
+        values: Mapping[str, torch.Tensor],
+        model: _WholeModel,
+    ) -> None:
+        """settings, values: of all ranks. Nothing is changed yet."""
+        self._known = known
+        self._parameters = model.parameters
+        self._states = [_state_of(each, settings["optimizers"][at], values) for at, each in enumerate(known)]
+        self._parts = [(each.optimizer.param_groups, each.optimizer.state) for each in known]
+
+    def __enter__(self) -> "_WholeOptimizers":
+        for known, state in zip(self._known, self._states, strict=True):
+            held = known.optimizer
+            held.param_groups = [
+                {**group, "params": [self._parameters[name] for name in names]}
+                | ({"param_names": list(names)} if "param_names" in group else {})
+                for group, names in zip(held.param_groups, known.given, strict=True)
+            ]
+            held.state = defaultdict(dict, {self._parameters[name]: each for name, each in state.items()})
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for known, (groups, state) in zip(self._known, self._parts, strict=True):
+            known.optimizer.param_groups, known.optimizer.state = groups, state
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {each: name for name, each in self._parameters.items()}
+
+    def values(self) -> Pieces:
+        """The state that they have now."""
+        found: Pieces = {}
+        for known in self._known:
+            for name, key, tensor in known.entries(self._names()):
+                found |= whole(state_name(name, key), tensor)
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Their groups and settings now, as a checkpoint has them."""
+        return {"optimizers": [known.named_with_state(self._names()).to_json() for known in self._known]}
+
+    def versions(self) -> list[Any]:
+        """Others after every write, and where a state was loaded."""
+        found: list[Any] = []
+        for known in self._known:
+            found += [id(known.optimizer.state), known.named().to_json()]
+            for state in known.optimizer.state.values():
+                found += [(id(each), each._version) for each in state.values() if isinstance(each, torch.Tensor)]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Changes:
+    """What the body wrote."""
+
+    written: Pieces = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of optimizers, where it wrote to one."""
+
+    def described(self) -> dict[str, Any]:
+        """As JSON, without the values; empty where nothing was written."""
+        if not self.written and not self.settings:
+            return {}
+        return {"stored": described(self.written), "settings": self.settings}
+
+
+def _changes_since(
+    model_before: Mapping[str, object], before: Sequence[object], model: _WholeModel, optimizers: _WholeOptimizers
+) -> _Changes:
+    written = model.values([name for name, each in model.versions().items() if model_before[name] != each])
+    if before == optimizers.versions():
+        return _Changes(written=written)
+    return _Changes(written=written | optimizers.values(), settings=optimizers.settings())
+
+
+def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Raise ModelError, the same on all ranks, where the body failed on a rank, or only some of `ranks` wrote."""
+    if failed := [rank for rank, each in enumerate(answers) if "failed" in each]:
+        raise ModelError(f"inside engine.whole(), rank {failed[0]} raised {answers[failed[0]]['failed']}")
+    if 0 < len(wrote := [rank for rank in ranks if answers[rank]]) < len(ranks):
+        raise ModelError(
+            f"inside engine.whole(), only the ranks {wrote} wrote to the model or to an optimizer, and that is lost. "
+            "Make the same calls on all ranks, or use engine.whole(rank0_only=True)"
+        )
+
+
+def _take_in(
+    handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces, origin: Mapping[str, Any]
+) -> None:
+    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
+    with agreed(handed.channel, purpose="verdict on the values written inside engine.whole()"):
+        stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
+        restoration = restore(stored, {**message["settings"], **origin})
+        # Without settings no optimizer was written to: it goes on with its state.
+        if message["settings"] and restoration.findings:
+            raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
+        restoration.leave_averages()
+    # No others: a master that is wider than the model's own dtype would be rounded.
+    targets = {piece: each for piece, each in targets_of(restoration, handed.model).items() if piece.name in stored}
+    reshard(written, targets, handed.channel, cast=True)
+    restoration.finish()
