@@ -7,47 +7,18 @@ All ranks run it with equal settings, and everything that decides its course (sk
 all. So they make the same calls of the engine.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.engine.batches import Batch
 from shardwise.engine.rank_times import RankTimes
 from shardwise.errors import DivergedError
-from shardwise.train.config import Decay, TrainTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateSchedule:
-    """The fraction of the full learning rate that each update takes: a linear warm-up, then a decay."""
-
-    steps: int
-    warmup_steps: int
-    decay: Decay
-    final: float
-    """The fraction that the last update takes."""
-
-    @classmethod
-    def of(cls, train: TrainTable) -> "LearningRateSchedule":
-        """The schedule that [train] asks for."""
-        return cls(steps=train.steps, warmup_steps=train.warmup_steps, decay=train.decay, final=train.min_learning_rate)
-
-    def __call__(self, update: int) -> float:
-        """The fraction at `update`, counted from 0; updates after the last one take the fraction of the last one."""
-        if update < self.warmup_steps:
-            return (update + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return 1.0
-        # `steps - 1`: the last update, counted from 0, is to take exactly `final`.
-        done = min(1.0, (update - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
-        left = 1.0 - done if self.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-        return self.final + (1.0 - self.final) * left
-
+from shardwise.train.config import TrainTable
+from shardwise.train.learning_rates import SchedulerMaker, decaying
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
 # updates do not change those.
@@ -186,6 +157,7 @@ def fit(
     begin: Position = BEGINNING,
     keeper: Keeper | None = None,
     stop: Callable[[], bool] | None = None,
+    scheduler: SchedulerMaker | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> float | None:
     """Make the updates up to `train.steps` and return the held-out loss after the last one.
@@ -193,18 +165,14 @@ def fit(
     batches: this data rank's rows of each update, from `begin` on. held_out: its rows of each batch of an evaluation.
     begin: where an earlier run was, whose values the engine holds; its groups then have the full learning rate as
     `initial_lr`. When no update is left, it evaluates. stop: whether this rank asks to stop; once any rank does, all
-    return None after the same update.
+    return None after the same update. scheduler: None for the decay of [train].
     """
     position = begin
     # A save of the last update was resumed. The run still reports its held-out loss, as it would have at its end.
     if position.step >= train.steps:
         return evaluate(engine, held_out)
-    schedulers = [
-        # With `last_epoch` -1 a scheduler begins; with more it takes `initial_lr` from the groups, which a resumed
-        # run has.
-        LambdaLR(optimizer, LearningRateSchedule.of(train), last_epoch=position.num_taken - 1)
-        for optimizer in engine.optimizers
-    ]
+    make_scheduler = scheduler if scheduler is not None else decaying(train)
+    schedulers = [make_scheduler(optimizer, position.num_taken) for optimizer in engine.optimizers]
     tokens_per_update = train.global_batch * tokens_per_row
     # As if the run had begun so long ago: the time between two parts of it does not count.
     began_s = now_s() - position.elapsed_s
@@ -225,8 +193,8 @@ def fit(
         # A skipped update does not use up a learning rate: else a run whose first updates are skipped would miss its
         # warm-up.
         if not report.skipped:
-            for scheduler in schedulers:
-                scheduler.step()
+            for each in schedulers:
+                each.step()
         update_s = now_s() - update_began_s
         step = update + 1
         evaluated = step % train.evaluate_every == 0 or step == train.steps

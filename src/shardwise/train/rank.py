@@ -30,10 +30,11 @@ from shardwise.train.announcement import announcement, changed_schedule, continu
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus, frequency_loss
+from shardwise.train.learning_rates import scheduler_maker
 from shardwise.train.loop import BEGINNING, fit
 from shardwise.train.observers import Audience
 from shardwise.train.quantities import count
-from shardwise.train.run_build import build_loss, build_model, optimizer_factory
+from shardwise.train.run_build import build_loss, build_loss_weight, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
@@ -83,12 +84,14 @@ def _train(
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
         data, model, sample, held_out = _built(config, channel.rank)
+        optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
     sizes = sizes_of(model)
     engine = parallelize(
         model,
         config.plan,
-        optimizer=optimizer_factory(config),
+        optimizer=optimizer,
         loss=build_loss(config),
+        loss_weight=build_loss_weight(config),
         channel=channel,
         seed=config.train.seed,
         sample=sample,
@@ -134,6 +137,7 @@ def _train(
                 begin=begin,
                 keeper=keeper,
                 stop=lambda: stop() or keeper.has_failed(),
+                scheduler=scheduler,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.
         if number := signals.of_all(channel):
