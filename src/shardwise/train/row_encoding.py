@@ -1,8 +1,8 @@
 """From rows to samples and batches: columns become arguments of the model, texts become tokens, images become numbers.
 
 {"review": "good", "stars": 5}    text = "review", columns = { labels = "stars" }
-  -> {"input_ids": [4], "attention_mask": [4], "labels": []}      a sample: tensors, each of its own length
-  -> {"input_ids": [rows, 9], ...}                                a batch: `Padding` makes all as long as the longest
+  -> {"input_ids": [4], "attention_mask": [4], "labels": []}  a sample: tensors, each of its own length
+  -> {"input_ids": [rows, 9], ...}                            a batch: `Padding` fills up to the longest one
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
