@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 from shardwise.data import Data, DataPlace, EngineOfData, first_batches
-from shardwise.data.row_sources import has_items
+from shardwise.data.row_sources import as_opened, has_items
 from shardwise.engine.batches import Batch
 from shardwise.errors import DataError
 from shardwise.train.config import RunConfig
@@ -162,8 +162,8 @@ def _evaluated(dataset: Any, max_rows: int) -> SampleSequence:
     rows: SampleSequence = []
     if _has_size(dataset):
         rows = _Spread(dataset, len(dataset), max_rows)
-    elif callable(getattr(dataset, "open", None)):
-        rows = list(islice(dataset.open(0), max_rows))
+    elif (opened := as_opened(dataset)) is not None:
+        rows = list(islice(opened.open(0), max_rows))
     elif has_items(dataset):
         rows = _Spread(dataset, max_rows, max_rows)
     if not len(rows):
