@@ -113,9 +113,9 @@ class DataTable(Table):
     held_out_options: dict[str, object] = Field(default_factory=dict)
     """What differs from `dataset_options` for evaluation, such as { split = "test" }."""
     text: str | None = None
-    """Column of rows whose text becomes `input_ids`; and `labels`, where no column does."""
+    """Column of rows whose text becomes `input_ids`; also `labels`, where no column does and `collate` is ours."""
     messages: str | None = None
-    """Column of rows whose list of messages becomes `input_ids` and `labels`, by the template of the tokenizer."""
+    """In the place of `text`, a column of lists of messages, written by the template of the tokenizer."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Argument of the model, or entry of the batch -> column of rows; left out: every column that is not `text`, if
     there is no text."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import DataError, few_of, in_words
-from shardwise.train.config import DataTable, ImageTable
+from shardwise.train.config import PADDING, DataTable, ImageTable
 from shardwise.train.row_files import IMAGE, LABEL
 from shardwise.train.run_tokenizer import RunTokenizer, Tokens
 
@@ -30,6 +30,7 @@ class RowEncoder:
         self._tokenizer = tokenizer
         self._most_tokens = data.sequence_length
         self._images = data.images
+        self._adds_labels = data.collate in (None, PADDING)  # other collators make theirs
         self._class_of = {name: number for number, name in enumerate(classes or ())}
         columns: Mapping[str, str] | None = data.columns or None
         if columns is None and data.format == "images":
@@ -88,7 +89,7 @@ class RowEncoder:
             if is_empty:  # models do not take rows without tokens, and softmax none that is masked as a whole
                 tokens = torch.tensor([self._tokenizer.pad])
             sample = {_INPUTS: tokens, _MASK: torch.ones_like(tokens)}
-            if _LABELS not in self._arguments(row):
+            if self._adds_labels and _LABELS not in self._arguments(row):
                 sample[_LABELS] = torch.full_like(tokens, _IGNORED) if is_empty else tokens
         return sample | {name: self._value(name, row[column]) for name, column in self._arguments(row).items()}
 
