@@ -126,7 +126,7 @@ class Engine(Generic[Model_co]):
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
         """Whether some rank asked to stop in the last step; the same on all ranks."""
-        self._asks_to_stop: Callable[[], bool] | None = None
+        self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
@@ -222,10 +222,10 @@ class Engine(Generic[Model_co]):
         """Records forwards, backwards and waits of this rank while its `spans` is a list; on request its updates."""
         return self._computation.recorder
 
-    def ask_in_steps(self, stop: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Ask `stop` in every step from now on, next to the `stop` that `step` is given; returns what was asked."""
-        asked, self._asks_to_stop = self._asks_to_stop, stop
-        return asked
+    def ask_in_steps(self, stop: Callable[[], bool]) -> Callable[[], None]:
+        """Ask `stop` once in every step from now on, next to the `stop` of `step`; returns what ends that."""
+        self._asks_to_stop.append(stop)
+        return lambda: self._asks_to_stop.remove(stop)
 
     def step(
         self, batch: Batch, *, microbatches: int | None = None, stop: Callable[[], bool] | None = None
@@ -272,7 +272,8 @@ class Engine(Generic[Model_co]):
             gradients = self._reduce()
             self._has_gradients = True
             gives = self._gives(losses, weighting, own_weights, digests, gradients)
-            closing, figures = self._close(gives, stop=any(asked() for asked in (stop, self._asks_to_stop) if asked))
+            asked = [each() for each in (stop, *self._asks_to_stop) if each]
+            closing, figures = self._close(gives, stop=any(asked))
             self.asked_to_stop = closing.stop
             self._update(closing, figures, gradients)
             if scaling is not None:

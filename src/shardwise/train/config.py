@@ -89,6 +89,15 @@ class DataTable(Table):
         return "byte" if self.tokenizer == BYTES else "token"
 
 
+class CallbackTable(Table):
+    """[[train.callbacks]]: something that happens around updates."""
+
+    factory: str
+    """A callable f(**options) -> a callback, named like `model.factory`; "shardwise.train:EarlyStopping"."""
+    options: dict[str, object] = Field(default_factory=dict)
+    """Keyword arguments of `factory`."""
+
+
 class TrainTable(Table):
     """[train]: how long, how fast, and what is written down."""
 
@@ -120,6 +129,11 @@ class TrainTable(Table):
     """Updates between two evaluations on held-out text; there is always one at the end."""
     evaluate_batches: int = Field(default=4, ge=1)
     """Global batches of held-out rows that one evaluation reads, at most; always the same ones."""
+    evaluate_first: bool = False
+    """Evaluate before the first update too."""
+    callbacks: list[CallbackTable] = Field(default_factory=list)
+    """What happens around updates: a [[train.callbacks]] for each, with a `factory` and `options`. The factory is a
+    callable f(**options) -> a callback, named like `model.factory`, such as "shardwise.train:EarlyStopping"."""
     log_every: int = Field(default=10, ge=1)
     """Updates between two lines of progress where there is no terminal."""
     device: str = "auto"
@@ -244,6 +258,12 @@ class RunConfig:
         return Path(self.train.output) if self.train.output is not None else Path("runs") / self.name
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, as JSON values; the layout as text."""
+        tables = {name: getattr(self, name).model_dump(mode="json") for name in _TABLES}
+        return {**tables, "plan": self.plan.text()}
+
+    @property
     def saves(self) -> str:
         """The folder or address of the run's saves."""
         return self.checkpoint.path if self.checkpoint.path is not None else str(self.output / "checkpoints")
@@ -354,10 +374,12 @@ def _table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], problems
 
 def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     key = ".".join([name, *map(str, detail["loc"])])
+    # Only this list has tables of its own.
+    kind, name = (CallbackTable, key.rpartition(".")[0]) if detail["loc"][0] == "callbacks" else (kind, name)
     if detail["type"] == "extra_forbidden":
         return unknown_setting(key, [f"{name}.{each}" for each in kind.model_fields])
     if detail["type"] == "missing":
-        wanted = kind.model_fields[str(detail["loc"][0])].description or ""
+        wanted = kind.model_fields[str(detail["loc"][-1])].description or ""
         return f"{key}: missing; {' '.join(wanted.split())}"
     # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
     needed = (

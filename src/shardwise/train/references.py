@@ -25,6 +25,7 @@ def check_references(config: RunConfig) -> None:
         "data.dataset": config.data.dataset,
         "data.held_out_dataset": config.data.held_out_dataset,
         "data.collate": config.data.collate,
+        **{f"train.callbacks.{at}.factory": each.factory for at, each in enumerate(config.train.callbacks)},
     }
     for key, reference in wanted.items():
         if reference is not None:
