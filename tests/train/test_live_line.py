@@ -31,7 +31,13 @@ def terminal(width: int, *, term: str = "xterm") -> tuple[Console, io.StringIO]:
 
 @pytest.mark.parametrize(
     ("width", "left_out"),
-    [(120, []), (92, ["saved 150"]), (80, ["saved 150", "lr 0.5"]), (60, ["saved 150", "lr 0.5", "held-out 2.5000"])],
+    [
+        (120, []),
+        (92, ["saved 150"]),
+        (80, ["saved 150", "lr 0.5"]),
+        (60, ["saved 150", "lr 0.5", "held-out 2.5000"]),
+        (45, ["saved 150", "lr 0.5", "held-out 2.5000", "12.3 k tokens/s"]),
+    ],
 )
 def test_a_narrow_terminal_loses_what_the_end_repeats_and_never_the_time_left(width: int, left_out: list[str]) -> None:
     console, out = terminal(width)

@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 from torch import nn
 
-from shardwise.train.announcement import continued
 from shardwise.train.callbacks import Position, StepMetrics
+from shardwise.train.continuations import continued
 from shardwise.train.observers import (
     LiveLine,
     LossCurve,

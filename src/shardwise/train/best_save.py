@@ -60,7 +60,7 @@ class BestSave(Callback):
                 "or remove the folder"
             )
         best.best, best.best_step = found["value"], found["step"]
-        loop.say(f"best save so far: {best.metric} {best.words()}, in {self.path}")
+        loop.say(f"best save so far: {best.words()}, in {self.path}")
 
     def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
         """Save, where it is the best so far."""
@@ -76,7 +76,7 @@ class BestSave(Callback):
         if error is not None or best.best is None:
             return
         assert self.path is not None
-        words = f"best save: {best.metric} {best.words()}, in {self.path}"
+        words = f"best save: {best.words()}, in {self.path}"
         if self._load_at_end and best.best_step != loop.position.step:
             load(self.path, loop.engine)
             words += "; the model has its values now"

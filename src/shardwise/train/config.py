@@ -3,8 +3,8 @@
     run.toml  -->  --set changes single keys  -->  tables (pydantic: types, unknown keys)  -->  plan  -->  RunConfig
                                                         every problem is collected, and all are raised at once
 
-The trainer itself reads [model], [data], [train] and [checkpoint], whose classes are here. The other tables are the
-strategies of a plan, and are read by `plan.specs`.
+The trainer itself reads [model], [data], [train], [checkpoint] and [generate], whose classes are here. The other tables
+are the strategies of a plan, and are read by `plan.specs`.
 """
 
 import re
@@ -181,6 +181,22 @@ class CheckpointTable(Table):
     it. Left out: "checkpoints" in `train.output`."""
 
 
+class GenerateTable(Table):
+    """[generate]: texts that the model goes on with, which are printed, and recorded in `samples.jsonl`."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Updates between two samples; there is one at the end too. Left out: only that one."""
+    prompts: list[str] = Field(default_factory=list)
+    """Texts to go on with; left out: the beginning of a held-out row."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the model adds, at most. Left out: 160, or what is left of `data.sequence_length` without prompts."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Decides what is drawn, the same in each sample; left out: `train.seed`."""
+    options: dict[str, object] = Field(default_factory=dict)
+    """Further arguments of the model's `generate`, such as { do_sample = true, top_k = 50 }. Left out: sampling at
+    temperature 0.7."""
+
+
 def dataset_problems(data: DataTable | None) -> list[str]:
     """Settings of [data] that another one makes meaningless."""
     if data is None:
@@ -218,6 +234,7 @@ _TABLES: dict[str, type[Table]] = {
     "data": DataTable,
     "train": TrainTable,
     "checkpoint": CheckpointTable,
+    "generate": GenerateTable,
 }
 _KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
 
@@ -234,6 +251,7 @@ class RunConfig:
     data: DataTable
     train: TrainTable
     checkpoint: CheckpointTable
+    generate: GenerateTable
     plan: Plan
     """The layout, with the microbatches per rank that `train.global_batch` asks for."""
 
@@ -299,6 +317,7 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     data = _table(DataTable, "data", tables, problems)
     train = _table(TrainTable, "train", tables, problems)
     checkpoint = _table(CheckpointTable, "checkpoint", tables, problems)
+    generate = _table(GenerateTable, "generate", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
     # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
     problems += dataset_problems(data) + file_problems(model, data, path.parent)
@@ -306,13 +325,25 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
         problems.append(
             f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
         )
+    if data is not None and generate is not None and "generate" in tables:
+        problems += _generation_problems(data, generate)
     problems += _device_problems(train, num_processes or 1)
     if plan is not None and train is not None:
         # Only a plan that holds has a schedule to check: its faults would be explained twice otherwise.
         problems += _pipeline_problems(plan)
-    if problems or model is None or data is None or train is None or checkpoint is None or plan is None:
+    if (
+        problems
+        or model is None
+        or data is None
+        or train is None
+        or checkpoint is None
+        or generate is None
+        or plan is None
+    ):
         raise ConfigError(*problems)
-    return RunConfig(path=path, model=model, data=data, train=train, checkpoint=checkpoint, plan=plan)
+    return RunConfig(
+        path=path, model=model, data=data, train=train, checkpoint=checkpoint, generate=generate, plan=plan
+    )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -433,6 +464,17 @@ def _plan(
         # A plan calls it by its own name; in the file the key is in [train].
         problems += [f"train.{each}" if each.startswith("clip_grad_norm") else each for each in error.problems]
         return None
+
+
+def _generation_problems(data: DataTable, generate: GenerateTable) -> list[str]:
+    problems = [
+        f"generate.options.{key}: given twice; give generate.{key}"
+        for key in ("max_new_tokens", "seed")
+        if key in generate.options
+    ]
+    if data.unit == "row":
+        problems.append("generate: the data are no text, so there is nothing to go on with; leave the table out")
+    return problems
 
 
 def _device_problems(train: TrainTable | None, num_processes: int) -> list[str]:

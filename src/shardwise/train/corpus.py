@@ -78,6 +78,10 @@ class Corpus:
             return bytes(tokens).decode("utf-8", errors="replace")
         return str(self.tokenizer.decode(tokens))
 
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return [*text.encode()] if self.tokenizer is None else list(self.tokenizer.encode(text).ids)
+
 
 def read_corpus(data: DataTable, folder: Path) -> Corpus:
     """Read, tokenize and split the text of [data]. Raises `DataError`: nothing there, not text, or too little."""

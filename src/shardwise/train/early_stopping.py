@@ -41,7 +41,11 @@ class Improvement:
 
     def words(self) -> str:
         """The best value and its step."""
-        return "no value was finite" if self.best is None else f"best {self.best:.6g} at step {self.best_step}"
+        return (
+            f"no finite {self.metric}"
+            if self.best is None
+            else f"{self.metric} {self.best:.6g} at step {self.best_step}"
+        )
 
 
 class EarlyStopping(Callback):
@@ -84,4 +88,4 @@ class EarlyStopping(Callback):
     def _judge(self, loop: Loop) -> None:
         if self.num_worse >= self.patience:
             best = self._improvement
-            loop.stop(f"{best.metric} has not improved in {self.num_worse} evaluations; {best.words()}")
+            loop.stop(f"{best.metric} has not improved in {self.num_worse} evaluations; the best was {best.words()}")

@@ -5,9 +5,8 @@ A run that goes on continues its files; one that is over leaves them alone.
 
 import dataclasses
 import importlib.util
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from shardwise.engine.rank_times import slowest
 from shardwise.errors import ConfigError
 from shardwise.train.callbacks import BEGINNING, Callback, Evaluation, Loop, Position, StepMetrics
 from shardwise.train.config import RunConfig
+from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.quantities import clock, count
 from shardwise.train.run_folder import METRICS
 
@@ -45,19 +45,15 @@ class MetricsFile(Callback):
         lines = _lines_of(path, after_step) if after_step else {}
         self.kept: Sequence[StepMetrics | Evaluation] = list(lines.values())
         """The updates before, and the evaluation before them, as far as the file has them."""
-        # In one act: a run that is stopped here has the old file or the new one.
-        begun = path.with_name(f"{path.name}.part")
-        begun.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        begun.replace(path)
-        # A line is handed to the system as soon as it is written: a killed run keeps the updates that it made.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = JsonLines(path, kept=list(lines))
 
     def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
         """Write a line, where no update comes with it."""
         if evaluation.step == 0:
             held_out = {name: value for name, value in evaluation.values.items() if name != "loss"}
-            line = {"step": 0, "held_out_loss": evaluation.loss, **({"held_out": held_out} if held_out else {})}
-            self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+            self._file.add(
+                {"step": 0, "held_out_loss": evaluation.loss, **({"held_out": held_out} if held_out else {})}
+            )
 
     def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
         """Write one line; a number that is not finite has no JSON and becomes null."""
@@ -68,9 +64,9 @@ class MetricsFile(Callback):
         if metrics.ranks:
             shown = sorted(metrics.ranks, key=lambda each: -each.busy_s)[:_MOST_RANKS]
             shown.sort(key=lambda each: each.rank)
-            values["ranks"] = [_finite(dataclasses.asdict(each)) for each in shown]
+            values["ranks"] = [dataclasses.asdict(each) for each in shown]
             values["slowest"] = slowest(metrics.ranks)
-        self._file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
+        self._file.add(values)
 
     def on_end(self, loop: Loop, error: BaseException | None) -> None:
         """Close the file."""
@@ -110,37 +106,24 @@ class TensorBoard(Callback):
         self._writer.close()
 
 
-def _finite(value: Any) -> Any:
-    """The value with null in the place of what JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def tensorboard_installed() -> bool:
     """Whether curves for TensorBoard can be written."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics | Evaluation]:
-    """The whole lines of a file of metrics, up to an update. A run that was killed may have left a torn one."""
+    """The lines of a file of metrics that mean something, up to an update."""
     lines: dict[str, StepMetrics | Evaluation] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line, values in lines_up_to(path, last_step).items():
         try:
-            values: dict[str, Any] = json.loads(line)
-            found: StepMetrics | Evaluation
             if values["step"] == 0:
                 loss = values["held_out_loss"]
-                found = Evaluation(step=0, values={"loss": math.nan if loss is None else loss})
+                lines[line] = Evaluation(step=0, values={"loss": math.nan if loss is None else loss})
             else:
-                values = {key: value for key, value in values.items() if key not in ("ranks", "slowest")}
-                found = StepMetrics(**values | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+                known = {key: value for key, value in values.items() if key not in ("ranks", "slowest")}
+                lines[line] = StepMetrics(**known | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
+        except (KeyError, TypeError):
             continue
-        # Updates after the save were made by the earlier run too, but are made again now: their lines would be there
-        # twice.
-        if found.step <= last_step:
-            lines[line] = found
     return lines
 
 
@@ -249,29 +232,32 @@ class _Pace:
     rows: str = "tokens"
     saved_step: int | None = None
 
-    def words(self, metrics: StepMetrics) -> list[str]:
+    def words(self, metrics: StepMetrics) -> dict[str, str]:
+        """Words about an update by what they are about, in their order."""
         if metrics.held_out_loss is not None or metrics.held_out:
             self.held_out = {name: value for name, value in metrics.curves().items() if name.startswith("held_out")}
         # Of this run alone: an earlier part may have run on another number of ranks.
         pace_s = (metrics.elapsed_s - self.begin.elapsed_s) / (metrics.step - self.begin.step)
         eta_s = pace_s * (self.num_steps - metrics.step)
-        return [
-            f"step {metrics.step}/{self.num_steps}",
-            f"loss {metrics.loss:.4f}",
-            *self.evaluation_words(),
-            f"lr {metrics.learning_rate:.3g}",
-            f"{count(metrics.tokens_per_second)} {self.rows}/s",
-            f"eta {clock(eta_s)}",
-            *([] if self.saved_step is None else [f"saved {self.saved_step}"]),
-            *(["update skipped: gradient not finite"] if metrics.skipped else []),
-        ]
+        words = {
+            "step": f"step {metrics.step}/{self.num_steps}",
+            "loss": f"loss {metrics.loss:.4f}",
+            **self.evaluation_words(),
+            "rate": f"lr {metrics.learning_rate:.3g}",
+            "pace": f"{count(metrics.tokens_per_second)} {self.rows}/s",
+            "eta": f"eta {clock(eta_s)}",
+        }
+        if self.saved_step is not None:
+            words["saved"] = f"saved {self.saved_step}"
+        if metrics.skipped:
+            words["skipped"] = "update skipped: gradient not finite"
+        return words
 
-    def evaluation_words(self) -> list[str]:
-        """The held-out loss, and up to two metrics."""
-        words = {name: f"{name.removeprefix('held_out/')} {value:.4f}" for name, value in self.held_out.items()}
-        loss = words.pop(_LOSS, None)
-        shown = [*words.values()][:_SHOWN_METRICS]
-        return shown if loss is None else [loss.replace(_LOSS, "held-out"), *shown]
+    def evaluation_words(self) -> dict[str, str]:
+        """The held-out loss, and up to two metrics, by the names of their curves."""
+        shown = sorted(self.held_out.items(), key=lambda each: each[0] != _LOSS)[: 1 + _SHOWN_METRICS]
+        titles = {name: "held-out" if name == _LOSS else name.removeprefix("held_out/") for name, _ in shown}
+        return {name: f"{titles[name]} {value:.4f}" for name, value in shown}
 
 
 def _pace(num_steps: int, begin: Position, rows: str) -> _Pace:
@@ -300,20 +286,20 @@ class LiveLine(Callback):
         """Show one that no update comes with."""
         if evaluation.step == 0:
             self._pace.held_out = evaluation.curves()
-            self._progress.update(self._task, description="  ".join(self._pace.evaluation_words()))
+            self._progress.update(self._task, description="  ".join(self._pace.evaluation_words().values()))
 
     def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
         """Redraw."""
         words = self._pace.words(metrics)
         # One column stays free: in the last one some terminals go on to the next line.
         room = self._console.width - len(" ") - 1
-        # What a narrow line leaves out, the first one first; the end of the run repeats what an update does not show.
-        spared = ["saved ", "lr ", *self._pace.evaluation_words()[::-1]]
-        for beginning in spared:
-            if len("  ".join(words)) > room - _SHORTEST_BAR:
-                words = [word for word in words if not word.startswith(beginning)]
-        line = "  ".join(words)
-        self._bar.bar_width = min(_LONGEST_BAR, max(_SHORTEST_BAR, room - len(line)))
+        # What a narrow line leaves out, the first one first; files and the end of the run have it. Then the bar shrinks.
+        spared = dict.fromkeys(("saved", "rate", *reversed(self._pace.evaluation_words())), _SHORTEST_BAR) | {"pace": 1}
+        for name, bar in spared.items():
+            if len("  ".join(words.values())) > room - bar:
+                words.pop(name, None)
+        line = "  ".join(words.values())
+        self._bar.bar_width = min(_LONGEST_BAR, max(1, room - len(line)))
         self._progress.update(self._task, completed=metrics.step, description=line)
 
     def on_save(self, loop: Loop, report: SaveReport) -> None:
@@ -338,7 +324,7 @@ class PlainLines(Callback):
         """Print one that no update comes with."""
         if evaluation.step == 0:
             self._pace.held_out = evaluation.curves()
-            self._print([f"step 0/{self._pace.num_steps}", *self._pace.evaluation_words()])
+            self._print([f"step 0/{self._pace.num_steps}", *self._pace.evaluation_words().values()])
 
     def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
         """Print, when it is time."""
@@ -346,13 +332,13 @@ class PlainLines(Callback):
         due = metrics.step % self._every == 0 or metrics.step in (self._first_step, self._pace.num_steps)
         words = self._pace.words(metrics)
         if due or metrics.skipped or metrics.held_out_loss is not None or metrics.held_out:
-            self._print(words)
+            self._print(words.values())
 
     def on_save(self, loop: Loop, report: SaveReport) -> None:
         """Say so from the next line on."""
         self._pace.saved_step = report.step
 
-    def _print(self, words: Sequence[str]) -> None:
+    def _print(self, words: Iterable[str]) -> None:
         self._console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
 
 

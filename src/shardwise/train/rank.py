@@ -12,14 +12,12 @@ Every rank makes every call that exchanges something. Only printing and writing 
 """
 
 import contextlib
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 from torch import nn
 
 from shardwise.checkpoint import Replicas
@@ -29,11 +27,12 @@ from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.batches import Batch
-from shardwise.train.announcement import announcement, changed_schedule, continued, sizes_of
+from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callbacks import BEGINNING, Callback, Loop, Position
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
-from shardwise.train.corpus import Corpus, frequency_loss
+from shardwise.train.continuations import Continuations
+from shardwise.train.corpus import frequency_loss
 from shardwise.train.loop import fit
 from shardwise.train.named_callbacks import build_callbacks
 from shardwise.train.observers import LossCurve, observers_of, picture_words, rows_of
@@ -43,8 +42,6 @@ from shardwise.train.run_data import RunData, batches_of, build_data, sample_bat
 from shardwise.train.run_folder import RunMark
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
-
-_SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160
 
 
 def run(
@@ -95,6 +92,8 @@ class _Prepared:
     """To print before the first update."""
     title: str
     keeper: RunKeeper
+    continuations: Continuations | None
+    """None where the data are no text."""
     tracer: Tracer | None
 
     @property
@@ -103,12 +102,15 @@ class _Prepared:
         return self.begin.step >= self.config.train.steps
 
 
-def _prepare(config: RunConfig, channel: Channel, resume: str | None, replicas: Replicas | None) -> _Prepared:
+def _prepare(
+    config: RunConfig, channel: Channel, console: Console, resume: str | None, replicas: Replicas | None
+) -> _Prepared:
     start = find_start(config, resume, channel, replicas=replicas)
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
         data, model, sample, held_out = _built(config, channel.rank)
         callbacks = build_callbacks(config)
+        continuations = None if data.corpus is None else Continuations(config, data, model, console)
     sizes = sizes_of(model)
     engine = parallelize(
         model,
@@ -141,6 +143,7 @@ def _prepare(config: RunConfig, channel: Channel, resume: str | None, replicas: 
         lines=[*announcement(config, model, sizes, data, placement=placement), *words],
         title=f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}",
         keeper=RunKeeper(config, engine, channel, data=data, settings=settings, replicas=replicas),
+        continuations=continuations,
         tracer=Tracer(engine, channel) if isinstance(channel, Timed) else None,
     )
 
@@ -153,7 +156,7 @@ def _train(
     signals: StopSignals,
     replicas: Replicas | None,
 ) -> None:
-    run = _prepare(config, channel, resume, replicas)
+    run = _prepare(config, channel, console, resume, replicas)
     unit = config.data.unit
     curve = LossCurve(config.output / "loss.png", title=run.title, baseline=_baseline(run.data), unit=unit)
     # The order of these contexts is that of their ends: signals end the process at once again, then the mark says how
@@ -165,6 +168,7 @@ def _train(
             raise Stopped(number, "before the first update")
         run.engine.ask_in_steps(stop)
         observers: list[Callback] = []
+        generation = [] if run.continuations is None else [run.continuations]
         if channel.rank == 0:
             _say(console, *run.lines)
             if not run.is_over:
@@ -173,7 +177,7 @@ def _train(
                 mark.enter_context(RunMark(config.output, steps=config.train.steps, num_ranks=channel.size, rows=rows))
         loop = Loop(
             run.engine,
-            [] if run.is_over else [*observers, *run.callbacks, run.keeper],
+            [] if run.is_over else [*observers, *generation, *run.callbacks, run.keeper],
             steps=config.train.steps,
             begin=run.begin,
             is_fresh=resume is None,
@@ -205,30 +209,23 @@ def _train(
 def _end(run: _Prepared, console: Console, loop: Loop, curve: LossCurve) -> None:
     """Say what was trained, where everything is, and how the model goes on with a text."""
     trace = None if run.tracer is None else run.tracer.gathered()
-    corpus = run.data.corpus
-    row = [] if corpus is None else run.data.held_out[0].tolist()
-    # On all ranks, although rank 0 alone prints it: the stages of the model are on several.
-    seed = run.config.train.seed
-    goes_on = continued(run.engine, run.engine.model, row, num_tokens=_SAMPLE_TOKENS, seed=seed) if row else None
-    if run.channel.rank != 0:
-        return
-    if trace is not None:
-        _say(console, *leave(trace, run.config.output, title=run.title, width=console.width))
-    _say(console, *changed_schedule(run.engine.pipeline))
+    if run.channel.rank == 0 and trace is not None:
+        loop.say(*leave(trace, run.config.output, title=run.title, width=console.width))
+    loop.say(*changed_schedule(run.engine.pipeline))
     if loop.stopped_by:
-        _say(console, f"ended after step {loop.position.step}: {loop.stopped_by}")
-    if curve.has_updates and not run.is_over:
-        _say(console, curve.words())
+        loop.say(f"ended after step {loop.position.step}: {loop.stopped_by}")
+    if curve.has_updates:
+        loop.say(curve.words())
     if (saved := run.keeper.report) is not None:
-        _say(console, f"saved step {saved.step} to {run.config.saves} ({size(saved.num_bytes)})")
-    if curve.has_updates and not run.is_over:
-        _say(console, picture_words(curve))
-    if corpus is not None:
-        _show_sample(console, corpus, row, goes_on)
+        loop.say(f"saved step {saved.step} to {run.config.saves} ({size(saved.num_bytes)})")
+    if curve.has_updates:
+        loop.say(picture_words(curve))
+    if run.continuations is not None:
+        run.continuations.show(loop)  # on all ranks: the stages of the model are on several
     if (loss := loop.position.held_out_loss) is not None:
         unit, known = run.config.data.unit, curve.baseline
         words = "" if known is None else f"; of a model that knows only {unit} frequencies: {known:.4f}"
-        _say(console, f"held-out loss {loss:.4f}{words}")
+        loop.say(f"held-out loss {loss:.4f}{words}")
 
 
 def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, list[Batch]]:
@@ -252,16 +249,3 @@ def _say(console: Console, *lines: str) -> None:
     for line in lines:
         # A terminal breaks lines between words; a file keeps them whole.
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-
-
-def _show_sample(console: Console, corpus: Corpus, row: Sequence[int], sample: Sequence[int] | None) -> None:
-    """The end of a held-out row, and how the model goes on."""
-    if sample is None:
-        console.print("no sample: the model called on tokens gives no finite logits [rows, tokens, vocabulary]")
-        return
-    end = row[-_SHOWN_TOKENS:]
-    for title, tokens, style in (("held-out text:", end, "dim"), ("the model goes on:", sample, "bold")):
-        console.print(title)
-        # A model may give any byte: control characters would change the terminal of the user.
-        shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in corpus.text(list(tokens)))
-        console.print(Text(textwrap.indent(shown, "    "), style=style), soft_wrap=True)
