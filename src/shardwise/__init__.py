@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
+    from shardwise.engine.whole_model import full_state_dict
     from shardwise.errors import ShardwiseError
     from shardwise.moving import reshard, reshard_tensor
     from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
@@ -50,6 +51,7 @@ _ROOM_OF = {
     "VocabularyCrossEntropy": "engine.tensor.vocabulary",
     "default_channel": "comm",
     "full": "checkpoint",
+    "full_state_dict": "engine.whole_model",
     "load": "checkpoint",
     "parallelize": "engine",
     "processes": "comm",
@@ -89,6 +91,7 @@ __all__ = [
     "checkpoint",
     "default_channel",
     "full",
+    "full_state_dict",
     "load",
     "parallelize",
     "processes",

@@ -182,6 +182,10 @@ class LossOfModel:
         output = self._output(microbatch)
         return _scalar(self._loss(output, microbatch), "the loss function's result")
 
+    def output(self, microbatch: Microbatch) -> Any:
+        """What the model gives, called as for the loss."""
+        return self._called(microbatch, microbatch) if self._loss is None else self._output(microbatch)
+
     def _output(self, microbatch: Microbatch) -> Any:
         # By name, as far as names fit. A position is taken only where it cannot be the wrong one.
         if self._takes_any_keyword:

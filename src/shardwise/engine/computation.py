@@ -12,12 +12,15 @@ meanwhile.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batches import LossOfModel, Microbatch
+from shardwise.engine.generation import Generation
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
@@ -191,7 +194,7 @@ class Computation:
                 rounds.done()
         return losses
 
-    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], torch.Tensor]) -> torch.Tensor:
+    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], Any]) -> Any:
         """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
         (stream,) = self._streams(EVALUATION, 1, 0)
         output_of = self.autocast.inside(output_of)
@@ -206,6 +209,26 @@ class Computation:
                 return self.runner.predict(inputs, output_of, stream=stream)
             with stream:
                 return output_of(inputs)
+
+    def generate(self, generation: Generation) -> Any:
+        """What the model's own `generate` gives, in evaluation mode; see `Engine.generate`."""
+        seed = generation.seed
+        if seed is None:
+            seed = self.random.number("generation", self.step, self._data_rank)
+        run = self.autocast.inside(generation.run)
+        with (
+            torch.no_grad(),
+            _evaluating(self._model),
+            self.proof.judging(by_all=False),
+            self._passes.generating(once=generation.gather == "once"),
+            self._explained(),
+            self.random.seeded(seed),
+        ):
+            if not generation.has_rows:
+                return torch.empty((0, 0), dtype=torch.int64, device=self._device)
+            if self.runner is not None:
+                return self.runner.generate(run, partial(self.random.stream, EVALUATION))
+            return run()
 
     def _train(
         self, number: int, part: Microbatch, factor: Weight, before_last_backward: Callable[[], None] | None

@@ -37,6 +37,7 @@ from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.generation import Gather, Generation, on_device
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.norm import norm_dtype
@@ -69,6 +70,7 @@ from shardwise.engine.step_meter import step_meter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
+from shardwise.engine.whole_model import whole_inside
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
@@ -77,6 +79,7 @@ from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
+Output = TypeVar("Output", default=Any)
 
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
@@ -126,7 +129,7 @@ class Engine(Generic[Model_co]):
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
         """Whether some rank asked to stop in the last step; the same on all ranks."""
-        self._asks_to_stop: Callable[[], bool] | None = None
+        self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
@@ -222,10 +225,10 @@ class Engine(Generic[Model_co]):
         """Records forwards, backwards and waits of this rank while its `spans` is a list; on request its updates."""
         return self._computation.recorder
 
-    def ask_in_steps(self, stop: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Ask `stop` in every step from now on, next to the `stop` that `step` is given; returns what was asked."""
-        asked, self._asks_to_stop = self._asks_to_stop, stop
-        return asked
+    def ask_in_steps(self, stop: Callable[[], bool]) -> Callable[[], None]:
+        """Ask `stop` once in every step from now on, next to the `stop` of `step`; returns what ends that."""
+        self._asks_to_stop.append(stop)
+        return lambda: self._asks_to_stop.remove(stop)
 
     def step(
         self, batch: Batch, *, microbatches: int | None = None, stop: Callable[[], bool] | None = None
@@ -272,7 +275,8 @@ class Engine(Generic[Model_co]):
             gradients = self._reduce()
             self._has_gradients = True
             gives = self._gives(losses, weighting, own_weights, digests, gradients)
-            closing, figures = self._close(gives, stop=any(asked() for asked in (stop, self._asks_to_stop) if asked))
+            asked = [each() for each in (stop, *self._asks_to_stop) if each]
+            closing, figures = self._close(gives, stop=any(asked))
             self.asked_to_stop = closing.stop
             self._update(closing, figures, gradients)
             if scaling is not None:
@@ -326,21 +330,47 @@ class Engine(Generic[Model_co]):
         return EvaluationReport(loss=loss, weight=weighting.total)
 
     def predict(
-        self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], torch.Tensor]
-    ) -> torch.Tensor:
+        self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], Output] | None = None
+    ) -> Output:
         """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
-        the same tensor. Whatever else `output_of` does runs on each of them as well. Under stage 3 all data ranks call
-        it together, because each gathers from the others. They give different inputs, and run the same modules in the
+        the same: a tensor, or any nesting of tensors in tuples, lists, dicts and dataclasses. None: the model's
+        output, called as in a step. Whatever else `output_of` does runs on each of them as well. Objects of other
+        kinds, such as a cache, have what this rank's stages computed. Under stage 3 all data ranks call it
+        together, because each gathers from the others. They give different inputs, and run the same modules in the
         same order. Raises ModelError for a forward that asks for what only another rank has, and PeerError.
         """
-        device = self._channels.everyone.device
-        moved: Microbatch = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
+        moved = on_device(inputs, self._channels.everyone.device)
+        self._check_turn()
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
-            return self._computation.predict(moved, output_of)
+            return self._computation.predict(moved, self._computation.loss.output if output_of is None else output_of)
+
+    def generate(
+        self,
+        inputs: Mapping[str, Any] | torch.Tensor | None,
+        *,
+        seed: int | None = None,
+        gather: Gather = "each",
+        **kwargs: Any,
+    ) -> Any:
+        """What the model's `generate(inputs, **kwargs)` gives in one process, in evaluation mode.
+
+        All ranks along pp and tp call it together, with equal arguments, and get the same. Under stage 3 all data ranks
+        call it, each with its own inputs and lengths. A rank without rows gives None, and gets a tensor [0, 0].
+        inputs: a tensor, or tensors by name; they are moved to the device.
+        seed: of what is drawn, as by `torch.manual_seed(seed)` before; None: one that the engine takes, of its own
+            seed, the step and the data rank.
+        gather: under stage 3, "each" gathers for each call of the model, in the memory of an evaluation; "once"
+            gathers all parameters first, and each rank holds them until the end.
+
+        Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
+        """
+        device = self._channels.everyone.device
+        generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
+        self._check_turn()
+        with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
+            return self._computation.generate(generation)
 
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.
@@ -386,13 +416,13 @@ class Engine(Generic[Model_co]):
             **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
 
-    def hand_over(self) -> HandOver:
-        """What `relayout` takes; all ranks call it together.
+    def hand_over(self, *, doing: str = "a relayout") -> HandOver:
+        """What `relayout` and `whole` take; all ranks call it together.
 
         Raises, the same on all ranks, ModelError for a model that is no longer this engine's, and OptimizerError.
         """
         world = self._channels.world
-        with agreed(world, purpose="verdict on the engine before a relayout", doing="a relayout"):
+        with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -405,6 +435,23 @@ class Engine(Generic[Model_co]):
             loss_weight=self._loss_weight,
             optimizers=self._known_optimizers,
         )
+
+    def whole(
+        self, *, optimizer: bool = True, rank0_only: bool = False, offload: bool = True
+    ) -> AbstractContextManager[None]:
+        """Inside, the model and its optimizers are those of the plain program: whole, and without the plan's wrappers.
+
+        `state_dict()`, `parameters()`, `save_pretrained`, `copy.deepcopy(model)` and `torch.save` see masters, in the
+        dtypes in which the model came. `load_state_dict` and other writes are taken in at the end, from rank 0.
+        All ranks enter and leave it together.
+        optimizer: optimizers too. rank0_only: on rank 0 alone; the model of the others stays as it is, and they wait
+            at the end. offload: whole tensors are on the CPU, else on the engine's device.
+
+        A rank that takes part holds all these tensors besides its own. Raises ModelError, the same on all ranks, for a
+        model that was changed since, for an error inside, and where not all ranks wrote; CheckpointError for values
+        that do not fit.
+        """
+        return whole_inside(self, self._plain_calls, optimizer=optimizer, rank0_only=rank0_only, offload=offload)
 
     def take_charge(self) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`."""
@@ -518,6 +565,7 @@ class Engine(Generic[Model_co]):
     def _check_turn(self) -> None:
         if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
+        self._plain_calls.check_left()
 
     def _check_model(self) -> None:
         self._check_turn()

@@ -354,6 +354,8 @@ class KnownOptimizer:
     optimizer: torch.optim.Optimizer
     parameters: tuple[tuple[str, ...], ...]
     """For each group the names of all parameters that it trains, with owners on any rank; frozen ones are left out."""
+    given: tuple[tuple[str, ...], ...]
+    """For each group the names of all that it was given, frozen ones too, ties as often as they were in it."""
     whole_keys: frozenset[str]
     """Keys of state that is not cut along with a parameter, whatever its shape."""
 
@@ -414,6 +416,9 @@ def know(
                     if name in trainable
                 )
                 for group in optimizer.param_groups
+            ),
+            given=tuple(
+                tuple(inventory.name_of[parameter] for parameter in group["params"]) for group in optimizer.param_groups
             ),
             whole_keys=keys | NEVER_ALONG,
         )

@@ -47,6 +47,8 @@ class PlainCalls:
         self._owns_all = owns_all
         self.is_engine_step = False
         """Whether the engine is stepping the optimizers."""
+        self.is_whole = False
+        """Whether model and optimizers are whole on some rank (`Engine.whole`), and the engine has to wait."""
         self._sizes = [_sizes_of(optimizer) for optimizer in optimizers]
 
     def refuse(self) -> None:
@@ -79,6 +81,20 @@ class PlainCalls:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
 
     @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Refuse nothing but steps: model and optimizers are whole inside."""
+        for module in self._model.modules():
+            _take_off(module._state_dict_pre_hooks)
+            _take_off(module._load_state_dict_pre_hooks)
+        for optimizer in self._optimizers:
+            for kind in ("state_dict", "load_state_dict"):
+                _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks", {}))
+        try:
+            yield
+        finally:
+            self.refuse()
+
+    @contextmanager
     def engine_step(self) -> Iterator[None]:
         """Let the engine step the optimizers."""
         self.is_engine_step = True
@@ -86,6 +102,11 @@ class PlainCalls:
             yield
         finally:
             self.is_engine_step = False
+
+    def check_left(self) -> None:
+        """Raise ModelError inside of `Engine.whole`."""
+        if self.is_whole:
+            raise ModelError("engine.whole() has put whole tensors into the model; leave it before the engine goes on")
 
     def check_groups(self) -> None:
         """Raise OptimizerError where parameters came into a group, or left it: these would not be trained."""

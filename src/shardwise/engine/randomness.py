@@ -96,7 +96,21 @@ class KeyedRandom:
 
     def stream(self, step: int, microbatch: int) -> "Stream":
         """The stream of one microbatch, numbered over all data ranks, in one step."""
-        return Stream(self, xxhash.xxh3_64_intdigest(f"{self.seed} {step} {microbatch}".encode()))
+        return Stream(self, self.number(step, microbatch))
+
+    def number(self, *place: object) -> int:
+        """A seed for this place in the run, by the seed of the engine."""
+        return xxhash.xxh3_64_intdigest(" ".join(map(str, (self.seed, *place))).encode())
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """All torch generators begin with this seed in the body, as by `torch.manual_seed`, and go on as before it."""
+        around = self._states()
+        self._seed(seed)
+        try:
+            yield
+        finally:
+            self._install(around)
 
     def stream_ends_with_call(self) -> bool:
         """Whether the stream serves the call of one dropout layer, and has no later draw."""

@@ -14,7 +14,6 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,15 +25,13 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import named_places, with_values
 from shardwise.engine.parallelize import Later, Model, parallelize_with
-from shardwise.engine.state import EngineRestoration, HandOver, whole
+from shardwise.engine.state import EngineRestoration, HandOver
+from shardwise.engine.state_of_all import sources_of, stored_of_all, targets_of
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
 from shardwise.moving import reshard
 from shardwise.plan import Plan
-from shardwise.plan.names import MASTER, split_state_name
 from shardwise.plan.saved_settings import merge_settings
 from shardwise.space import Piece
-
-Pieces = dict[Piece, torch.Tensor]
 
 
 def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
@@ -52,9 +49,9 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
     handed = engine.hand_over()
     channel = handed.channel
     with aborting(channel, "relayout"), _going_back(handed):
-        sources = _sources(handed)
+        sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
-        stored = _stored(channel, handed)
+        stored = stored_of_all(channel, handed.state, purpose="tensors of a relayout")
         _empty(handed)
         new = parallelize_with(
             engine.model,
@@ -69,41 +66,13 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
             values=Later(),
         )
         restoration = _restoration(channel, new, stored, settings)
-        reshard(sources, _targets(restoration, handed.model), channel, cast=True)
+        reshard(sources, targets_of(restoration, handed.model), channel, cast=True)
         restoration.finish()
         # Last: an error before leaves the old engine in charge.
         new.trained_batches = engine.trained_batches
         engine.successor = new  # from here on the old one refuses
         new.take_charge()
     return new
-
-
-def _sources(handed: HandOver) -> Pieces:
-    """This rank's state, each value once: a master held apart stands for its parameter, under the parameter's name."""
-    # The new plan may hold masters apart where the old one did not, or the other way round. Under one name the two
-    # meet, and the move casts.
-    masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
-    given = {_of_parameter(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
-    return given | _buffers(handed.model)
-
-
-def _targets(restoration: EngineRestoration, model: nn.Module) -> Mapping[Piece, torch.Tensor | None]:
-    wanted = {_of_parameter(piece): tensor for piece, tensor in restoration.wanted.items()}
-    return _buffers(model) | wanted
-
-
-def _of_parameter(piece: Piece) -> Piece:
-    split = split_state_name(piece.name)
-    return piece if split is None or split[1] != MASTER else replace(piece, name=split[0])
-
-
-def _buffers(model: nn.Module) -> Pieces:
-    """All buffers that are here, also those that checkpoints leave out."""
-    pieces: Pieces = {}
-    for name, buffer in model.named_buffers():
-        if not buffer.is_meta:
-            pieces |= whole(name, buffer.detach())
-    return pieces
 
 
 def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[str, Any]:
@@ -121,19 +90,6 @@ def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[s
         agreement.value = json.dumps(handed.settings).encode()
     # Ranks name different state that is no tensor: each knows only what its optimizers hold.
     return merge_settings(understood(agreement.values, a_table, purpose="settings of a relayout"))
-
-
-def _stored(channel: Channel, handed: HandOver) -> dict[str, Piece]:
-    """Every tensor of the state as one piece, as a checkpoint would hold it."""
-    own = {piece.name: (piece.dtype, piece.global_shape) for piece in handed.state}
-    purpose = "tensors of a relayout"
-    answers = channel.exchange(json.dumps(own).encode(), purpose=purpose)
-    return {piece.name: piece for each in understood(answers, _whole_pieces, purpose=purpose) for piece in each}
-
-
-def _whole_pieces(answer: bytes) -> list[Piece]:
-    facts = a_table(answer).items()
-    return [Piece(name=name, dtype=dtype, global_shape=shape) for name, (dtype, shape) in facts]
 
 
 def _restoration(
@@ -168,7 +124,7 @@ def _empty(handed: HandOver) -> None:
     for known in handed.optimizers:
         # The moments are in `handed.state` now; kept here they would be cut like a whole parameter's.
         known.optimizer.state.clear()
-        for group, names in zip(known.optimizer.param_groups, known.parameters, strict=True):
+        for group, names in zip(known.optimizer.param_groups, known.given, strict=True):
             group["params"] = [fresh[name] for name in names]
 
 

@@ -9,10 +9,9 @@ removed. At the beginning, `find_start` chooses a save before anything is built,
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from shardwise.checkpoint import AsyncSaver, Replicas, SaveReport, State, Store, load, prune, save, store_of
 from shardwise.checkpoint import open as look_into
@@ -21,13 +20,14 @@ from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.saves import Listing, list_saves, read_head
 from shardwise.checkpoint.states import CURSOR_KEY
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, agreed, understood
+from shardwise.comm.agreement import a_pair, a_table, agreed, understood
 from shardwise.engine import Engine
 from shardwise.engine.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
-from shardwise.train.config import BYTES, RunConfig
-from shardwise.train.loop import Position
+from shardwise.train.callbacks import Callback, Loop, Position, StepMetrics
+from shardwise.train.config import RunConfig
+from shardwise.train.data_settings import BYTES
 from shardwise.train.regrouping import RegroupedEngine, settle_settings
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import RandomStates, RunState, Settings, differences
@@ -36,12 +36,11 @@ _TOKENIZER = "tokenizer.json"
 """Under this name readers of Hugging Face files look for the tokenizer, which an export takes along."""
 
 
-class RunKeeper:
-    """Saves a run as [checkpoint] asks. Used as a context, whose end waits for the last save.
+class RunKeeper(Callback):
+    """Saves a run as [checkpoint] asks; the last callback, so that a save has the states of all others.
 
-    data: its cursor goes along. settings: see `RunState`. on_commit: called on every rank when a save is known to be
-    committed. With saves in the background that is when the next one begins. Every rank makes the same calls; errors
-    are raised on all.
+    data: its cursor goes along. settings: see `RunState`. Saves in the background are known to be committed when the
+    next one begins. Every rank makes the same calls; errors are raised on all.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class RunKeeper:
         *,
         data: RunData,
         settings: Settings,
-        on_commit: Callable[[SaveReport], None],
         replicas: Replicas | None = None,
     ) -> None:
         self._config = config
@@ -61,97 +59,86 @@ class RunKeeper:
         self._channel = channel
         self._data = data
         self._settings = settings
-        self._on_commit = on_commit
         self._mesh = str(config.plan.mesh)
-        self._step = 0
-        self._saved_step = 0
         self._has_replica = False
-        table = config.checkpoint
-        if table.every is not None and config.data.tokenizer != BYTES:
+        self._background: AsyncSaver | None = None
+        self.report: SaveReport | None = None
+        """Of the newest save that is committed."""
+
+    def on_begin(self, loop: Loop) -> None:
+        """Open the folder of the saves, on all ranks."""
+        config, channel, table = self._config, self._channel, self._config.checkpoint
+        if table.every is None:
+            return
+        if config.data.tokenizer != BYTES:
             self._lay_tokenizer_beside()
-        self._background = (
-            AsyncSaver(config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds)
-            if table.every is not None and table.background
-            else None
-        )
+        if table.background:
+            self._background = AsyncSaver(
+                config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds
+            )
         # An `AsyncSaver` of several ranks checks this by itself.
-        if table.every is not None and (self._background is None or channel.size == 1):
+        if self._background is None or channel.size == 1:
             check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
-    def after_update(self, position: Position) -> None:
-        """Save when it is time: every so many updates, and after the last one."""
-        self._step = position.step
+    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+        """Save when it is time: every so many updates, and after the last one, whatever has ended the run."""
         table = self._config.checkpoint
-        if table.every is not None and (position.step % table.every == 0 or position.step == self._config.train.steps):
-            self._save(position)
+        if table.every is not None and (metrics.step % table.every == 0 or loop.is_last):
+            self._save(loop)
         # Its own calls are not counted: a copy is made at the same updates in a run that was started again. Only the
         # first is made at once, since after a loss what is left is on one host alone.
-        if self._replicas is not None and (position.step % (table.replicas or 1) == 0 or not self._has_replica):
-            self._replicas.save(self._engine, extra=self._extra(position), data=self._data.data)
+        if self._replicas is not None and (metrics.step % (table.replicas or 1) == 0 or not self._has_replica):
+            self._replicas.save(self._engine, extra=self.extra(loop), data=self._data.data)
             self._has_replica = True
+        if self._background is not None and self._background.has_failed:
+            loop.stop("a save in the background failed")  # this rank knows; all leave after the same update
 
-    def leave(self, position: Position) -> None:
-        """Save, unless this update is saved or the run has no saves: the run stops here.
-
-        Raises what a save in the background has failed with, on all ranks.
-        """
-        if self._background is not None:
-            self._committed(self._background.wait())
-        if self._config.checkpoint.every is not None and self._saved_step != position.step:
-            self._save(position)
-
-    def has_failed(self) -> bool:
-        """Whether this rank knows of a save in the background that failed: all ranks leave after the same update."""
-        return self._background is not None and self._background.has_failed
-
-    def words(self) -> str:
-        """How far the run is, and whether that is saved."""
-        words = f"after step {self._step} of {self._config.train.steps}"
-        if self._config.checkpoint.every is None:
-            return f"{words}; nothing was saved, because checkpoint.every is not set"
-        return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
-
-    def _save(self, position: Position) -> None:
-        table = self._config.checkpoint
-        self._saved_step = position.step
-        extra = self._extra(position)
-        if self._background is None:
-            self._committed(
-                save(
-                    self._config.saves,
-                    self._engine,
-                    extra=extra,
-                    layout=table.layout,
-                    channel=self._channel,
-                    data=self._data.data,
-                )
-            )
-        else:
-            self._committed(self._background.wait())
-            self._background.save(self._engine, extra=extra, data=self._data.data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+        """Wait for the save under way. Raises what it has failed with, on all ranks."""
         if self._background is None:
             return
         # After an error in training a failed save must not hide it, so its verdict is not asked for.
         if error is None:
-            self._committed(self._background.wait())
-        self._background.__exit__(kind, error, traceback)
+            self._committed(loop, self._background.wait())
+        self._background.__exit__(None if error is None else type(error), error, None)
 
-    def _extra(self, position: Position) -> dict[str, Any]:
+    def words(self, step: int) -> str:
+        """How far the run is, and whether that is saved."""
+        words = f"after step {step} of {self._config.train.steps}"
+        if self._config.checkpoint.every is None:
+            return f"{words}; nothing was saved, because checkpoint.every is not set"
+        return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
+
+    def save_to(self, path: str, loop: Loop, *, extra: Mapping[str, object], keep: int | None) -> SaveReport:
+        """Save the run in another folder, at once."""
+        return save(
+            path,
+            self._engine,
+            extra={**self.extra(loop), **extra},
+            layout=self._config.checkpoint.layout,
+            channel=self._channel,
+            data=self._data.data,
+            keep=keep,
+        )
+
+    def extra(self, loop: Loop) -> dict[str, Any]:
         """The `extra` of a save, the same on all ranks."""
-        purpose = "time of a save"
-        elapsed_s = understood(
-            self._channel.exchange(repr(position.elapsed_s).encode(), purpose=purpose), float, purpose=purpose
-        )[0]
+        purpose = "time and callbacks of a save"
+        with agreed(self._channel, purpose=purpose) as agreement:
+            agreement.value = json.dumps([loop.position.elapsed_s, loop.state_dict()]).encode()
+        ((elapsed_s, states),) = understood(agreement.values[:1], a_pair, purpose=purpose)
         random = RandomStates.gathered(self._channel, self._mesh)
-        at = replace(position, elapsed_s=elapsed_s)  # of all that is saved, clocks alone differ between ranks
-        return RunState.of(at, self._data.samples, self._settings, random).to_extra()
+        # Clocks differ between ranks, and what callbacks have noted may: rank 0 decides.
+        at = replace(loop.position, elapsed_s=elapsed_s)
+        return RunState.of(at, self._data.samples, self._settings, random, states).to_extra()
+
+    def _save(self, loop: Loop) -> None:
+        if self._background is None:
+            self._committed(loop, self.save_to(self._config.saves, loop, extra={}, keep=None))
+        else:
+            extra = self.extra(loop)
+            self._committed(loop, self._background.wait())
+            self._background.save(self._engine, extra=extra, data=self._data.data)
 
     def _lay_tokenizer_beside(self) -> None:
         """Let the folder of the saves have the tokenizer; raises the same error on all ranks."""
@@ -168,7 +155,7 @@ class RunKeeper:
                     why = error.strerror or error
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
-    def _committed(self, report: SaveReport | None) -> None:
+    def _committed(self, loop: Loop, report: SaveReport | None) -> None:
         """Remove older saves, now that one more is committed."""
         # Before the first save there is nothing to commit.
         if report is None:
@@ -177,7 +164,8 @@ class RunKeeper:
             if self._channel.rank == 0:
                 table = self._config.checkpoint
                 prune(self._config.saves, keep=table.keep, keep_every=table.keep_every)
-        self._on_commit(report)
+        self.report = report
+        loop.saved(report)
 
 
 AUTO = "auto"
@@ -241,8 +229,10 @@ def take_up(
     *,
     data: RunData,
     fresh: Settings,
-) -> tuple[Position, list[str]]:
-    """Restore the engine, the place in the data and the random numbers; returns the position, and lines to print.
+) -> tuple[Position, Mapping[str, Any], list[str]]:
+    """Restore the engine, the place in the data and the random numbers.
+
+    Returns the position, the states of callbacks, and lines to print.
 
     fresh: the settings of the optimizers by the configuration. They win over other settings of the saved run. Raises
     ConfigError for a run that reads other samples, CheckpointError for a save that does not fit or is damaged.
@@ -273,12 +263,12 @@ def take_up(
         )
     elif reseeded:
         words.append(reseeded)
-    return state.position, words
+    return state.position, state.callbacks, words
 
 
 def _looked_up(config: RunConfig, resume: str | None) -> Start:
     address = config.saves if resume in (None, AUTO) else str(resume)
-    listing = _listing(address)
+    listing = listing_at(address)
     if resume is None:
         # Refused, not continued: the saves of a run that is started twice by mistake must not be lost.
         if listing.committed:
@@ -318,7 +308,8 @@ def _in_memory(replica: Store) -> Start:
     )
 
 
-def _listing(address: str) -> Listing:
+def listing_at(address: str) -> Listing:
+    """The saves at an address, none where nothing is there. Raises CheckpointError where they cannot be listed."""
     try:
         return list_saves(store_of(address))
     except NotADirectoryError:  # whatever is there is refused when it is needed

@@ -25,7 +25,7 @@ import torch
 
 from shardwise.data.permutation import NUM_ROUNDS, Indices, epoch_key, mixed, permuted
 from shardwise.errors import DataError
-from shardwise.train.config import PYTHON_DOCS, DataTable
+from shardwise.train.data_settings import PYTHON_DOCS, DataTable
 from shardwise.train.row_encoding import RowEncoder
 from shardwise.train.row_files import files_of
 from shardwise.train.run_tokenizer import RunTokenizer, Tokens, tokenizer_of
@@ -75,6 +75,10 @@ class Corpus:
     def text(self, tokens: list[int]) -> str:
         """The text of the tokens; bytes that are not UTF-8 become replacement marks."""
         return self.tokenizer.decode(tokens)
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        return [int(each) for each in self.tokenizer.encode(text)]
 
 
 def read_corpus(data: DataTable, folder: Path) -> Corpus:

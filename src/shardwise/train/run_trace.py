@@ -89,7 +89,7 @@ class Tracer:
         """See `loop.Trainee`."""
         return self._engine.optimizers
 
-    def step(self, batch: Batch, *, stop: Callable[[], bool] | None = None) -> StepReport:
+    def step(self, batch: Batch) -> StepReport:
         """One update, recorded on this rank."""
         # Lists switch the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans: list[TimeSpan] = []
@@ -101,7 +101,7 @@ class Tracer:
             self._units.notes = notes
         start_s = self._recorder.now_s()
         try:
-            report = self._engine.step(batch, stop=stop)
+            report = self._engine.step(batch)
             stop_s = self._recorder.now_s()
         finally:
             self._recorder.spans = self._recorder.updates = self._channel.log.spans = None

@@ -43,7 +43,9 @@ from shardwise.engine.pipeline.nested import (
     is_plain,
     numbers_and_texts_in,
     put_into,
+    state_token,
     tensors_in,
+    token_of,
     transform,
     user_site,
 )
@@ -230,6 +232,8 @@ class Executor:
                 self.inference.learn(signature, entry)
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
+            if flow.follows_objects and call.is_user_code and inputs.objects:
+                self.inference.follow(call, inputs)
             return entry, None
         used = _tensors_here(inputs.tensors, moved)
         # Autograd's count of writes: it shows a write in place also where the trial saw none.
@@ -293,7 +297,8 @@ class Executor:
 def _inputs_of(
     flow: MicrobatchFlow, call: StagedCall, stage: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallInputs:
-    inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
+    describe_object = state_token if flow.follows_objects else token_of
+    inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque, describe_object)
     # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and cross like
     # any other value.
     for module in inputs.modules:

@@ -75,6 +75,8 @@ class MicrobatchFlow:
         """Called before this rank works on a local stage that no action has begun yet."""
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
+        self.follows_objects = purpose == "prediction"
+        """Whether objects that placed modules are given (caches) may outlive the forward: they are alike on all ranks."""
         self.has_news = False
         """Whether ranks waited in this forward for an announcement by the owner of a stage."""
         self.trace: BackwardTrace | None = None

@@ -132,7 +132,7 @@ class Glue(TorchFunctionMode):
         finally:
             self.flow = outer
 
-    def run(self, compute: LossOf, part: Microbatch) -> torch.Tensor:
+    def run(self, compute: Callable[[Microbatch], Any], part: Microbatch) -> Any:
         """The result of the user's program for a microbatch; it calls the model's forward."""
         with self:
             result = compute(part)

@@ -225,6 +225,27 @@ def token_of(leaf: Any) -> Hashable:
     return (type(leaf),)
 
 
+def state_token(value: Any) -> Hashable:
+    """A value for an object of any class, by all that it holds: numbers and texts, and the shapes of tensors."""
+    seen: dict[int, int] = {}
+
+    def told(part: Any) -> Hashable:
+        if isinstance(part, torch.Tensor):
+            return tuple(part.shape), part.dtype
+        if is_plain(part) or callable(part):
+            return token_of(part)
+        if id(part) in seen:  # an object that holds itself, or is held twice
+            return seen[id(part)]
+        seen[id(part)] = len(seen)
+        if isinstance(part, Mapping):
+            return (type(part), *((token_of(key), told(each)) for key, each in part.items()))
+        if isinstance(part, Sequence):
+            return (type(part), *map(told, part))
+        return (type(part), *((name, told(each)) for name, each in getattr(part, "__dict__", {}).items()))
+
+    return told(value)
+
+
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | TensorSlot | ObjectSlot)
 

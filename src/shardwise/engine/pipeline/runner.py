@@ -8,7 +8,8 @@ Which values cross is seen in a forward, not declared. So the first microbatch o
 its forwards are left out of the order that follows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,10 @@ from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.flows import MicrobatchFlow, Paths, Purpose
 from shardwise.engine.pipeline.glue import Glue, LossOf, advice_on_loops
+from shardwise.engine.pipeline.outermost_calls import OutermostCalls, given_to_all
 from shardwise.engine.pipeline.post import SAME_FORWARD, Post
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_ties import Chain, StageTies
-from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.engine.pipeline.training_steps import Equipment, TrainingStep, detached
 from shardwise.engine.randomness import KeyedRandom, Stream
@@ -174,21 +175,27 @@ class PipelineRunner:
             self.post.forget()
         return step.losses
 
-    def predict(self, inputs: Microbatch, output_of: LossOf, *, stream: Stream | None) -> torch.Tensor:
-        """The output of `output_of` for the inputs (a tensor, without a graph), on every rank of the pipeline."""
+    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], Any], *, stream: Stream | None) -> Any:
+        """The output of `output_of` for the inputs, whose tensors every rank of the pipeline gets, without graphs."""
+        with self._prediction(stream) as flow:
+            # To all ranks, because the caller's next decision depends on it and the same program runs on all of them.
+            return given_to_all(flow, self._glue.run(output_of, inputs))
+
+    def generate(self, run: Callable[[], Any], streams: Callable[[int], Stream]) -> Any:
+        """What a program gives that calls the model as often as it likes. `streams`: what the n-th call draws from."""
+        with self._prediction(None) as flow, OutermostCalls(flow, streams).seen(self.stages):
+            return given_to_all(flow, self._glue.run(lambda _: run(), {}))
+
+    @contextmanager
+    def _prediction(self, stream: Stream | None) -> Iterator[MicrobatchFlow]:
         flow = self._begin_flow("prediction", 0, stream)
         try:
             with self._glue.current(flow):
-                output = self._glue.run(output_of, inputs)
-                # To all ranks, because the caller's next decision depends on it and the same program runs on all of
-                # them.
-                if isinstance(output, StageTensor):
-                    output = flow.give_all(output)
+                yield flow
             self._end([flow])
         finally:
             flow.close()
             self.post.forget()
-        return output.detach()
 
     def evaluate(
         self,

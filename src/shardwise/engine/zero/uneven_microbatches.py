@@ -64,6 +64,11 @@ class Passes:
     def end_pass(self, *, has_failed: bool = False) -> None:
         """No more forwards and backwards follow, perhaps because one raised."""
 
+    def generating(self, *, once: bool) -> AbstractContextManager[None]:
+        """Forwards follow in the body, on each data rank as many as it needs. `once`: what they gather is gathered
+        first, and stays."""
+        return nullcontext()
+
     def number_by(self, microbatch: Callable[[], int]) -> None:
         """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
 

@@ -204,17 +204,40 @@ class Unshard(Passes):
     def skip_microbatch(self) -> None:
         """See `Passes`: gather and reduce what the others do, as they say it."""
         if self._has_followers:
-            while (message := next(filter(None, self._exchange(b"")), _END)) != _END:  # nothing, where all skip it
-                what, phase, number = json.loads(message)
-                unit = self.units[number]
-                # The same calls as on the ranks that compute: collectives are matched by their order.
-                if what == "reduce":
-                    self._reduce(unit)
-                elif what == "use":
-                    self.use(unit, phase)
-                else:
-                    self.drop(unit, phase)
+            self._follow()
         self.microbatch_done()
+
+    def _follow(self) -> None:
+        """Gather and reduce what other ranks announce, until they end, or nobody announces any more."""
+        while (message := next(filter(None, self._exchange(b"")), _END)) != _END:
+            what, phase, number = json.loads(message)
+            unit = self.units[number]
+            # The same calls as on the ranks that compute: collectives are matched by their order.
+            if what == "reduce":
+                self._reduce(unit)
+            elif what == "use":
+                self.use(unit, phase)
+            else:
+                self.drop(unit, phase)
+
+    @contextmanager
+    def generating(self, *, once: bool) -> Iterator[None]:
+        """See `Passes`."""
+        self.begin_pass(trains=False, is_agreed=False)
+        try:
+            if once:
+                self.enter(self.units, RECOMPUTATION)
+            # Nobody knows who has more forwards. So all announce what they do, and those that have finished follow.
+            self.is_followed = not once and self._has_followers
+            yield
+            if self.is_followed:
+                self.is_followed = False
+                self._follow()
+            self.watch(None)
+        except BaseException:
+            self.end_pass(has_failed=True)
+            raise
+        self.end_pass()
 
     @property
     def _has_followers(self) -> bool:

@@ -1,0 +1,83 @@
+"""Outermost calls: a program that is no forward calls the model, or parts of it, as often as it likes (`generate`).
+
+    program, on every rank      embed = model.encoder(ids)        loop: logits = model(ids, cache)    ids = cat(ids, ..)
+    outermost call              encoder.forward                   model.forward
+    inside of it                values of stages, as in a step    the same
+    at its end                  tensors are given to all ranks    the same
+
+Between outermost calls the program has plain tensors, and may decide by their values.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any
+
+import torch
+
+from shardwise.engine.pipeline.flows import MicrobatchFlow
+from shardwise.engine.pipeline.nested import transform
+from shardwise.engine.pipeline.stage_contents import Stages
+from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.engine.randomness import Stream
+
+
+class OutermostCalls:
+    """The calls of one program, which runs in one flow."""
+
+    def __init__(self, flow: MicrobatchFlow, streams: Callable[[int], Stream]) -> None:
+        """streams: what the n-th call draws from."""
+        self._flow = flow
+        self._streams = streams
+        self._num_calls = 0
+        self._is_inside = False
+
+    @contextmanager
+    def seen(self, stages: Stages) -> Iterator[None]:
+        """The modules of the model that hold placed ones say when they are called."""
+        holders = [
+            each
+            for each in stages.model.modules()
+            if each not in stages.modules and any(inner in stages.modules for inner in each.modules())
+        ]
+        # Placed modules too: a program may call one by itself.
+        around = [*holders, *(unit.module for unit in stages.units)]
+        own = [vars(each).get("forward") for each in around]
+        for each in around:
+            vars(each)["forward"] = self._noticing(each.forward)
+        try:
+            yield
+        finally:
+            for each, forward in zip(around, own, strict=True):
+                if forward is None:
+                    del vars(each)["forward"]
+                else:
+                    vars(each)["forward"] = forward
+
+    def _noticing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return forward(*args, **kwargs)
+            self._is_inside = True
+            self._num_calls += 1
+            try:
+                # The loop draws from its own numbers, which no call of a module may change: another rank skips it.
+                with self._streams(self._num_calls):
+                    output = forward(*args, **kwargs)
+                return given_to_all(self._flow, output)
+            finally:
+                self._is_inside = False
+
+        return update_wrapper(run, forward)  # programs ask for the signature
+
+
+def given_to_all(flow: MicrobatchFlow, output: Any) -> Any:
+    """The output with plain tensors, without a graph, in the place of values of stages."""
+
+    def given(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = flow.adopted(leaf)
+        return (flow.give_all(leaf) if isinstance(leaf, StageTensor) else leaf).detach()
+
+    return transform(output, given)
