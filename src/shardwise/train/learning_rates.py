@@ -112,8 +112,8 @@ def _made_by_reference(config: RunConfig) -> Callable[[torch.optim.Optimizer], L
     factory: Any = resolve(str(config.train.schedule), folder=config.folder, key="train.schedule")
     options = config.train.schedule_options
     if is_scheduler_class(factory):
-        return lambda optimizer: factory(optimizer, **options)  # type: ignore[no-any-return]
-    return lambda optimizer: factory(optimizer, config.train.steps, **options)  # type: ignore[no-any-return]
+        return lambda optimizer: factory(optimizer, **options)
+    return lambda optimizer: factory(optimizer, config.train.steps, **options)
 
 
 def is_scheduler_class(factory: object) -> bool:

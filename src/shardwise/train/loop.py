@@ -36,7 +36,7 @@ class Trainee(Protocol):
     def step(self, batch: Batch) -> Stepped:
         """One update from this data rank's rows."""
 
-    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> Evaluated:
+    def evaluate(self, batch: Batch) -> Evaluated:
         """The loss over the rows of all data ranks; this one may have none of them."""
 
 
@@ -57,7 +57,8 @@ def fit(
     batches: this data rank's rows of each update, from `loop.position` on. held_out: its rows of each batch of an
     evaluation. loop: entered; its engine holds the values of its position, and groups have the full learning rate as
     `initial_lr` where that is no beginning. The last update is evaluated, but for one after a signal.
-    scheduler: None for the decay of [train]. metrics: what evaluations compute besides losses, by name.
+    scheduler: None for the decay of [train]. metrics: what evaluations compute besides losses, by name; `held_out` is
+    the microbatches of this rank then.
     """
     begin = loop.position
     # A save of the last update was resumed, or callbacks had ended the run. It still reports its held-out loss, as it
@@ -101,8 +102,11 @@ def evaluate(engine: Trainee, held_out: Sequence[Batch], metrics: Mapping[str, A
     """The mean loss over the rows of all data ranks, further losses and metrics, by name; a rank may have no rows."""
     # Parts may differ by one row: `weight` in the reports says how much each loss counts. All ranks make each call,
     # those without rows too: it exchanges sums.
-    given = {"metrics": metrics} if metrics else {}
-    reports = [engine.evaluate(batch, **given) for batch in held_out]
+    if metrics:
+        # Together: many a metric of all batches is no mean of theirs.
+        together: Any = engine.evaluate
+        return values_of(together(list(held_out), metrics=metrics))
+    reports = [engine.evaluate(batch) for batch in held_out]
     weight = sum(report.weight for report in reports)
     values = [values_of(report) for report in reports]
     return {

@@ -248,7 +248,12 @@ def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, lis
     mesh = config.plan.mesh
     place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
-    sample, held_out = sample_batch(data.data, place), data.evaluation(place, config.train.global_batch)
+    sample, held_out = (
+        sample_batch(data.data, place),
+        data.evaluation(
+            place, config.train.global_batch, microbatch=config.train.microbatch if config.train.metrics else None
+        ),
+    )
     return data, build_model(config), sample, held_out
 
 

@@ -145,6 +145,8 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
         yield NamedCallable(
             key=f"{key}.factory", reference=each.factory, options=each.options, options_key=f"{key}.options"
         )
+    for name, reference in train.metric_inputs.items():
+        yield NamedCallable(key=f"train.metric_inputs.{name}", reference=reference)
     for name, reference in train.metrics.items():
         yield NamedCallable(
             key=f"train.metrics.{name}",
@@ -211,7 +213,7 @@ def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
     try:
         found = getattr(module, name)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, dir(module), n=1)
+        near = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.75)
         hint = f"; did you mean {source}:{near[0]}?" if near else ""
         raise ConfigError(f"{key}: {source} has no {name}{hint}") from error
     if not callable(found):

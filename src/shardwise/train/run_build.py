@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,12 +106,32 @@ def build_loss_weight(config: RunConfig) -> LossWeight | None:
 
 
 def build_metrics(config: RunConfig) -> dict[str, Any]:
-    """What evaluations compute besides the loss, by name: functions f(output, batch), or objects of torchmetrics."""
-    options = config.train.metric_options
-    return {
-        name: made(reference, options.get(name, {}), folder=config.folder, key=f"train.metrics.{name}")
-        for name, reference in config.train.metrics.items()
-    }
+    """What evaluations compute besides losses, by name, as `engine.evaluate` takes it. Raises ConfigError."""
+    train, folder = config.train, config.folder
+    metrics: dict[str, Any] = {}
+    for name, reference in train.metrics.items():
+        key, chosen = f"train.metrics.{name}", train.metric_inputs.get(name)
+        metric: Any = made(reference, train.metric_options.get(name, {}), folder=folder, key=key)
+        if all(callable(getattr(metric, each, None)) for each in ("update", "compute", "reset")):  # of torchmetrics
+            inputs_key = f"train.metric_inputs.{name}"
+            inputs = (
+                partial(_logits_and_labels, inputs_key)
+                if chosen is None
+                else resolve(chosen, folder=folder, key=inputs_key)
+            )
+            metric = (metric, inputs)
+        elif chosen is not None:
+            raise ConfigError(f"train.metric_inputs.{name}: {reference} is no metric of torchmetrics; leave it out")
+        metrics[name] = metric
+    return metrics
+
+
+def _logits_and_labels(key: str, output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What most metrics of torchmetrics take."""
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if logits is None or "labels" not in batch:
+        raise ConfigError(f"{key}: missing; the output is no tensor with .logits, or the batch has no labels")
+    return logits, batch["labels"]
 
 
 def optimizer_factory(config: RunConfig, model: nn.Module) -> OptimizerFunction:

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,9 +114,9 @@ class Tracer:
         self._updates.append(_TracedUpdate(spans, bars))
         return report
 
-    def evaluate(self, batch: Batch) -> EvaluationReport:
+    def evaluate(self, batch: Batch, **more: Any) -> EvaluationReport:
         """See `loop.Trainee`."""
-        return self._engine.evaluate(batch)
+        return self._engine.evaluate(batch, **more)
 
     def gathered(self) -> RunTrace | None:
         """The last updates on all ranks, which call this together; None when none was made."""
