@@ -252,7 +252,7 @@ class Loop:
         self.settings = settings or {}
         self.stopped_by = ""
         """Why callbacks have ended the loop; empty where they have not. The same on all ranks."""
-        self._callbacks = _named(callbacks)
+        self._callbacks = named_callbacks(callbacks)
         self._begun: list[tuple[str, Callback]] = []
         self._save_with = save_with
         self._say_with = say_with
@@ -452,7 +452,11 @@ class Loop:
             raise first
 
 
-def _named(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """Callbacks with their names: their class, with a number where there are several.
+
+    Raises ConfigError for one without all five methods.
+    """
     named, seen = [], Counter[str]()
     for callback in callbacks:
         kind = type(callback).__name__

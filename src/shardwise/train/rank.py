@@ -28,18 +28,17 @@ from shardwise.data import DataPlace
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.batches import Batch
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
+from shardwise.train.callback_tables import build_callbacks
 from shardwise.train.callbacks import BEGINNING, Callback, Loop, Position
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
 from shardwise.train.continuations import Continuations
 from shardwise.train.corpus import frequency_loss
 from shardwise.train.loop import fit
-from shardwise.train.named_callbacks import build_callbacks
-from shardwise.train.observers import LossCurve, observers_of, picture_words, rows_of
+from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
 from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
-from shardwise.train.run_folder import RunMark
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
 
@@ -172,9 +171,8 @@ def _train(
         if channel.rank == 0:
             _say(console, *run.lines)
             if not run.is_over:
+                mark.enter_context(mark_of(config))
                 observers = observers_of(config, console, run.begin, curve)
-                rows = rows_of(config)
-                mark.enter_context(RunMark(config.output, steps=config.train.steps, num_ranks=channel.size, rows=rows))
         loop = Loop(
             run.engine,
             [] if run.is_over else [*observers, *generation, *run.callbacks, run.keeper],
