@@ -67,9 +67,15 @@ def test_the_best_save_is_the_weights_of_the_best_evaluation_and_is_loaded_if_as
 
 def test_nothing_is_loaded_after_an_error(tmp_path: Path) -> None:
     engine = engine_on(alone(), sw.Mesh(), 1)
-    with pytest.raises(ZeroDivisionError), Loop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
-        weights = trained(engine, loop)
-        raise ZeroDivisionError
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def failing() -> None:
+        with Loop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
+            weights.extend(trained(engine, loop))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
     assert all(torch.equal(tensor, weights[-1][name]) for name, tensor in sw.full(engine))
 
 
@@ -120,7 +126,7 @@ def test_best_saves_alone_need_no_other_saves_and_a_fresh_run_does_not_overwrite
     done = finished(config)
     saves = tmp_path / "out" / "checkpoints"
     assert [each.name for each in saves.iterdir()] == ["best"]
-    with pytest.raises(ConfigError, match="best holds the best save of another run, by 'loss'. Give another path"):
+    with pytest.raises(ConfigError, match=r"best holds the best save of another run, by 'loss'\. Give another path"):
         finished(config)
     assert sw.checkpoint.open(saves / "best").step == best_of(done)[1]
     # One command serves for all starts: this one had no save yet from which to go on.
@@ -135,13 +141,15 @@ def test_saves_of_others_are_never_pruned_for_a_best_one(tmp_path: Path) -> None
         Loop(engine, [BestSave(str(tmp_path / "mine"))]),
     ):
         pass
-    with (
-        pytest.raises(ConfigError, match="shared holds other saves"),
-        Loop(engine, [BestSave(str(tmp_path / "shared"))]) as loop,
-    ):
-        for value in (3.0, 2.0):
-            loop.after_step(engine.step({"input": torch.ones(4, 3)}), {"loss": value})
-            sw.save(tmp_path / "shared", engine)
+
+    def sharing() -> None:
+        with Loop(engine, [BestSave(str(tmp_path / "shared"))]) as loop:
+            for value in (3.0, 2.0):
+                loop.after_step(engine.step({"input": torch.ones(4, 3)}), {"loss": value})
+                sw.save(tmp_path / "shared", engine)
+
+    with pytest.raises(ConfigError, match="shared holds other saves"):
+        sharing()
     assert len(list((tmp_path / "shared").iterdir())) == 2
 
 
