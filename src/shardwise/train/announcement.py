@@ -71,9 +71,8 @@ def _data_words(config: RunConfig, data: RunData) -> str:
         )
     known = data.data.num_samples
     size = "samples without a known end" if known is None else f"{count(known)} samples to train on"
-    return f"{config.data.dataset}: {size}, {config.train.steps} updates read {count(read)}; an evaluation reads " + (
-        count(evaluated)
-    )
+    name = config.data.dataset or config.data.source
+    return f"{name}: {size}, {config.train.steps} updates read {count(read)}; an evaluation reads {count(evaluated)}"
 
 
 def abbreviated(names: Iterable[str]) -> str:

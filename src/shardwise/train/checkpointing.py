@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
 from shardwise.checkpoint import AsyncSaver, Replicas, SaveReport, State, Store, load, prune, save, store_of
 from shardwise.checkpoint import open as look_into
 from shardwise.checkpoint.commit import check_shared_storage
@@ -27,9 +25,9 @@ from shardwise.engine import Engine
 from shardwise.engine.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
-from shardwise.plan.saved_settings import take_over
 from shardwise.train.callbacks import Callback, Loop, Position, StepMetrics
 from shardwise.train.config import BYTES, RunConfig
+from shardwise.train.regrouping import RegroupedEngine, settle_settings
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import RandomStates, RunState, Settings, differences
 
@@ -148,7 +146,10 @@ class RunKeeper(Callback):
                 try:
                     store = store_of(self._config.saves)
                     store.delete(_TOKENIZER)  # of an earlier run
-                    store.create(_TOKENIZER, (self._config.folder / self._config.data.tokenizer).read_bytes())
+                    path = self._config.folder / self._config.data.tokenizer
+                    path = path / _TOKENIZER if path.is_dir() else path
+                    if path.is_file():  # of older tokenizers a folder has no such file
+                        store.create(_TOKENIZER, path.read_bytes())
                 except OSError as error:
                     why = error.strerror or error
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
@@ -167,7 +168,6 @@ class RunKeeper(Callback):
 
 
 AUTO = "auto"
-_OF_SCHEDULE = "lr"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,15 +245,16 @@ def take_up(
             f"--resume: {start.address} was saved by a run that reads other samples: {'; '.join(found)}. Step "
             f"{state.step} is no step of this run; resume with the settings of that run, or begin another run"
         )
-    has_cursor = CURSOR_KEY in start.extra
+    has_cursor, target = CURSOR_KEY in start.extra, RegroupedEngine(engine)
     try:
         source = start.address if start.replica is None else start.replica
-        load(source, engine, channel=channel, data=data.data if has_cursor else None)
+        load(source, target, channel=channel, data=data.data if has_cursor else None)
     except CheckpointError as error:
         raise _with_way_out(error, start.older) from error
     if not has_cursor:  # of an earlier version, whose samples were counted by steps alone
         data.data.resume({**data.data.cursor(), "epoch": 0, "position": state.step * config.train.global_batch})
-    words = [start.words, *_settle_settings(engine, state.settings, fresh), *_scale_words(start.plan, config.plan)]
+    settled = settle_settings(engine, state.settings, fresh, has_other_groups=target.has_other_groups)
+    words = [start.words, *settled, *_scale_words(start.plan, config.plan)]
     reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
     if state.step >= config.train.steps:
         words.append(
@@ -353,29 +354,3 @@ def _scale_words(saved: str, plan: Plan) -> list[str]:
     begins = f", beginning at {INITIAL:g}" if now == "dynamic" else ""
     then, here = ("left out" if each is None else str(each) for each in (was, now))
     return [f"precision.loss_scale was {then} in the saved run and is {here} from here on{begins}"]
-
-
-def _settle_settings(engine: Engine, then: Settings, fresh: Settings) -> list[str]:
-    """Let the configuration win where it was changed, and let the schedule begin from its learning rate.
-
-    Other settings stay as they were loaded: some optimizers count and measure in them.
-    """
-    words = []
-    if [len(groups) for groups in then] != [len(groups) for groups in fresh]:
-        words.append("optimizers have other groups than in the saved run: all of their settings but lr are the save's")
-        then = fresh
-    for number, (optimizer, before, now) in enumerate(zip(engine.optimizers, then, fresh, strict=True)):
-        for at, (group, old, new) in enumerate(zip(optimizer.param_groups, before, now, strict=True)):
-            changed = {key: value for key, value in new.items() if old.get(key) != value}
-            words += [
-                f"optimizer {number}, group {at}: {key} was {old.get(key)} in the saved run and is {value} from here on"
-                for key, value in changed.items()
-            ]
-            # What was loaded is the learning rate of the schedule at that step. The schedule multiplies the full
-            # one, so this has to be in the group before a scheduler is made.
-            take_over(group, {**changed, _OF_SCHEDULE: new[_OF_SCHEDULE]})
-            rate = group[_OF_SCHEDULE]
-            # A rate that is a tensor (`capturable` optimizers) is written in place by schedulers: without a copy the
-            # full rate would fall along with it.
-            group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
-    return words

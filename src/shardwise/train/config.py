@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -23,11 +23,14 @@ from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import read_strategy, unknown_setting
 from shardwise.space import Mesh
+from shardwise.train.row_files import first_problems
 
 PYTHON_DOCS = "python-docs"
 BYTES = "bytes"
 _SHIPPED = Path(__file__).parents[1] / "configs"
+PADDING, PACKING = "padding", "packing"
 Decay = Literal["cosine", "linear", "constant"]
+Format = Literal["text", "jsonl", "parquet", "images", "saved", "hub"]
 
 
 # `strict`: "3" or true for a whole number is a slip, which pydantic would else take for 3 or 1.
@@ -50,43 +53,121 @@ class ModelTable(Table):
     """"whole": `factory` gives the initial parameters, drawn one after the other. "by module": each module draws its
     own (`reset_parameters`, `_init_weights`), from `train.seed` and its name, so that no rank needs those of others.
     """
+    pretrained: str | None = None
+    """A folder that `save_pretrained` wrote, relative to the config: `factory.from_pretrained(folder, **config)` makes
+    the model. Only safetensors are read, and nothing is downloaded."""
     loss: str | None = None
-    """A callable f(output, batch) -> scalar, named like `factory`; left out: the model's output carries `.loss`."""
+    """A callable f(output, batch) -> scalar, named like `factory`, or a class of such callables. Left out: the model's
+    output carries `.loss`."""
+    loss_options: dict[str, object] = Field(default_factory=dict)
+    """Further keyword arguments of `loss`; of the constructor, where it is a class."""
+    loss_weight: str | None = None
+    """A callable f(batch) -> by what a microbatch counts in the mean, such as its target tokens, named like `factory`.
+    Left out: its rows."""
+
+
+class ImageTable(Table):
+    """[data.images]: how images become tensors [channels, height, width]."""
+
+    size: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=2, max_length=2)
+    """Height and width to which images are scaled; left out: as they are, and all alike."""
+    mode: Literal["RGB", "L"] = "RGB"
+    """"RGB": three channels; "L": one, the brightness."""
+    mean: list[float] | float = 0.0
+    """Taken off values from 0 to 1; a number for each channel, or one."""
+    std: list[Annotated[float, Field(gt=0)]] | Annotated[float, Field(gt=0)] = 1.0
+    """By which they are divided then."""
 
 
 class DataTable(Table):
     """[data]: what it is trained on."""
 
     source: str = PYTHON_DOCS
-    """A text file, a directory, a glob such as "texts/**/*.md", or "python-docs": the documentation and the standard
-    library that ship inside CPython. Paths are relative to the config."""
+    """A file, a directory, a glob such as "texts/**/*.md", or "python-docs": the documentation and the standard library
+    that ship inside CPython. Paths are relative to the config. Of the format "hub": a name of `load_dataset`."""
     tokenizer: str = BYTES
-    """"bytes" (256 tokens), or the JSON file of a `tokenizers` tokenizer."""
+    """"bytes" (256 tokens), the JSON file of a `tokenizers` tokenizer, or a folder of one of transformers."""
     sequence_length: int = Field(default=256, ge=2)
-    """Tokens in a row of a batch."""
+    """Tokens in a row of a batch; the most of a row, where rows are padded."""
     held_out: float = Field(default=0.05, gt=0, le=0.5)
-    """Fraction of the text, or of `dataset`, that is never trained on and serves for evaluation."""
+    """Fraction of the text, or of the rows, that is never trained on and serves for evaluation."""
     dataset: str | None = None
-    """In the place of a text: a callable f(**dataset_options) -> any dataset of `sw.Data`, named like `model.factory`.
-    """
+    """In the place of `source`: a callable f(**dataset_options) -> any dataset of `sw.Data`, named like
+    `model.factory`."""
     dataset_options: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of `dataset`."""
+    """Keyword arguments of `dataset`; of `load_dataset` for the format "hub"; `split` for the format "saved"."""
     held_out_dataset: str | None = None
     """A callable like `dataset`, with the same arguments, whose samples serve for evaluation; left out: `held_out`."""
     collate: str | None = None
-    """A callable f(list of samples) -> a dict of tensors, named like `model.factory`; left out: torch's
-    `default_collate`."""
+    """"padding" or "packing" for rows of text, or a callable f(list of samples) -> a dict of tensors, named like
+    `model.factory`, or a class of such callables. Left out: torch's `default_collate`; "padding" for columns."""
     num_workers: int = Field(default=0, ge=0)
     """Processes per rank that read ahead."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Decides the order of the samples; left out: `train.seed`."""
+    format: Format = "text"
+    """What `source` is. "text": one text; or rows: "jsonl", "parquet", "images" (a folder for each class), "saved"
+    (`save_to_disk` of datasets), "hub" (`load_dataset`)."""
+    held_out_source: str | None = None
+    """Files like `source` that serve for evaluation; left out: `held_out`."""
+    held_out_options: dict[str, object] = Field(default_factory=dict)
+    """What differs from `dataset_options` for evaluation, such as { split = "test" }."""
+    text: str | None = None
+    """Column of rows whose text becomes `input_ids`; also `labels`, where no column does and `collate` is ours."""
+    messages: str | None = None
+    """In the place of `text`, a column of lists of messages, written by the template of the tokenizer."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Argument of the model, or entry of the batch -> column of rows; left out: every column that is not `text`, if
+    there is no text."""
+    classes: list[str] | None = None
+    """Names of classes, for columns that hold names; the first one is 0. Left out: the folders of "images"."""
+    images: ImageTable = Field(default_factory=ImageTable)
+    """How images become tensors."""
+    collate_options: dict[str, object] = Field(default_factory=dict)
+    """Further keyword arguments of `collate`; of the constructor, where it is a class. One that takes a `tokenizer`
+    gets that of `tokenizer`."""
 
     @property
     def unit(self) -> str:
         """What a run reads: a token of a text, or a row of another dataset."""
-        if self.dataset is not None:
+        if not self.is_text:
             return "row"
         return "byte" if self.tokenizer == BYTES else "token"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the data come as rows, not as one text."""
+        return self.dataset is not None or self.format != "text"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether samples are windows of one text, into which rows may be packed."""
+        return not self.has_rows or self.collate == PACKING
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a tokenizer has something to do."""
+        return not self.has_rows or self.text is not None or self.messages is not None
+
+    @property
+    def wanted_columns(self) -> dict[str, str]:
+        """Setting -> column of rows that it names."""
+        named = {"data.text": self.text, "data.messages": self.messages}
+        named |= {f"data.columns.{name}": column for name, column in self.columns.items()}
+        return {key: column for key, column in named.items() if column is not None}
+
+
+class GroupTable(Table):
+    """[[train.groups]]: parameters whose optimizer has other settings. The first group that names one wins."""
+
+    parameters: list[str] = Field(min_length=1)
+    """Names or globs of parameters, or of modules that contain them, such as ["*.bias", "*norm*"]."""
+    learning_rate: float | None = Field(default=None, ge=0)
+    """In the place of `train.learning_rate`; schedules multiply it."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """In the place of `train.weight_decay`, whatever the dims."""
+    frozen: bool = False
+    """Not trained at all: no gradient, no optimizer state."""
 
 
 class CallbackTable(Table):
@@ -158,6 +239,18 @@ class TrainTable(Table):
     """Ports on which ranks listen, such as "20000-20100". SHARDWISE_PORTS of the environment comes first. Left out:
     free ones that the kernel chooses.
     """
+    groups: list[GroupTable] = Field(default_factory=list)
+    """Learning rate and weight decay by name, as [[train.groups]]: see below."""
+    schedule: str | None = None
+    """In the place of `decay`: a name of transformers' `get_scheduler`; a scheduler class of torch; or a callable
+    f(optimizer, steps) -> scheduler, named like `model.factory`."""
+    schedule_options: dict[str, object] = Field(default_factory=dict)
+    """Further keyword arguments of `schedule`."""
+    metrics: dict[str, str] = Field(default_factory=dict)
+    """Name -> a callable f(output, batch) -> tensor, or a class of torchmetrics, named like `model.factory`: computed
+    in evaluations."""
+    metric_options: dict[str, dict[str, object]] = Field(default_factory=dict)
+    """Name of a metric -> its further keyword arguments; of the constructor, where it is a class."""
 
 
 class CheckpointTable(Table):
@@ -202,23 +295,59 @@ def dataset_problems(data: DataTable | None) -> list[str]:
     if data is None:
         return []
     given = data.model_fields_set
-    if data.dataset is None:
-        needing = [key for key in ("dataset_options", "held_out_dataset", "collate") if key in given]
-        return [f"data.{key}: given without data.dataset, which it belongs to" for key in needing]
-    of_text = [key for key in ("source", "tokenizer", "sequence_length") if key in given]
-    problems = [f"data.{key}: given with data.dataset, which is no text; leave one out" for key in of_text]
-    if data.held_out_dataset is not None and "held_out" in given:
-        problems.append("data.held_out: given with data.held_out_dataset; leave one out")
+    own, of_rows = data.dataset is not None, "which is a text; name rows by data.format or data.dataset"
+    clashes = [
+        (
+            ("dataset_options", "held_out_options", "collate", "collate_options", *_OF_ROWS),
+            not data.has_rows,
+            f"given with data.format {data.format}, {of_rows}",
+        ),
+        (("source", "format", "held_out_source"), own, "given with data.dataset, which is no text; leave one out"),
+        (("held_out_dataset",), not own, "given without data.dataset, which it belongs to"),
+        (("tokenizer", "sequence_length"), not data.reads_tokens, "given without data.text or data.messages"),
+        (("text",), data.messages is not None, "given with data.messages; leave one out"),
+        (
+            ("columns", "classes", "images"),
+            data.collate == PACKING,
+            f'given with data.collate = "{PACKING}"; leave one out',
+        ),
+        (("collate_options",), data.collate in (None, PADDING, PACKING), "given without a callable as data.collate"),
+        (
+            ("dataset_options", "held_out_options"),
+            data.format in ("jsonl", "parquet", "images"),
+            f"given with data.format {data.format}, which has no options",
+        ),
+    ]
+    problems = [f"data.{key}: {why}" for keys, is_wrong, why in clashes if is_wrong for key in keys if key in given]
+    if data.format != "text" and "source" not in given:
+        problems.append(f"data.source: missing; data.format {data.format} reads what it names")
+    if data.collate == PACKING and data.has_rows and not data.reads_tokens:
+        problems.append(f'data.collate: "{PACKING}" packs tokens; name their column by data.text or data.messages')
+    if data.messages is not None and data.tokenizer == BYTES:
+        problems.append("data.messages: bytes have no template of messages; give a folder as data.tokenizer")
+    if data.reads_tokens and "input_ids" in data.columns:
+        problems.append("data.columns.input_ids: data.text or data.messages makes it; leave one out")
+    names = [name for name in ("held_out_dataset", "held_out_source", "held_out_options") if name in given]
+    if names and "held_out" in given:
+        problems.append(f"data.held_out: given with data.{names[0]}; leave one out")
     return problems
 
 
+_OF_ROWS = ("text", "messages", "columns", "classes", "images")
+
+
 def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path) -> list[str]:
-    """Problems of files that the tables name and the disk does not have."""
+    """Problems of files that the tables name and the disk does not have, or that show at their beginning."""
     problems: list[str] = []
-    if data is not None and data.dataset is None:
-        if data.source != PYTHON_DOCS and "*" not in data.source and not (folder / data.source).exists():
-            problems.append(f'data.source: no file or directory {folder / data.source}; "{PYTHON_DOCS}" needs none')
-        if data.tokenizer != BYTES and not (folder / data.tokenizer).is_file():
+    if model is not None and model.pretrained is not None and not (folder / model.pretrained / "config.json").is_file():
+        problems.append(
+            f"model.pretrained: no config.json in {folder / model.pretrained}; give a folder that save_pretrained wrote"
+        )
+    if data is None:
+        return problems
+    problems += source_problems(data, folder)
+    if data.reads_tokens:
+        if data.tokenizer != BYTES and not (folder / data.tokenizer).exists():
             problems.append(
                 f'data.tokenizer: no file {folder / data.tokenizer}; give the JSON of a tokenizer or "{BYTES}"'
             )
@@ -226,6 +355,52 @@ def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path
         vocabulary = None if model is None else model.config.get("vocab_size")
         if data.tokenizer == BYTES and isinstance(vocabulary, int) and vocabulary < 256:
             problems.append(f"model.config.vocab_size: {vocabulary} given; bytes need at least 256")
+    return problems
+
+
+def source_problems(data: DataTable, folder: Path) -> list[str]:
+    """Problems of data.source and data.held_out_source, as far as their first rows show them."""
+    problems = []
+    for key, source in (("data.source", data.source), ("data.held_out_source", data.held_out_source)):
+        if data.dataset is not None or source is None or data.format == "hub":
+            continue
+        if data.format == "text" and source == PYTHON_DOCS:
+            continue
+        if "*" not in source and not (folder / source).exists():
+            way_out = f'; "{PYTHON_DOCS}" needs none' if data.format == "text" else ""
+            problems.append(f"{key}: no file or directory {folder / source}{way_out}")
+        elif data.format != "text":
+            problems += [f"{key}: {each}" for each in first_problems(data.format, source, folder, data.wanted_columns)]
+    return problems
+
+
+def schedule_problems(train: TrainTable | None) -> list[str]:
+    """Settings of [train] that another one makes meaningless, or that say nothing."""
+    if train is None:
+        return []
+    given, problems = train.model_fields_set, []
+    if train.warmup_steps > train.steps:
+        problems.append(
+            f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
+        )
+    if train.schedule is not None:
+        others = ("decay", "min_learning_rate", *(("warmup_steps",) if ":" in train.schedule else ()))
+        problems += [f"train.{key}: given with train.schedule; leave one out" for key in others if key in given]
+    elif "schedule_options" in given:
+        problems.append("train.schedule_options: given without train.schedule, which they belong to")
+    problems += [
+        unknown_setting(f"train.metric_options.{name}", [f"train.metric_options.{each}" for each in train.metrics])
+        for name in train.metric_options
+        if name not in train.metrics
+    ]
+    for number, group in enumerate(train.groups):
+        settings = [name for name in ("learning_rate", "weight_decay") if getattr(group, name) is not None]
+        if group.frozen and settings:
+            problems.append(f"train.groups.{number}.{settings[0]}: given with frozen = true; leave one out")
+        elif not group.frozen and not settings:
+            problems.append(
+                f"train.groups.{number}: says nothing of its parameters; give learning_rate, weight_decay or frozen"
+            )
     return problems
 
 
@@ -320,11 +495,10 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     generate = _table(GenerateTable, "generate", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
     # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
-    problems += dataset_problems(data) + file_problems(model, data, path.parent)
-    if train is not None and train.warmup_steps > train.steps:
-        problems.append(
-            f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
-        )
+    clashes = dataset_problems(data)
+    # What the files have is asked only where it is clear which are meant.
+    problems += clashes + file_problems(model, None if clashes else data, path.parent)
+    problems += schedule_problems(train)
     if data is not None and generate is not None and "generate" in tables:
         problems += _generation_problems(data, generate)
     problems += _device_problems(train, num_processes or 1)
@@ -405,12 +579,11 @@ def _table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], problems
 
 def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     key = ".".join([name, *map(str, detail["loc"])])
-    # Only this list has tables of its own.
-    kind, name = (CallbackTable, key.rpartition(".")[0]) if detail["loc"][0] == "callbacks" else (kind, name)
     if detail["type"] == "extra_forbidden":
-        return unknown_setting(key, [f"{name}.{each}" for each in kind.model_fields])
+        place, inner = key.rpartition(".")[0], _kind_at(kind, detail["loc"][:-1])
+        return unknown_setting(key, [f"{place}.{each}" for each in inner.model_fields])
     if detail["type"] == "missing":
-        wanted = kind.model_fields[str(detail["loc"][-1])].description or ""
+        wanted = _kind_at(kind, detail["loc"][:-1]).model_fields[str(detail["loc"][-1])].description or ""
         return f"{key}: missing; {' '.join(wanted.split())}"
     # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
     needed = (
@@ -420,6 +593,13 @@ def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
         .replace("valid ", "")
     )
     return f"{key}: {detail['input']!r} given; it must be {needed}"
+
+
+def _kind_at(kind: type[Table], place: Sequence[int | str]) -> type[Table]:
+    """The table at a place in another one."""
+    for name in place:
+        kind = {"images": ImageTable, "groups": GroupTable}.get(str(name), kind)
+    return kind
 
 
 def _spec(name: str, tables: Mapping[str, Any], problems: list[str]) -> Any:
@@ -472,8 +652,10 @@ def _generation_problems(data: DataTable, generate: GenerateTable) -> list[str]:
         for key in ("max_new_tokens", "seed")
         if key in generate.options
     ]
-    if data.unit == "row":
+    if not data.reads_tokens:
         problems.append("generate: the data are no text, so there is nothing to go on with; leave the table out")
+    elif not data.is_text and not generate.prompts:
+        problems.append("generate.prompts: missing; rows have no text that is held out, so give texts to go on with")
     return problems
 
 

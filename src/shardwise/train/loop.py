@@ -7,47 +7,17 @@ All ranks run it with equal settings, and everything that decides its course (sk
 all. So they make the same calls of the engine.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.engine.batches import Batch
 from shardwise.errors import DivergedError
 from shardwise.train.callbacks import Evaluated, Loop, Stepped, values_of
-from shardwise.train.config import Decay, TrainTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateSchedule:
-    """The fraction of the full learning rate that each update takes: a linear warm-up, then a decay."""
-
-    steps: int
-    warmup_steps: int
-    decay: Decay
-    final: float
-    """The fraction that the last update takes."""
-
-    @classmethod
-    def of(cls, train: TrainTable) -> "LearningRateSchedule":
-        """The schedule that [train] asks for."""
-        return cls(steps=train.steps, warmup_steps=train.warmup_steps, decay=train.decay, final=train.min_learning_rate)
-
-    def __call__(self, update: int) -> float:
-        """The fraction at `update`, counted from 0; updates after the last one take the fraction of the last one."""
-        if update < self.warmup_steps:
-            return (update + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return 1.0
-        # `steps - 1`: the last update, counted from 0, is to take exactly `final`.
-        done = min(1.0, (update - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
-        left = 1.0 - done if self.decay == "linear" else (1.0 + math.cos(math.pi * done)) / 2
-        return self.final + (1.0 - self.final) * left
-
+from shardwise.train.config import TrainTable
+from shardwise.train.learning_rates import SchedulerMaker, decaying
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
 # updates do not change those.
@@ -78,13 +48,15 @@ def fit(
     loop: Loop,
     *,
     tokens_per_row: int,
+    scheduler: SchedulerMaker | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Make the updates up to `train.steps`, or up to the one after which a callback or a signal ends the loop.
 
     batches: this data rank's rows of each update, from `loop.position` on. held_out: its rows of each batch of an
     evaluation. loop: entered; its engine holds the values of its position, and groups have the full learning rate as
-    `initial_lr` where that is no beginning. The last update is evaluated, but for one after a signal.
+    `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. The last update is
+    evaluated, but for one after a signal.
     """
     begin = loop.position
     # A save of the last update was resumed, or callbacks had ended the run. It still reports its held-out loss, as it
@@ -92,12 +64,8 @@ def fit(
     if begin.step >= train.steps or loop.stopped_by:
         loop.evaluated(evaluate(engine, held_out))
         return
-    schedulers = [
-        # With `last_epoch` -1 a scheduler begins; with more it takes `initial_lr` from the groups, which a resumed
-        # run has.
-        LambdaLR(optimizer, LearningRateSchedule.of(train), last_epoch=begin.num_taken - 1)
-        for optimizer in engine.optimizers
-    ]
+    make_scheduler = scheduler if scheduler is not None else decaying(train)
+    schedulers = [make_scheduler(optimizer, begin.num_taken) for optimizer in engine.optimizers]
     if train.evaluate_first and begin.step == 0:
         loop.evaluated(evaluate(engine, held_out))
     tokens_per_update = train.global_batch * tokens_per_row
@@ -114,8 +82,8 @@ def fit(
         # A skipped update does not use up a learning rate: else a run whose first updates are skipped would miss its
         # warm-up.
         if not report.skipped:
-            for scheduler in schedulers:
-                scheduler.step()
+            for each in schedulers:
+                each.step()
         seconds = now_s() - update_began_s
         is_due = step % train.evaluate_every == 0 or step == train.steps or loop.ends()
         found = evaluate(engine, held_out) if is_due else None

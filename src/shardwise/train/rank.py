@@ -34,10 +34,11 @@ from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, ta
 from shardwise.train.config import RunConfig
 from shardwise.train.continuations import Continuations
 from shardwise.train.corpus import frequency_loss
+from shardwise.train.learning_rates import SchedulerMaker, scheduler_maker
 from shardwise.train.loop import fit
 from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
 from shardwise.train.quantities import count, size
-from shardwise.train.run_build import build_loss, build_model, optimizer_factory
+from shardwise.train.run_build import build_loss, build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
@@ -83,6 +84,8 @@ class _Prepared:
     data: RunData
     held_out: Sequence[Batch]
     """This rank's rows of each batch of an evaluation."""
+    scheduler: SchedulerMaker | None
+    metrics: Mapping[str, Any]
     callbacks: Sequence[Callback]
     begin: Position
     states: Mapping[str, Any]
@@ -108,14 +111,17 @@ def _prepare(
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
         data, model, sample, held_out = _built(config, channel.rank)
-        callbacks = build_callbacks(config)
-        continuations = None if data.corpus is None else Continuations(config, data, model, console)
+        optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
+        metrics, callbacks = build_metrics(config), build_callbacks(config)
+        goes_on = data.corpus is not None or config.generate.prompts
+        continuations = Continuations(config, data, model, console) if goes_on else None
     sizes = sizes_of(model)
     engine = parallelize(
         model,
         config.plan,
-        optimizer=optimizer_factory(config),
+        optimizer=optimizer,
         loss=build_loss(config),
+        loss_weight=build_loss_weight(config),
         channel=channel,
         seed=config.train.seed,
         sample=sample,
@@ -136,6 +142,8 @@ def _prepare(
         engine=engine,
         data=data,
         held_out=held_out,
+        scheduler=scheduler,
+        metrics=metrics,
         callbacks=callbacks,
         begin=begin,
         states=states,
@@ -195,6 +203,7 @@ def _train(
                 run.held_out,
                 loop,
                 tokens_per_row=run.data.tokens_per_row,
+                scheduler=run.scheduler,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.
         if number := signals.of_all(channel):
