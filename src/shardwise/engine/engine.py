@@ -27,7 +27,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.engine.batches import Batch, LossWeight, Microbatch
+from shardwise.engine.batches import Batch, LossWeight
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
