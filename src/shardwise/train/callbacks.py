@@ -100,11 +100,15 @@ class Evaluation:
         return self.values[name]
 
 
-def values_of(given: Evaluated | Mapping[str, float]) -> dict[str, float]:
-    """The values of an evaluation by name: of a report its loss, further losses and metrics."""
-    if isinstance(given, Mapping):
-        return {name: float(value) for name, value in given.items()}
-    return {"loss": given.loss, **getattr(given, "losses", {}), **getattr(given, "metrics", {})}
+def values_of(given: Evaluated | Mapping[str, Any]) -> dict[str, float]:
+    """The values of an evaluation by name: of a report its loss, further losses and metrics.
+
+    Metrics that are no numbers, such as a matrix, are left out.
+    """
+    if not isinstance(given, Mapping):
+        others = {**getattr(given, "losses", {}), **getattr(given, "metrics", {})}
+        given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
+    return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,8 @@ class TrainTable(Table):
     """Global batches of held-out rows that one evaluation reads, at most; always the same ones."""
     evaluate_first: bool = False
     """Evaluate before the first update too."""
+    evaluate_average: bool = True
+    """Evaluate with the averages of the weights, where [average] asks for some."""
     callbacks: list[CallbackTable] = Field(default_factory=list)
     """What happens around updates: a [[train.callbacks]] for each, with a `factory` and `options`. The factory is a
     callable f(**options) -> a callback, named like `model.factory`, such as "shardwise.train:EarlyStopping"."""
@@ -598,7 +600,7 @@ def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
 def _kind_at(kind: type[Table], place: Sequence[int | str]) -> type[Table]:
     """The table at a place in another one."""
     for name in place:
-        kind = {"images": ImageTable, "groups": GroupTable}.get(str(name), kind)
+        kind = {"images": ImageTable, "groups": GroupTable, "callbacks": CallbackTable}.get(str(name), kind)
     return kind
 
 

@@ -204,6 +204,7 @@ def _train(
                 loop,
                 tokens_per_row=run.data.tokens_per_row,
                 scheduler=run.scheduler,
+                metrics=run.metrics,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.
         if number := signals.of_all(channel):
@@ -241,8 +242,10 @@ def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, lis
     mesh = config.plan.mesh
     place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
-    sample, held_out = sample_batch(data.data, place), data.evaluation(place, config.train.global_batch)
-    return data, build_model(config), sample, held_out
+    sample, train = sample_batch(data.data, place), config.train
+    # With metrics all rows are evaluated in one call, of which each batch is a microbatch.
+    rows = train.microbatch * mesh.num_data_ranks if train.metrics else train.global_batch
+    return data, build_model(config), sample, data.evaluation(place, rows)
 
 
 def _baseline(data: RunData) -> float | None:
