@@ -17,7 +17,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.train.config import RunConfig, Table
+from shardwise.train.config import RunConfig
+from shardwise.train.strict_tables import Table
 
 
 def public_names() -> str:

@@ -230,8 +230,8 @@ def test_held_out_samples_without_any_are_refused(tmp_path: Path) -> None:
         (
             ["data.dataset=null", "data.collate=own.py:doubled"],
             [
-                "data.dataset_options: given without data.dataset, which it belongs to",
-                "data.collate: given without data.dataset, which it belongs to",
+                "data.dataset_options: given without rows; name them by data.format or data.dataset",
+                "data.collate: given without rows; name them by data.format or data.dataset",
             ],
         ),
     ],

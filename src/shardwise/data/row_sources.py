@@ -90,7 +90,7 @@ def row_source(dataset: Any) -> RowSource:
         return NumberedSamples(dataset)
     raise DataError(
         f"a {type(dataset).__name__} cannot be read from a position on. sw.Data takes a dataset with __len__ and "
-        "__getitem__, a dict of tensors, or an iterable with open(position) or skip(count), which gives the samples "
+        "__getitem__, or a dict of tensors. An iterable needs open(position) or skip(count), which gives the samples "
         "from there on"
     )
 

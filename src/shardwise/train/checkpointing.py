@@ -26,7 +26,8 @@ from shardwise.engine.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
 from shardwise.train.callbacks import Callback, Loop, Position, StepMetrics
-from shardwise.train.config import BYTES, RunConfig
+from shardwise.train.config import RunConfig
+from shardwise.train.data_settings import BYTES
 from shardwise.train.regrouping import RegroupedEngine, settle_settings
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import RandomStates, RunState, Settings, differences

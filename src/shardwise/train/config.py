@@ -3,8 +3,8 @@
     run.toml  -->  --set changes single keys  -->  tables (pydantic: types, unknown keys)  -->  plan  -->  RunConfig
                                                         every problem is collected, and all are raised at once
 
-The trainer itself reads [model], [data], [train], [checkpoint] and [generate], whose classes are here. The other tables
-are the strategies of a plan, and are read by `plan.specs`.
+The trainer itself reads [model], [data], [train], [checkpoint] and [generate], whose classes are here and in
+`data_settings`. The other tables are the strategies of a plan, and are read by `plan.specs`.
 """
 
 import re
@@ -12,10 +12,9 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import Field
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import Merge, Plan
@@ -23,23 +22,11 @@ from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import read_strategy, unknown_setting
 from shardwise.space import Mesh
-from shardwise.train.row_files import first_problems
+from shardwise.train.data_settings import BYTES, DataTable, dataset_problems, source_problems
+from shardwise.train.strict_tables import Table, read_table
 
-PYTHON_DOCS = "python-docs"
-BYTES = "bytes"
 _SHIPPED = Path(__file__).parents[1] / "configs"
-PADDING, PACKING = "padding", "packing"
 Decay = Literal["cosine", "linear", "constant"]
-Format = Literal["text", "jsonl", "parquet", "images", "saved", "hub"]
-
-
-# `strict`: "3" or true for a whole number is a slip, which pydantic would else take for 3 or 1.
-class Table(BaseModel):
-    """One table of the file: no key it does not know, no value of another type."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class ModelTable(Table):
@@ -64,97 +51,6 @@ class ModelTable(Table):
     loss_weight: str | None = None
     """A callable f(batch) -> by what a microbatch counts in the mean, such as its target tokens, named like `factory`.
     Left out: its rows."""
-
-
-class ImageTable(Table):
-    """[data.images]: how images become tensors [channels, height, width]."""
-
-    size: list[Annotated[int, Field(ge=1)]] | None = Field(default=None, min_length=2, max_length=2)
-    """Height and width to which images are scaled; left out: as they are, and all alike."""
-    mode: Literal["RGB", "L"] = "RGB"
-    """"RGB": three channels; "L": one, the brightness."""
-    mean: list[float] | float = 0.0
-    """Taken off values from 0 to 1; a number for each channel, or one."""
-    std: list[Annotated[float, Field(gt=0)]] | Annotated[float, Field(gt=0)] = 1.0
-    """By which they are divided then."""
-
-
-class DataTable(Table):
-    """[data]: what it is trained on."""
-
-    source: str = PYTHON_DOCS
-    """A file, a directory, a glob such as "texts/**/*.md", or "python-docs": the documentation and the standard library
-    that ship inside CPython. Paths are relative to the config. Of the format "hub": a name of `load_dataset`."""
-    tokenizer: str = BYTES
-    """"bytes" (256 tokens), the JSON file of a `tokenizers` tokenizer, or a folder of one of transformers."""
-    sequence_length: int = Field(default=256, ge=2)
-    """Tokens in a row of a batch; the most of a row, where rows are padded."""
-    held_out: float = Field(default=0.05, gt=0, le=0.5)
-    """Fraction of the text, or of the rows, that is never trained on and serves for evaluation."""
-    dataset: str | None = None
-    """In the place of `source`: a callable f(**dataset_options) -> any dataset of `sw.Data`, named like
-    `model.factory`."""
-    dataset_options: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of `dataset`; of `load_dataset` for the format "hub"; `split` for the format "saved"."""
-    held_out_dataset: str | None = None
-    """A callable like `dataset`, with the same arguments, whose samples serve for evaluation; left out: `held_out`."""
-    collate: str | None = None
-    """"padding" or "packing" for rows of text, or a callable f(list of samples) -> a dict of tensors, named like
-    `model.factory`, or a class of such callables. Left out: torch's `default_collate`; "padding" for columns."""
-    num_workers: int = Field(default=0, ge=0)
-    """Processes per rank that read ahead."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    """Decides the order of the samples; left out: `train.seed`."""
-    format: Format = "text"
-    """What `source` is. "text": one text; or rows: "jsonl", "parquet", "images" (a folder for each class), "saved"
-    (`save_to_disk` of datasets), "hub" (`load_dataset`)."""
-    held_out_source: str | None = None
-    """Files like `source` that serve for evaluation; left out: `held_out`."""
-    held_out_options: dict[str, object] = Field(default_factory=dict)
-    """What differs from `dataset_options` for evaluation, such as { split = "test" }."""
-    text: str | None = None
-    """Column of rows whose text becomes `input_ids`; also `labels`, where no column does and `collate` is ours."""
-    messages: str | None = None
-    """In the place of `text`, a column of lists of messages, written by the template of the tokenizer."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Argument of the model, or entry of the batch -> column of rows; left out: every column that is not `text`, if
-    there is no text."""
-    classes: list[str] | None = None
-    """Names of classes, for columns that hold names; the first one is 0. Left out: the folders of "images"."""
-    images: ImageTable = Field(default_factory=ImageTable)
-    """How images become tensors."""
-    collate_options: dict[str, object] = Field(default_factory=dict)
-    """Further keyword arguments of `collate`; of the constructor, where it is a class. One that takes a `tokenizer`
-    gets that of `tokenizer`."""
-
-    @property
-    def unit(self) -> str:
-        """What a run reads: a token of a text, or a row of another dataset."""
-        if not self.is_text:
-            return "row"
-        return "byte" if self.tokenizer == BYTES else "token"
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether the data come as rows, not as one text."""
-        return self.dataset is not None or self.format != "text"
-
-    @property
-    def is_text(self) -> bool:
-        """Whether samples are windows of one text, into which rows may be packed."""
-        return not self.has_rows or self.collate == PACKING
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether a tokenizer has something to do."""
-        return not self.has_rows or self.text is not None or self.messages is not None
-
-    @property
-    def wanted_columns(self) -> dict[str, str]:
-        """Setting -> column of rows that it names."""
-        named = {"data.text": self.text, "data.messages": self.messages}
-        named |= {f"data.columns.{name}": column for name, column in self.columns.items()}
-        return {key: column for key, column in named.items() if column is not None}
 
 
 class GroupTable(Table):
@@ -292,52 +188,6 @@ class GenerateTable(Table):
     temperature 0.7."""
 
 
-def dataset_problems(data: DataTable | None) -> list[str]:
-    """Settings of [data] that another one makes meaningless."""
-    if data is None:
-        return []
-    given = data.model_fields_set
-    own, of_rows = data.dataset is not None, "which is a text; name rows by data.format or data.dataset"
-    clashes = [
-        (
-            ("dataset_options", "held_out_options", "collate", "collate_options", *_OF_ROWS),
-            not data.has_rows,
-            f"given with data.format {data.format}, {of_rows}",
-        ),
-        (("source", "format", "held_out_source"), own, "given with data.dataset, which is no text; leave one out"),
-        (("held_out_dataset",), not own, "given without data.dataset, which it belongs to"),
-        (("tokenizer", "sequence_length"), not data.reads_tokens, "given without data.text or data.messages"),
-        (("text",), data.messages is not None, "given with data.messages; leave one out"),
-        (
-            ("columns", "classes", "images"),
-            data.collate == PACKING,
-            f'given with data.collate = "{PACKING}"; leave one out',
-        ),
-        (("collate_options",), data.collate in (None, PADDING, PACKING), "given without a callable as data.collate"),
-        (
-            ("dataset_options", "held_out_options"),
-            data.format in ("jsonl", "parquet", "images"),
-            f"given with data.format {data.format}, which has no options",
-        ),
-    ]
-    problems = [f"data.{key}: {why}" for keys, is_wrong, why in clashes if is_wrong for key in keys if key in given]
-    if data.format != "text" and "source" not in given:
-        problems.append(f"data.source: missing; data.format {data.format} reads what it names")
-    if data.collate == PACKING and data.has_rows and not data.reads_tokens:
-        problems.append(f'data.collate: "{PACKING}" packs tokens; name their column by data.text or data.messages')
-    if data.messages is not None and data.tokenizer == BYTES:
-        problems.append("data.messages: bytes have no template of messages; give a folder as data.tokenizer")
-    if data.reads_tokens and "input_ids" in data.columns:
-        problems.append("data.columns.input_ids: data.text or data.messages makes it; leave one out")
-    names = [name for name in ("held_out_dataset", "held_out_source", "held_out_options") if name in given]
-    if names and "held_out" in given:
-        problems.append(f"data.held_out: given with data.{names[0]}; leave one out")
-    return problems
-
-
-_OF_ROWS = ("text", "messages", "columns", "classes", "images")
-
-
 def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path) -> list[str]:
     """Problems of files that the tables name and the disk does not have, or that show at their beginning."""
     problems: list[str] = []
@@ -357,22 +207,6 @@ def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path
         vocabulary = None if model is None else model.config.get("vocab_size")
         if data.tokenizer == BYTES and isinstance(vocabulary, int) and vocabulary < 256:
             problems.append(f"model.config.vocab_size: {vocabulary} given; bytes need at least 256")
-    return problems
-
-
-def source_problems(data: DataTable, folder: Path) -> list[str]:
-    """Problems of data.source and data.held_out_source, as far as their first rows show them."""
-    problems = []
-    for key, source in (("data.source", data.source), ("data.held_out_source", data.held_out_source)):
-        if data.dataset is not None or source is None or data.format == "hub":
-            continue
-        if data.format == "text" and source == PYTHON_DOCS:
-            continue
-        if "*" not in source and not (folder / source).exists():
-            way_out = f'; "{PYTHON_DOCS}" needs none' if data.format == "text" else ""
-            problems.append(f"{key}: no file or directory {folder / source}{way_out}")
-        elif data.format != "text":
-            problems += [f"{key}: {each}" for each in first_problems(data.format, source, folder, data.wanted_columns)]
     return problems
 
 
@@ -414,8 +248,6 @@ _TABLES: dict[str, type[Table]] = {
     "generate": GenerateTable,
 }
 _KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
-
-SomeTable = TypeVar("SomeTable", bound=Table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,11 +322,11 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     problems: list[str] = []
     tables = _with_overrides(_read_toml(path), overrides, problems)
     problems += [unknown_setting(name, _KNOWN) for name in tables if name not in _KNOWN]
-    model = _table(ModelTable, "model", tables, problems)
-    data = _table(DataTable, "data", tables, problems)
-    train = _table(TrainTable, "train", tables, problems)
-    checkpoint = _table(CheckpointTable, "checkpoint", tables, problems)
-    generate = _table(GenerateTable, "generate", tables, problems)
+    model = read_table(ModelTable, "model", tables, problems)
+    data = read_table(DataTable, "data", tables, problems)
+    train = read_table(TrainTable, "train", tables, problems)
+    checkpoint = read_table(CheckpointTable, "checkpoint", tables, problems)
+    generate = read_table(GenerateTable, "generate", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
     # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
     clashes = dataset_problems(data)
@@ -565,43 +397,6 @@ def _toml_value(text: str) -> object:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], problems: list[str]) -> SomeTable | None:
-    given = tables.get(name, {})
-    if not isinstance(given, dict):
-        problems.append(f"{name}: {given!r} is not a table of settings; write [{name}]")
-        return None
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        problems += [_explained(kind, name, detail) for detail in error.errors()]
-        return None
-
-
-def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
-    key = ".".join([name, *map(str, detail["loc"])])
-    if detail["type"] == "extra_forbidden":
-        place, inner = key.rpartition(".")[0], _kind_at(kind, detail["loc"][:-1])
-        return unknown_setting(key, [f"{place}.{each}" for each in inner.model_fields])
-    if detail["type"] == "missing":
-        wanted = _kind_at(kind, detail["loc"][:-1]).model_fields[str(detail["loc"][-1])].description or ""
-        return f"{key}: missing; {' '.join(wanted.split())}"
-    # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
-    needed = (
-        detail["msg"]
-        .removeprefix("Input should be ")
-        .replace("a valid integer", "a whole number")
-        .replace("valid ", "")
-    )
-    return f"{key}: {detail['input']!r} given; it must be {needed}"
-
-
-def _kind_at(kind: type[Table], place: Sequence[int | str]) -> type[Table]:
-    """The table at a place in another one."""
-    for name in place:
-        kind = {"images": ImageTable, "groups": GroupTable, "callbacks": CallbackTable}.get(str(name), kind)
-    return kind
 
 
 def _spec(name: str, tables: Mapping[str, Any], problems: list[str]) -> Any:

@@ -25,7 +25,7 @@ import torch
 
 from shardwise.data.permutation import NUM_ROUNDS, Indices, epoch_key, mixed, permuted
 from shardwise.errors import DataError
-from shardwise.train.config import PYTHON_DOCS, DataTable
+from shardwise.train.data_settings import PYTHON_DOCS, DataTable
 from shardwise.train.row_encoding import RowEncoder
 from shardwise.train.row_files import files_of
 from shardwise.train.run_tokenizer import RunTokenizer, Tokens, tokenizer_of

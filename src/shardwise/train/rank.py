@@ -84,8 +84,9 @@ class _Prepared:
     data: RunData
     held_out: Sequence[Batch]
     """This rank's rows of each batch of an evaluation."""
-    scheduler: SchedulerMaker | None
+    scheduler: SchedulerMaker
     metrics: Mapping[str, Any]
+    """What evaluations compute besides losses."""
     callbacks: Sequence[Callback]
     begin: Position
     states: Mapping[str, Any]

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.errors import ConfigError, in_words
-from shardwise.train.config import PACKING, PADDING, RunConfig
+from shardwise.train.config import RunConfig
+from shardwise.train.data_settings import PACKING, PADDING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +140,10 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
             given=frozenset({"tokenizer"}),
             of_objects=True,
         )
-    for at, table in enumerate(train.callbacks):
+    for at, each in enumerate(train.callbacks):
+        key = f"train.callbacks.{at}"
         yield NamedCallable(
-            key=f"train.callbacks.{at}.factory",
-            reference=table.factory,
-            options=table.options,
-            options_key=f"train.callbacks.{at}.options",
+            key=f"{key}.factory", reference=each.factory, options=each.options, options_key=f"{key}.options"
         )
     for name, reference in train.metrics.items():
         yield NamedCallable(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import DataError, few_of, in_words
-from shardwise.train.config import PADDING, DataTable, ImageTable
+from shardwise.train.data_settings import PADDING, DataTable, ImageTable
 from shardwise.train.row_files import IMAGE, LABEL
 from shardwise.train.run_tokenizer import RunTokenizer, Tokens
 

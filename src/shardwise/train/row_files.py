@@ -40,7 +40,7 @@ def files_of(source: str, folder: Path, pattern: str = "*") -> list[Path]:
     return sorted(each for each in found if each == root or each.is_file())
 
 
-class JsonLines:
+class JsonRows:
     """Lines of JSON, an object each; blank lines are no rows. Raises DataError with the numbers of bad lines."""
 
     def __init__(self, paths: Sequence[Path], *, check: RowCheck) -> None:

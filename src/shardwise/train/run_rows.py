@@ -14,12 +14,13 @@ import torch
 
 from shardwise.data.row_sources import TensorRows, as_opened, has_items
 from shardwise.errors import ConfigError, DataError, ShardwiseError, in_words
-from shardwise.train.config import PACKING, PADDING, DataTable, RunConfig
+from shardwise.train.config import RunConfig
+from shardwise.train.data_settings import PACKING, PADDING, DataTable
 from shardwise.train.references import made, resolve
 from shardwise.train.row_encoding import EncodedRows, EncodedStream, Padding, RowEncoder
 from shardwise.train.row_files import (
     ImageFolders,
-    JsonLines,
+    JsonRows,
     ParquetRows,
     classes_of,
     files_of,
@@ -109,7 +110,7 @@ def _of_files(data: DataTable, source: str, folder: Path, encoder: RowEncoder | 
         return ImageFolders(folder / source, classes)
     paths = files_of(source, folder, f"*.{data.format}")
     if data.format == "jsonl":
-        return JsonLines(paths, check=(lambda row: None) if encoder is None else encoder.problem)
+        return JsonRows(paths, check=(lambda row: None) if encoder is None else encoder.problem)
     return ParquetRows(paths, columns=None if encoder is None else encoder.needed)
 
 

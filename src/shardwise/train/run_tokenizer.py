@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import DataError
-from shardwise.train.config import BYTES, DataTable
+from shardwise.train.data_settings import BYTES, DataTable
 
 Tokens = npt.NDArray[np.integer[Any]]
 
