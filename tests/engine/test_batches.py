@@ -271,7 +271,7 @@ def assert_refused_and_usable(
             getattr(engine, method)(batches.get(channel.rank, points(channel.rank, 6)), **settings)
         errors.append(str(caught.value))
         assert torch.equal(model.weight, before)
-        engine._loss_weight = None
+        engine._opening.loss_weight = None
         assert not engine.step(points(channel.rank, 6)).skipped
         assert not torch.equal(model.weight, before)
         assert engine.counters.updates == 1
@@ -444,7 +444,7 @@ def test_data_ranks_with_the_same_rows_are_told_once() -> None:
 
 
 def test_ranks_with_the_same_rows_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.engine.engine.hosts_of", lambda channel: ["node1", "node2"])
+    monkeypatch.setattr("shardwise.engine.step_opening.hosts_of", lambda channel: ["node1", "node2"])
     [words] = steps_on(lambda data_rank, step: step, sw.Mesh(dp_shard=2), 1)
     assert words.startswith("rank 0 (node1) and rank 1 (node2) are different data ranks")
 

@@ -42,7 +42,7 @@ class HeldCopy(HostCopy):
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.engine.step_figures.HostCopy", HeldCopy)
-    monkeypatch.setattr("shardwise.engine.engine.figures_making", MadeOnDevice)
+    monkeypatch.setattr("shardwise.engine.step_closing.figures_making", MadeOnDevice)
     monkeypatch.setattr(HeldCopy, "waits", Counter())
     monkeypatch.setattr(HeldCopy, "come", set())
 

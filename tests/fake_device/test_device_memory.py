@@ -165,7 +165,7 @@ def allocations_of_a_step(
     with counted("allocation") as counts:
         engine.step(batch)
         channel.exchange(b"", purpose="all rest")
-    norms = sum(is_counted for *_, is_counted in engine._runs)
+    norms = sum(is_counted for *_, is_counted in engine._closing.runs)
     return counts[channel.device.index].allocations, norms, engine.counters.all_gathers - gathers
 
 

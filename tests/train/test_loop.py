@@ -12,6 +12,8 @@ from shardwise.comm import Channel, alone
 from shardwise.data import Data, DataPlace, first_batches
 from shardwise.engine.rank_times import RankTimes
 from shardwise.errors import DivergedError
+from shardwise.plan import Plan
+from shardwise.space import Mesh
 from shardwise.train.callbacks import Callback, Loop, Position, StepMetrics
 from shardwise.train.config import TrainTable
 from shardwise.train.corpus import Corpus, TextSamples, text_batch
@@ -39,6 +41,7 @@ class NotingEngine:
     optimizers: tuple[torch.optim.Optimizer, ...] = field(
         default_factory=lambda: (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0),)
     )
+    plan: Plan = field(default_factory=lambda: Plan(mesh=Mesh()))
     channel: Channel = field(default_factory=alone)
     asked: list[Callable[[], bool]] = field(default_factory=list)
     asked_to_stop: bool = False
@@ -57,7 +60,7 @@ class NotingEngine:
             optimizer.step()
         return replace(self._report(batch), stop=self.asked_to_stop)
 
-    def evaluate(self, batch: Mapping[str, Any]) -> Report:
+    def evaluate(self, batch: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> Report:
         self.seconds += 1.0
         self.evaluated.append(batch["input_ids"][:, 0].tolist())
         return self._report(batch)

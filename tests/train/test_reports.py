@@ -45,6 +45,7 @@ STEP = StepMetrics(
 
 def test_metrics_are_on_disk_after_each_update_as_json_without_nan(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.on_begin(LOOP)
     file.on_step(LOOP, STEP)
     expected = dataclasses.asdict(STEP)
     for name in ("loss_scale", "losses", "held_out", "learning_rates", "ranks"):
@@ -59,6 +60,7 @@ def test_metrics_are_on_disk_after_each_update_as_json_without_nan(tmp_path: Pat
 def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> None:
     for loss in (9.0, 3.25):
         board = TensorBoard(tmp_path)
+        board.on_begin(LOOP)
         board.on_step(LOOP, dataclasses.replace(STEP, loss=loss))
         board.on_end(LOOP, None)
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -68,6 +70,8 @@ def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> 
 
 def test_files_have_the_loss_scale_and_skips_where_losses_are_scaled(tmp_path: Path) -> None:
     file, board = MetricsFile(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path)
+    file.on_begin(LOOP)
+    board.on_begin(LOOP)
     for step, (scale, skipped) in enumerate([(65536.0, True), (32768.0, False)], start=1):
         metrics = dataclasses.replace(STEP, step=step, loss_scale=scale, skipped=skipped)
         file.on_step(LOOP, metrics)
@@ -86,6 +90,7 @@ def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) ->
     steps = [dataclasses.replace(STEP, step=step) for step in range(1, 6)]
     skipped = dataclasses.replace(steps[1], loss=float("nan"), grad_norm=float("nan"), skipped=True)
     file = MetricsFile(path)
+    file.on_begin(LOOP)
     for each in [steps[0], skipped, *steps[2:]]:
         file.on_step(LOOP, each)
     file.on_end(LOOP, None)
@@ -93,6 +98,7 @@ def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) ->
     for rest in ('{"step": 6, "lo', "null", "[1]", '{"step": 1}', ""):
         path.write_text("\n".join([*before, rest]))
         file = MetricsFile(path, after_step=3)
+        file.on_begin(LOOP)
         assert path.read_text().splitlines() == before[:3]
         assert [each.step for each in file.kept] == [1, 2, 3]
         assert math.isnan(file.kept[1].loss)
@@ -101,6 +107,7 @@ def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) ->
         assert path.read_text().splitlines() == before[:4]
     path.unlink()
     file = MetricsFile(path, after_step=3)
+    file.on_begin(LOOP)
     assert (list(file.kept), path.read_text()) == ([], "")
     file.on_end(LOOP, None)
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -111,6 +118,7 @@ def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path, monkeyp
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for steps, after in ((range(1, 6), 0), (range(4, 8), 3)):
         board = TensorBoard(tmp_path, after_step=after)
+        board.on_begin(LOOP)
         for step in steps:
             board.on_step(LOOP, dataclasses.replace(STEP, step=step, loss=10.0 * after + step))
         board.on_end(LOOP, None)

@@ -53,6 +53,7 @@ def step(number: int, *ranks: RankTimes) -> StepMetrics:
 def written(folder: Path, *steps: StepMetrics, num_ranks: int = 2, rows: str = "tokens") -> RunMark:
     folder.mkdir()
     file = MetricsFile(folder / "metrics.jsonl")
+    file.on_begin(LOOP)
     mark = RunMark(folder, steps=20, num_ranks=num_ranks, rows=rows)
     for each in steps:
         file.on_step(LOOP, each)
@@ -177,6 +178,7 @@ def test_a_run_leaves_the_times_of_its_ranks_and_its_end(tmp_path: Path) -> None
 
 def test_tensorboard_has_a_curve_per_rank(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
+    board.on_begin(LOOP)
     board.on_step(LOOP, step(1, times(0, 0.5, {1: 0.25}), times(1, 0.75, {})))
     board.on_end(LOOP, None)
     events = EventAccumulator(str(tmp_path)).Reload()

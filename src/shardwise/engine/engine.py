@@ -17,12 +17,9 @@ One update on two data ranks (numbers as in docs/internals.md):
 An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
-import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from itertools import compress
 from typing import Any, Generic
 
 import torch
@@ -30,59 +27,42 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
-from shardwise.comm.hosts import hosts_of, with_hosts
-from shardwise.engine.batch_digests import BatchDigests, describe_batch
-from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
-from shardwise.engine.bucket_updates import BucketUpdates
+from shardwise.engine.batches import Batch, LossWeight
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.generation import Gather, Generation, on_device
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
-from shardwise.engine.norm import norm_dtype
-from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
+from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.plan_sizes import PlanSizes
-from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.reports import Counters, EvaluationReport, StepReport, report_on_look
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, names_of_state, placed, state_of
+from shardwise.engine.step_closing import StepClosing
 from shardwise.engine.step_exchange import (
-    NUM_PARTS_OF_OPENING,
-    StepExchange,
     Weight,
-    Weighting,
-    batch_compared,
-    check_writes,
     exchange_loss,
-    exchange_step,
     factors_on_device,
-    merge_weights,
-    parts_of_opening,
-    ranks_with_same_rows,
-    weigh,
 )
-from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import step_meter
-from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.step_opening import StepOpening
+from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
 from shardwise.engine.whole_model import whole_inside
-from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
+from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.errors import ModelError, OptimizerError, SameRowsWarning, ShardwiseError
+from shardwise.errors import ModelError, OptimizerError, ShardwiseError
 from shardwise.plan import Footprint, Plan, Traffic
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
 Value = TypeVar("Value")
 Output = TypeVar("Output", default=Any)
-
-_COMPARED_STEPS = 3
-"""First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
 Model_co = TypeVar("Model_co", bound=nn.Module, covariant=True, default=nn.Module)
 
@@ -124,7 +104,6 @@ class Engine(Generic[Model_co]):
         self._inventory = inventory
         self._names = names
         self._computation = computation
-        self._loss_weight = loss_weight
         self.channel = channels.world
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
@@ -136,7 +115,6 @@ class Engine(Generic[Model_co]):
         self._ties = ties
         self._sizes = sizes
         self._model_buffers = model_buffers
-        self._summed = summed
         self._plain_calls = plain_calls
         self.tensor_decision = tensor_decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
@@ -150,30 +128,36 @@ class Engine(Generic[Model_co]):
         self._origin: dict[str, Any] = {}
         self.successor: Engine[nn.Module] | None = None
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
-        self._cut = {spec.name for spec in inventory.specs if spec.portion is not None}
-        self._runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
         self._ranks = RankGroups.of(plan)
-        dtypes = list(names.trainable.values())
-        self._figures = figures_making(
-            Surroundings(
-                world=channels.world,
-                data_rank=channels.everyone.rank,
-                ranks=self._ranks,
-                are_whole=self._has_whole_gradients,
-                dtypes=dtypes,
-                norm_dtype=norm_dtype(dtypes),
-            )
-        )
         self._meter = step_meter(channels.world)
-        self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
-        self._digests = BatchDigests()
-        self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
-        """Steps to come in which data ranks compare their rows."""
-        self._unjudged: deque[Figures] = deque()
-        """Of steps that the device has not finished yet."""
-        self._bucket_updates = BucketUpdates(self.optimizers, buffers)
-        self._updated: set[str] = set()
-        """Parameters that optimizers have updated: from then on they have state for them."""
+        self._opening = StepOpening(
+            plan=plan,
+            loss_weight=loss_weight,
+            channels=channels,
+            ranks=self._ranks,
+            buffers=buffers,
+            autocast=computation.autocast,
+            counters=counters,
+            check_model=self._check_model,
+        )
+        self._closing = StepClosing(
+            plan=plan,
+            names=names,
+            cut={spec.name for spec in inventory.specs if spec.portion is not None},
+            computation=computation,
+            channels=channels,
+            ranks=self._ranks,
+            buffers=buffers,
+            gradients=gradients,
+            ties=ties,
+            summed=summed,
+            model_buffers=model_buffers,
+            writes=self._writes,
+            optimizers=self.optimizers,
+            plain_calls=plain_calls,
+            counters=counters,
+            meter=self._meter,
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -181,29 +165,6 @@ class Engine(Generic[Model_co]):
         if len(self.optimizers) != 1:
             raise OptimizerError(f"the model has {len(self.optimizers)} optimizers; use engine.optimizers")
         return self.optimizers[0]
-
-    @cached_property
-    def _owned(self) -> list[Owned]:
-        """What this rank owns of each parameter."""
-        # Buckets run from the last parameter to the first. Norms are added in the order of the model, as one process
-        # adds them.
-        owned_of = {each.segment.name: each for each in self._buffers.owned}
-        return [owned_of[name] for name in self._names.trainable if name in owned_of]
-
-    @cached_property
-    def _masters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizers have, with names, bucket by bucket."""
-        return [(each.segment.name, each.parameter) for each in self._buffers.owned]
-
-    @cached_property
-    def _has_whole_gradients(self) -> bool:
-        """Whether each gradient is whole on one rank."""
-        return self._channels.everyone.size * self._channels.tensor.size == 1
-
-    @cached_property
-    def _underflows(self) -> bool:
-        """Whether small gradients may be rounded to zero."""
-        return self._computation.loss_scale is None and computes_in_float16(self._names.specs)
 
     @cached_property
     def trained_batches(self) -> TrainedBatches:
@@ -245,7 +206,7 @@ class Engine(Generic[Model_co]):
         """
         num_microbatches = self._count(microbatches)
         self._meter.begin()
-        parts, weights, weighting = self._open(batch, num_microbatches, purpose="weights of a step")
+        parts, weights, weighting = self._opening.open(batch, num_microbatches, purpose="weights of a step")
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)
         scaling = self._computation.loss_scale
@@ -262,7 +223,7 @@ class Engine(Generic[Model_co]):
             if not weighting.is_known:
                 own_weights, factors = factors_on_device(self._channels.everyone, weights, weighting)
             # Launched before the forwards, which may write to the batch.
-            digests = self._digests.of(batch) if self._shares_batch else {}
+            digests = self._opening.digests(batch)
             losses = self._computation.train(
                 # The last backward differs from those before: what it finishes gets no further terms, so a bucket
                 # that is full may be reduced while backward still runs. Before it, every bucket still waits for the
@@ -272,13 +233,14 @@ class Engine(Generic[Model_co]):
                 joint=weighting.joint,
                 before_last_backward=self._gradients.expect_last,
             )
-            gradients = self._reduce()
+            gradients = self._closing.reduce()
             self._has_gradients = True
-            gives = self._gives(losses, weighting, own_weights, digests, gradients)
-            asked = [each() for each in (stop, *self._asks_to_stop) if each]
-            closing, figures = self._close(gives, stop=any(asked))
+            gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)
+            # Each one in every step, whatever another says: a loop with callbacks also notes the learning rates then.
+            asks = [asked() for asked in (stop, *self._asks_to_stop) if asked]
+            closing, figures = self._closing.close(gives, stop=any(asks))
             self.asked_to_stop = closing.stop
-            self._update(closing, figures, gradients)
+            self._closing.update(closing, figures, gradients)
             if scaling is not None:
                 scaling.learn(figures)
             changed = {
@@ -289,10 +251,9 @@ class Engine(Generic[Model_co]):
             }
             self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
         self.trained_batches.tell(batch)
-        self._unjudged.append(figures)
         try:
             # Outside of the block: all ranks have the same figures, so all raise, and none has to stop the others.
-            self._judge(lets_one_go=True)
+            self._closing.judge(last=figures)
         except ShardwiseError:
             # Where a peer is lost, transfers end with numbers that mean nothing. Then this raises what has happened.
             self._channels.world.exchange(b"", purpose="verdict on an earlier step")
@@ -318,7 +279,7 @@ class Engine(Generic[Model_co]):
         Ranks may have different numbers of rows, and some of them none. Raises the errors of `step`.
         """
         # None: ranks may have unlike numbers of microbatches. The last batch may have rows on some ranks only.
-        parts, _, weighting = self._open(batch, None, purpose="weights of an evaluation")
+        parts, _, weighting = self._opening.open(batch, None, purpose="weights of an evaluation")
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint)
@@ -378,7 +339,7 @@ class Engine(Generic[Model_co]):
         Raises OptimizerError for optimizer state that is neither a tensor nor a number.
         """
         self._check_turn()
-        self._judge()
+        self._closing.judge()
         self._buffers.adopt_writes()
         # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
         # without it.
@@ -393,8 +354,8 @@ class Engine(Generic[Model_co]):
         spec_of = {spec.name: spec for spec in self._inventory.specs}
         pieces: dict[Piece, torch.Tensor] = {}
         # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
-        gradients = self._gradients.views_of(self._owned) if self._has_gradients else {}
-        for owned in self._owned if self._has_gradients else ():
+        gradients = self._gradients.views_of(self._closing.owned) if self._has_gradients else {}
+        for owned in self._closing.owned if self._has_gradients else ():
             name = owned.segment.name
             pieces |= placed(name, gradients[name], spec_of[name], owned.segment)
         return pieces
@@ -432,7 +393,7 @@ class Engine(Generic[Model_co]):
             state=state,
             settings=settings,
             loss=self._computation.loss,
-            loss_weight=self._loss_weight,
+            loss_weight=self._opening.loss_weight,
             optimizers=self._known_optimizers,
         )
 
@@ -498,70 +459,6 @@ class Engine(Generic[Model_co]):
 
     # [1] ------------------------------------------------------------------------------------------------------------
 
-    def _open(
-        self, batch: Batch, num_microbatches: int | None, *, purpose: str
-    ) -> tuple[Sequence[Microbatch], Sequence[Weight], Weighting]:
-        """Split and weigh the batch; every rank raises the same error when one cannot."""
-        parts: Sequence[Microbatch] = []
-        # An evaluation leaves out what has no weight: its loss may be nan.
-        is_step, device = num_microbatches is not None, self._channels.everyone.device
-        self.counters.exchanges += 1
-        lines: Sequence[str] = ()
-        with agreed(
-            self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
-        ) as agreement:
-            self._check_model()
-            wanted = num_microbatches
-            if wanted is None:
-                wanted = min(self.plan.merge.microbatches, count_rows(batch))
-            # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
-            if wanted or num_microbatches is not None:
-                parts = split_batch(batch, wanted, device)
-            weighed = parts
-            if self._loss_weight is not None and parts and device.type != "cpu" and is_on_host(batch):
-                # Where the rows are: the host then knows the weights, and waits for nothing.
-                weighed = split_batch(batch, wanted, torch.device("cpu"))
-            weights = weigh(weighed, self._loss_weight, reads_device=not is_step)
-            # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
-            # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
-            # sent anyway.
-            compares = is_step and self._compared_steps > 0
-            if self._shares_batch or compares:
-                lines = describe_batch(batch, digest=not is_step)
-            agreement.parts = parts_of_opening(
-                weights,
-                written=self._buffers.written,
-                autocast=self._computation.autocast.described(),
-                batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
-            )
-        if compares:
-            self._warn_of_same_rows(agreement.of_parts[-1])
-        weighting, written = merge_weights(
-            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._ranks
-        )
-        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
-        # other values would go its own way with every loss still looking right. All ranks know that they take part,
-        # because `written` is the union over all of them.
-        if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
-            self._buffers.written.clear()
-        return parts, weights, weighting
-
-    def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
-        """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
-        self._compared_steps -= 1
-        if ranks := ranks_with_same_rows(batches, self._ranks.speakers):
-            self._compared_steps = 0
-            if self.channel.rank == 0:
-                named = " and ".join(f"rank {rank}" for rank in ranks[:2])
-                more = f" (and {len(ranks) - 2} more)" if len(ranks) > 2 else ""
-                text = (
-                    f"{named}{more} are different data ranks, and got the same rows: they train on one share of the "
-                    "data twice. Choose the rows by the data rank, plan.mesh.data_rank(channel.rank), as sw.Data does: "
-                    "for batch in data.on(engine)"
-                )
-                warnings.warn(with_hosts(text, hosts_of(self.channel)), SameRowsWarning, stacklevel=4)
-
     def _check_turn(self) -> None:
         if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
@@ -573,131 +470,6 @@ class Engine(Generic[Model_co]):
         self._plain_calls.check_groups()
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
-
-    # [3] ------------------------------------------------------------------------------------------------------------
-
-    def _reduce(self) -> Mapping[str, torch.Tensor]:
-        """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
-        # Before the reduction: a tied parameter has one owner, who adds the sums of the other stages to its own. The
-        # reduction over data ranks must find the whole sum in the bucket.
-        self._ties.collect(self._gradients)
-        self._gradients.reduce()
-        owned = self._gradients.views_of(self._owned)
-        # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
-        # over tp of the parts is enough and sends 1/d of the elements.
-        sum_over_ranks([owned[name] for name, _ in self._masters if name in self._summed.names], self._channels.tensor)
-        return owned
-
-    # [4] ------------------------------------------------------------------------------------------------------------
-
-    def _gives(
-        self,
-        losses: Sequence[torch.Tensor],
-        weighting: Weighting,
-        weights: torch.Tensor | None,
-        digests: Mapping[str, torch.Tensor],
-        gradients: Mapping[str, torch.Tensor],
-    ) -> RankFigures:
-        """What this rank gives to the loss and the norm of a step."""
-        mine = self._gradients.touched & gradients.keys() if self._has_whole_gradients else frozenset()
-        return RankFigures(
-            losses=losses,
-            weighting=weighting,
-            weights=weights,
-            digests=digests,
-            # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
-            runs=self._gradients.runs_of(self._runs),
-            parts=self._gradients.parts,
-            # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
-            # their rows.
-            divisor=weighting.num_microbatches if self.plan.merge.average else self._channels.everyone.size,
-            scale=None if self._computation.loss_scale is None else self._computation.loss_scale.value,
-            # One process has no gradient for a parameter that no microbatch used, and its norm then has one term
-            # fewer. The zeros that stand here in its place would not change the sum, but may change the order in which
-            # torch groups it.
-            used={at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine} if mine else {},
-        )
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
-        return self._channels.replicas.rank == 0 and (self._channels.tensor.rank == 0 or name in self._cut)
-
-    @torch.no_grad()
-    def _close(self, own: RankFigures, *, stop: bool) -> tuple[StepExchange, Figures]:
-        """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
-
-        Returns that, and the loss and the norm of the whole gradient.
-        """
-        touched = self._gradients.touched
-        self.counters.exchanges += 1
-        closing = exchange_step(
-            self._channels.world,
-            figures=self._figures.given(own),
-            times=self._meter.packed(),
-            touched=list(map(touched.__contains__, self._names.trainable)),
-            # The first step reads, to see what else is written without a count.
-            changed_buffers=self._model_buffers.changed(reads_device=not self._updated),
-            written=self._writes.found(),
-            stop=stop,
-        )
-        figures = self._figures.made(own, closing.figures)
-        # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
-        self._writes.check(closing.written)
-        return closing, figures
-
-    def _judge(self, *, lets_one_go: bool = False) -> None:
-        """Raise for what the figures of earlier steps show, and warn.
-
-        lets_one_go: do not wait for the last one, nor for any that cannot be refused.
-        """
-        while self._unjudged:
-            figures = self._unjudged[0]
-            # Which of them is judged here must not depend on which has come: that differs from rank to rank, and all
-            # ranks raise in the same step. A wait for the step before leaves the device the whole of this one to do.
-            is_due = len(self._unjudged) > 1 if figures.may_be_refused else figures.is_known
-            if lets_one_go and not is_due:
-                return
-            self._unjudged.popleft()
-            figures.check()
-            if self.channel.rank == 0 and self._underflows and not figures.grad_norm:
-                warn_of_underflow("all gradients of a step are zero")
-
-    # [5], [6] -------------------------------------------------------------------------------------------------------
-
-    def _update(self, closing: StepExchange, figures: Figures, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Clip, step the optimizers on the owned masters, cast once, gather the working copies; or skip all of it."""
-        touched = set(compress(self._names.trainable, closing.touched))
-        # An optimizer makes the state of a parameter in its first step, which must not be one that the device leaves
-        # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
-        # also looks for optimizers that cannot leave out a step by themselves.
-        found_inf = figures.found_inf
-        if not (can_skip_on_device(self.optimizers) and touched <= self._updated):
-            found_inf = None
-        if found_inf is None:
-            figures.check()
-            # The norm is the same float on all ranks, so all skip or none does.
-            if not figures.is_finite:
-                self.counters.count(figures)
-                return
-        self.counters.count(figures)
-        for name, master in self._masters:
-            # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
-            # decay the weights and the moments.
-            master.grad = gradients[name] if name in touched else None
-        # Every rank clips its own part by the one norm of the whole gradient.
-        if self.plan.clip_grad_norm is not None:
-            figures.clip(self._gradients.parts, self.plan.clip_grad_norm)
-        # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
-        with self._plain_calls.engine_step(), skipping(self.optimizers, found_inf), self.recorder.updating():
-            self._bucket_updates.run(self.counters)
-        for _, master in self._masters:
-            master.grad = None  # a view of the arena, which the next update may lay out anew
-        self._updated |= touched
-        # `touched` is the union over all ranks, so that stages 2 and 3 learn on all ranks alike which gradients to
-        # wait for.
-        self._gradients.expect(touched)
-        # After the owner's working copy has the new values: replicas on other stages are copies of it.
-        self._ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         return stopping_peers(self._channels.world, doing, advice=self._computation.advice)

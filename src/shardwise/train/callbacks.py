@@ -100,11 +100,15 @@ class Evaluation:
         return self.values[name]
 
 
-def values_of(given: Evaluated | Mapping[str, float]) -> dict[str, float]:
-    """The values of an evaluation by name: of a report its loss, further losses and metrics."""
-    if isinstance(given, Mapping):
-        return {name: float(value) for name, value in given.items()}
-    return {"loss": given.loss, **getattr(given, "losses", {}), **getattr(given, "metrics", {})}
+def values_of(given: Evaluated | Mapping[str, Any]) -> dict[str, float]:
+    """The values of an evaluation by name: of a report its loss, further losses and metrics.
+
+    Metrics that are no numbers, such as a matrix, are left out.
+    """
+    if not isinstance(given, Mapping):
+        others = {**getattr(given, "losses", {}), **getattr(given, "metrics", {})}
+        given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
+    return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +256,7 @@ class Loop:
         self.settings = settings or {}
         self.stopped_by = ""
         """Why callbacks have ended the loop; empty where they have not. The same on all ranks."""
-        self._callbacks = _named(callbacks)
+        self._callbacks = named_callbacks(callbacks)
         self._begun: list[tuple[str, Callback]] = []
         self._save_with = save_with
         self._say_with = say_with
@@ -452,7 +456,11 @@ class Loop:
             raise first
 
 
-def _named(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """Callbacks with their names: their class, with a number where there are several.
+
+    Raises ConfigError for one without all five methods.
+    """
     named, seen = [], Counter[str]()
     for callback in callbacks:
         kind = type(callback).__name__

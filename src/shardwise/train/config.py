@@ -108,6 +108,8 @@ class TrainTable(Table):
     """Global batches of held-out rows that one evaluation reads, at most; always the same ones."""
     evaluate_first: bool = False
     """Evaluate before the first update too."""
+    evaluate_average: bool = True
+    """Evaluate with the averages of the weights, where [average] asks for some."""
     callbacks: list[CallbackTable] = Field(default_factory=list)
     """What happens around updates: a [[train.callbacks]] for each, with a `factory` and `options`. The factory is a
     callable f(**options) -> a callback, named like `model.factory`, such as "shardwise.train:EarlyStopping"."""
@@ -451,8 +453,10 @@ def _generation_problems(data: DataTable, generate: GenerateTable) -> list[str]:
         for key in ("max_new_tokens", "seed")
         if key in generate.options
     ]
-    if data.unit == "row":
+    if not data.reads_tokens:
         problems.append("generate: the data are no text, so there is nothing to go on with; leave the table out")
+    elif not data.is_text and not generate.prompts:
+        problems.append("generate.prompts: missing; rows have no text that is held out, so give texts to go on with")
     return problems
 
 

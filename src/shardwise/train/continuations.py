@@ -18,6 +18,7 @@ from shardwise.train.callbacks import Callback, Loop, StepMetrics
 from shardwise.train.config import RunConfig
 from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.run_data import RunData
+from shardwise.train.run_tokenizer import tokenizer_of
 
 SAMPLES = "samples.jsonl"
 _DEFAULT_TOKENS, _DEFAULT_PROMPT = 160, 64
@@ -38,19 +39,19 @@ class Continuations(Callback):
 
     def __init__(self, config: RunConfig, data: RunData, model: nn.Module, console: Console) -> None:
         """Raises ConfigError for a prompt without tokens, and for options that the model does not take."""
-        assert data.corpus is not None
         table = config.generate
         if table.options and not _generates(model):
             raise ConfigError(
                 f"generate.options: a {type(model).__name__} has no generate method that takes them, as models of "
                 "transformers have; leave them out"
             )
-        self._corpus, self._console = data.corpus, console
+        self._tokenizer = tokenizer_of(config.data, config.folder) if data.corpus is None else data.corpus.tokenizer
+        self._console = console
         self._every = table.every
         self._seed = config.train.seed if table.seed is None else table.seed
         self._options = table.options
         self._num_tokens = table.max_new_tokens or _DEFAULT_TOKENS
-        self._prompts = [_Prompt("prompt:", data.corpus.tokens(text)) for text in table.prompts]
+        self._prompts = [_Prompt("prompt:", self._tokenizer.encode(text).tolist()) for text in table.prompts]
         for number, prompt in enumerate(self._prompts):
             if not prompt.tokens:
                 raise ConfigError(f"generate.prompts: the text of number {number} has no tokens")
@@ -83,7 +84,7 @@ class Continuations(Callback):
             if tokens is None:
                 loop.say("no sample: the model called on tokens gives no finite logits [rows, tokens, vocabulary]")
                 continue
-            said, text = self._corpus.text(prompt.tokens), self._corpus.text(tokens)
+            said, text = self._tokenizer.decode(prompt.tokens), self._tokenizer.decode(tokens)
             self._print(prompt.title, said, "dim")
             self._print("the model goes on:", text, "bold")
             if self._path is not None:

@@ -76,10 +76,6 @@ class Corpus:
         """The text of the tokens; bytes that are not UTF-8 become replacement marks."""
         return self.tokenizer.decode(tokens)
 
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        return [int(each) for each in self.tokenizer.encode(text)]
-
 
 def read_corpus(data: DataTable, folder: Path) -> Corpus:
     """Read, tokenize and split the text of [data]. Raises `DataError`: nothing there, not text, or too little."""

@@ -9,6 +9,7 @@ all. So they make the same calls of the engine.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +37,8 @@ class Trainee(Protocol):
     def step(self, batch: Batch) -> Stepped:
         """One update from this data rank's rows."""
 
-    def evaluate(self, batch: Batch) -> Evaluated:
-        """The loss over the rows of all data ranks; this one may have none of them."""
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> Evaluated:
+        """The loss over the rows of all data ranks, and metrics by name; this rank may have no rows."""
 
 
 def fit(
@@ -56,20 +57,25 @@ def fit(
 
     batches: this data rank's rows of each update, from `loop.position` on. held_out: its rows of each batch of an
     evaluation. loop: entered; its engine holds the values of its position, and groups have the full learning rate as
-    `initial_lr` where that is no beginning. The last update is evaluated, but for one after a signal.
-    scheduler: None for the decay of [train]. metrics: what evaluations compute besides losses, by name; `held_out` is
-    the microbatches of this rank then.
+    `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. metrics: of
+    evaluations, by name. The last update is evaluated, but for one after a signal.
     """
+
+    def evaluated() -> dict[str, float]:
+        averages = train.evaluate_average and getattr(loop.engine.plan, "average", None) is not None
+        with loop.engine.averaged() if averages else nullcontext():
+            return evaluate(engine, held_out, metrics)
+
     begin = loop.position
     # A save of the last update was resumed, or callbacks had ended the run. It still reports its held-out loss, as it
     # would have at its end.
     if begin.step >= train.steps or loop.stopped_by:
-        loop.evaluated(evaluate(engine, held_out, metrics))
+        loop.evaluated(evaluated())
         return
     make_scheduler = scheduler if scheduler is not None else decaying(train)
     schedulers = [make_scheduler(optimizer, begin.num_taken) for optimizer in engine.optimizers]
     if train.evaluate_first and begin.step == 0:
-        loop.evaluated(evaluate(engine, held_out, metrics))
+        loop.evaluated(evaluated())
     tokens_per_update = train.global_batch * tokens_per_row
     for step in range(begin.step + 1, train.steps + 1):
         update_began_s = now_s()
@@ -88,7 +94,7 @@ def fit(
                 each.step()
         seconds = now_s() - update_began_s
         is_due = step % train.evaluate_every == 0 or step == train.steps or loop.ends()
-        found = evaluate(engine, held_out, metrics) if is_due else None
+        found = evaluated() if is_due else None
         loop.after_step(report, found, rows=tokens_per_update, seconds=seconds)
         if loop.is_last:
             return
@@ -100,13 +106,12 @@ def _scale_advice(loss_scale: float | None) -> str:
 
 def evaluate(engine: Trainee, held_out: Sequence[Batch], metrics: Mapping[str, Any] | None = None) -> dict[str, float]:
     """The mean loss over the rows of all data ranks, further losses and metrics, by name; a rank may have no rows."""
-    # Parts may differ by one row: `weight` in the reports says how much each loss counts. All ranks make each call,
-    # those without rows too: it exchanges sums.
+    # All ranks make each call, those without rows too: it exchanges sums.
     if metrics:
-        # Together: many a metric of all batches is no mean of theirs.
-        together: Any = engine.evaluate
-        return values_of(together(list(held_out), metrics=metrics))
+        # In one call: most metrics of all rows are no mean of those of parts.
+        return values_of(engine.evaluate(list(held_out), metrics=metrics))
     reports = [engine.evaluate(batch) for batch in held_out]
+    # Parts may differ by one row: `weight` in the reports says how much each loss counts.
     weight = sum(report.weight for report in reports)
     values = [values_of(report) for report in reports]
     return {

@@ -21,7 +21,7 @@ from shardwise.train.callbacks import BEGINNING, Callback, Evaluation, Loop, Pos
 from shardwise.train.config import RunConfig
 from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.quantities import clock, count
-from shardwise.train.run_folder import METRICS
+from shardwise.train.run_folder import METRICS, RunMark
 
 _MAY_BE_NAN = frozenset({"loss", "grad_norm"})
 _IF_GIVEN = ("loss_scale", "losses", "held_out", "learning_rates", "ranks")
@@ -45,7 +45,11 @@ class MetricsFile(Callback):
         lines = _lines_of(path, after_step) if after_step else {}
         self.kept: Sequence[StepMetrics | Evaluation] = list(lines.values())
         """The updates before, and the evaluation before them, as far as the file has them."""
-        self._file = JsonLines(path, kept=list(lines))
+        self._path, self._lines = path, list(lines)
+
+    def on_begin(self, loop: Loop) -> None:
+        """Open the file."""
+        self._file = JsonLines(self._path, kept=self._lines)
 
     def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
         """Write a line, where no update comes with it."""
@@ -77,10 +81,14 @@ class TensorBoard(Callback):
     """Curves for TensorBoard, in a separate folder."""
 
     def __init__(self, folder: Path, *, after_step: int = 0) -> None:
+        self._folder, self._after_step = folder, after_step
+
+    def on_begin(self, loop: Loop) -> None:
+        """Open the folder."""
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier run wrote into the same folder from there on.
-        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=after_step + 1)
+        self._writer: Any = SummaryWriter(log_dir=str(self._folder), purge_step=self._after_step + 1)
 
     def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
         """Add the first points, where no update comes with them."""
@@ -293,7 +301,7 @@ class LiveLine(Callback):
         words = self._pace.words(metrics)
         # One column stays free: in the last one some terminals go on to the next line.
         room = self._console.width - len(" ") - 1
-        # What a narrow line leaves out, the first one first; files and the end of the run have it. Then the bar shrinks.
+        # What a narrow line leaves out, in this order: files and the end of the run have it. Then the bar shrinks.
         spared = dict.fromkeys(("saved", "rate", *reversed(self._pace.evaluation_words())), _SHORTEST_BAR) | {"pace": 1}
         for name, bar in spared.items():
             if len("  ".join(words.values())) > room - bar:
@@ -355,23 +363,25 @@ def progress(
 
 
 def observers_of(config: RunConfig, console: Console, begin: Position, curve: LossCurve) -> list[Callback]:
-    """Open the files of a run that begins or goes on; for rank 0.
-
-    Raises ConfigError when the output folder cannot be written to.
-    """
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-        file = MetricsFile(config.output / METRICS, after_step=begin.step)
-    except OSError as error:
-        raise ConfigError(
-            f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
-        ) from error
+    """Those of a run that begins or goes on; for rank 0. They open their files when it begins."""
+    file = MetricsFile(config.output / METRICS, after_step=begin.step)
     # The curve of the whole run, with what an earlier process made of it.
     for seen in file.kept:
         curve.remember(seen)
     board = [TensorBoard(config.output / "tensorboard", after_step=begin.step)] if tensorboard_installed() else []
     line = progress(console, config.train.steps, every=config.train.log_every, begin=begin, rows=rows_of(config))
     return [file, curve, *board, line]
+
+
+def mark_of(config: RunConfig) -> RunMark:
+    """Begin the folder of a run. Raises ConfigError when it cannot be written to."""
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        return RunMark(config.output, steps=config.train.steps, num_ranks=config.plan.mesh.size, rows=rows_of(config))
+    except OSError as error:
+        raise ConfigError(
+            f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
+        ) from error
 
 
 def rows_of(config: RunConfig) -> str:

@@ -28,6 +28,7 @@ from shardwise.data import DataPlace
 from shardwise.engine import Engine, parallelize
 from shardwise.engine.batches import Batch
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
+from shardwise.train.callback_tables import build_callbacks
 from shardwise.train.callbacks import BEGINNING, Callback, Loop, Position
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
@@ -35,12 +36,10 @@ from shardwise.train.continuations import Continuations
 from shardwise.train.corpus import frequency_loss
 from shardwise.train.learning_rates import SchedulerMaker, scheduler_maker
 from shardwise.train.loop import fit
-from shardwise.train.named_callbacks import build_callbacks
-from shardwise.train.observers import LossCurve, observers_of, picture_words, rows_of
+from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
 from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss, build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
-from shardwise.train.run_folder import RunMark
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
 
@@ -113,13 +112,10 @@ def _prepare(
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
         data, model, sample, held_out = _built(config, channel.rank)
-        optimizer, scheduler, metrics = (
-            optimizer_factory(config, model),
-            scheduler_maker(config),
-            build_metrics(config),
-        )
-        callbacks = build_callbacks(config)
-        continuations = None if data.corpus is None else Continuations(config, data, model, console)
+        optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
+        metrics, callbacks = build_metrics(config), build_callbacks(config)
+        goes_on = data.corpus is not None or config.generate.prompts
+        continuations = Continuations(config, data, model, console) if goes_on else None
     sizes = sizes_of(model)
     engine = parallelize(
         model,
@@ -184,9 +180,8 @@ def _train(
         if channel.rank == 0:
             _say(console, *run.lines)
             if not run.is_over:
+                mark.enter_context(mark_of(config))
                 observers = observers_of(config, console, run.begin, curve)
-                rows = rows_of(config)
-                mark.enter_context(RunMark(config.output, steps=config.train.steps, num_ranks=channel.size, rows=rows))
         loop = Loop(
             run.engine,
             [] if run.is_over else [*observers, *generation, *run.callbacks, run.keeper],
@@ -248,13 +243,10 @@ def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, lis
     mesh = config.plan.mesh
     place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
-    sample, held_out = (
-        sample_batch(data.data, place),
-        data.evaluation(
-            place, config.train.global_batch, microbatch=config.train.microbatch if config.train.metrics else None
-        ),
-    )
-    return data, build_model(config), sample, held_out
+    sample, train = sample_batch(data.data, place), config.train
+    # With metrics all rows are evaluated in one call, of which each batch is a microbatch.
+    rows = train.microbatch * mesh.num_data_ranks if train.metrics else train.global_batch
+    return data, build_model(config), sample, data.evaluation(place, rows)
 
 
 def _baseline(data: RunData) -> float | None:

@@ -50,19 +50,14 @@ class RunData:
     corpus: Corpus | None
     """The text; None for a dataset that the configuration names."""
 
-    def evaluation(self, place: DataPlace, global_batch: int, *, microbatch: int | None = None) -> list[Batch]:
+    def evaluation(self, place: DataPlace, global_batch: int) -> list[Batch]:
         """The rows of one rank, of each `global_batch` rows of an evaluation; a rank may have none of the last ones.
 
-        microbatch: give them so many at a time, and no batch without rows.
         They are read once, so that all evaluations see the same ones, whatever a dataset draws.
         """
         batches = []
         for start in range(0, len(self.held_out), global_batch):
             rows = place.rows(min(global_batch, len(self.held_out) - start))
-            if microbatch is not None:
-                cuts = (rows[at : at + microbatch] for at in range(0, len(rows), microbatch))
-                batches += [self.collate([self.held_out[start + at] for at in cut]) for cut in cuts]
-                continue
             # A collator makes nothing of no samples; a batch without rows has the entries of one with some.
             batch = self.collate([self.held_out[start + at] for at in rows or range(1)])
             batches.append(batch if rows else _without_rows(batch))

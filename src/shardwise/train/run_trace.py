@@ -13,7 +13,7 @@ import importlib.util
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,9 +114,9 @@ class Tracer:
         self._updates.append(_TracedUpdate(spans, bars))
         return report
 
-    def evaluate(self, batch: Batch, **more: Any) -> EvaluationReport:
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
         """See `loop.Trainee`."""
-        return self._engine.evaluate(batch, **more)
+        return self._engine.evaluate(batch, **({"metrics": metrics} if metrics else {}))
 
     def gathered(self) -> RunTrace | None:
         """The last updates on all ranks, which call this together; None when none was made."""

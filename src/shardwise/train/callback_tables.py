@@ -2,7 +2,7 @@
 
 from shardwise.errors import ConfigError, ShardwiseError, in_words
 from shardwise.train.best_save import BestSave
-from shardwise.train.callbacks import Callback
+from shardwise.train.callbacks import Callback, named_callbacks
 from shardwise.train.config import RunConfig
 from shardwise.train.references import resolve
 
@@ -18,5 +18,6 @@ def build_callbacks(config: RunConfig) -> list[Callback]:
         except (Exception, SystemExit) as error:  # a factory that calls exit() would end the rank without a word
             said = str(error) if isinstance(error, ShardwiseError) else in_words(error)
             raise ConfigError(f"{key}: {table.factory} raised {said}") from error
+    named_callbacks(built)
     # A save has the states of all others, as they are after the evaluation that was best.
     return sorted(built, key=lambda each: isinstance(each, BestSave))

@@ -1,0 +1,245 @@
+"""What ends a step: the reduction of its gradients, the figures that all ranks agree on, and the update.
+
+[3] to [5] of `engine.engine`. Ranks along pp and tp count each gradient once:
+
+    reduce    ties to their owners  -->  reduce-scatter per bucket  -->  sums over tp of what is whole there
+    close     mean, |g|^2, flags    -->  one exchange               -->  `Figures`, the same on all ranks
+    update    clip  -->  gradients to the masters that some rank touched  -->  optimizers, bucket by bucket
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import compress
+
+import torch
+from torch import nn
+
+from shardwise.engine.bucket_updates import BucketUpdates
+from shardwise.engine.channels import EngineChannels, RankGroups
+from shardwise.engine.computation import Computation
+from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.norm import norm_dtype
+from shardwise.engine.optimizers import can_skip_on_device, skipping
+from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.precision import computes_in_float16, warn_of_underflow
+from shardwise.engine.reports import Counters
+from shardwise.engine.state import ModelNames
+from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_step
+from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
+from shardwise.engine.step_meter import StepMeter
+from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
+from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.plan import Plan
+
+
+class StepClosing:
+    """Ends the steps of one engine."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        names: ModelNames,
+        cut: Collection[str],
+        computation: Computation,
+        channels: EngineChannels,
+        ranks: RankGroups,
+        buffers: FlatParams,
+        gradients: GradReduce,
+        ties: StageTies,
+        summed: SummedGradients,
+        model_buffers: ModelBuffers,
+        writes: ForwardWrites,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        plain_calls: PlainCalls,
+        counters: Counters,
+        meter: StepMeter,
+    ) -> None:
+        """`cut`: names of owned parameters that are cut along tp."""
+        self._plan = plan
+        self._names = names
+        self._cut = cut
+        self._computation = computation
+        self._channels = channels
+        self._buffers = buffers
+        self._gradients = gradients
+        self._ties = ties
+        self._summed = summed
+        self._model_buffers = model_buffers
+        self._writes = writes
+        self._optimizers = optimizers
+        self._plain_calls = plain_calls
+        self._counters = counters
+        self._meter = meter
+        self.runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
+        """What this rank owns, in as few runs of memory as can be."""
+        dtypes = list(names.trainable.values())
+        self._figures = figures_making(
+            Surroundings(
+                world=channels.world,
+                data_rank=channels.everyone.rank,
+                ranks=ranks,
+                are_whole=self._has_whole_gradients,
+                dtypes=dtypes,
+                norm_dtype=norm_dtype(dtypes),
+            )
+        )
+        self._unjudged: deque[Figures] = deque()
+        """Of steps that the device has not finished yet."""
+        self._bucket_updates = BucketUpdates(optimizers, buffers)
+        self._updated: set[str] = set()
+        """Parameters that optimizers have updated: from then on they have state for them."""
+
+    @cached_property
+    def owned(self) -> list[Owned]:
+        """What this rank owns of each parameter."""
+        # Buckets run from the last parameter to the first. Norms are added in the order of the model, as one process
+        # adds them.
+        owned_of = {each.segment.name: each for each in self._buffers.owned}
+        return [owned_of[name] for name in self._names.trainable if name in owned_of]
+
+    @cached_property
+    def _masters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizers have, with names, bucket by bucket."""
+        return [(each.segment.name, each.parameter) for each in self._buffers.owned]
+
+    @cached_property
+    def _has_whole_gradients(self) -> bool:
+        """Whether each gradient is whole on one rank."""
+        return self._channels.everyone.size * self._channels.tensor.size == 1
+
+    @cached_property
+    def _underflows(self) -> bool:
+        """Whether small gradients may be rounded to zero."""
+        return self._computation.loss_scale is None and computes_in_float16(self._names.specs)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts it in the norm: one replica does, and one rank along tp what is not cut there."""
+        return self._channels.replicas.rank == 0 and (self._channels.tensor.rank == 0 or name in self._cut)
+
+    # [3] ------------------------------------------------------------------------------------------------------------
+
+    def reduce(self) -> Mapping[str, torch.Tensor]:
+        """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
+        # Before the reduction: a tied parameter has one owner, who adds the sums of the other stages to its own. The
+        # reduction over data ranks must find the whole sum in the bucket.
+        self._ties.collect(self._gradients)
+        self._gradients.reduce()
+        owned = self._gradients.views_of(self.owned)
+        # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
+        # over tp of the parts is enough and sends 1/d of the elements.
+        sum_over_ranks([owned[name] for name, _ in self._masters if name in self._summed.names], self._channels.tensor)
+        return owned
+
+    # [4] ------------------------------------------------------------------------------------------------------------
+
+    def gives(
+        self,
+        losses: Sequence[torch.Tensor],
+        weighting: Weighting,
+        weights: torch.Tensor | None,
+        digests: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+    ) -> RankFigures:
+        """What this rank gives to the loss and the norm of a step."""
+        mine = self._gradients.touched & gradients.keys() if self._has_whole_gradients else frozenset()
+        return RankFigures(
+            losses=losses,
+            weighting=weighting,
+            weights=weights,
+            digests=digests,
+            # Every gradient is divided, also those that another rank counts: this rank's optimizer updates them.
+            runs=self._gradients.runs_of(self.runs),
+            parts=self._gradients.parts,
+            # One division, of the sum, before the norm and the clip: k merged microbatches then equal one batch of all
+            # their rows.
+            divisor=weighting.num_microbatches if self._plan.merge.average else self._channels.everyone.size,
+            scale=None if self._computation.loss_scale is None else self._computation.loss_scale.value,
+            # One process has no gradient for a parameter that no microbatch used, and its norm then has one term
+            # fewer. The zeros that stand here in its place would not change the sum, but may change the order in which
+            # torch groups it.
+            used={at: gradients[name] for at, name in enumerate(self._names.trainable) if name in mine} if mine else {},
+        )
+
+    @torch.no_grad()
+    def close(self, own: RankFigures, *, stop: bool) -> tuple[StepExchange, Figures]:
+        """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
+
+        Returns that, and the loss and the norm of the whole gradient.
+        """
+        touched = self._gradients.touched
+        self._counters.exchanges += 1
+        closing = exchange_step(
+            self._channels.world,
+            figures=self._figures.given(own),
+            times=self._meter.packed(),
+            touched=list(map(touched.__contains__, self._names.trainable)),
+            # The first step reads, to see what else is written without a count.
+            changed_buffers=self._model_buffers.changed(reads_device=not self._updated),
+            written=self._writes.found(),
+            stop=stop,
+        )
+        figures = self._figures.made(own, closing.figures)
+        # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
+        self._writes.check(closing.written)
+        return closing, figures
+
+    def judge(self, *, last: Figures | None = None) -> None:
+        """Raise for what the figures of earlier steps show, and warn.
+
+        last: of the step that ends now. Do not wait for it, nor for any that cannot be refused.
+        """
+        if last is not None:
+            self._unjudged.append(last)
+        while self._unjudged:
+            figures = self._unjudged[0]
+            # Which of them is judged here must not depend on which has come: that differs from rank to rank, and all
+            # ranks raise in the same step. A wait for the step before leaves the device the whole of this one to do.
+            is_due = len(self._unjudged) > 1 if figures.may_be_refused else figures.is_known
+            if last is not None and not is_due:
+                return
+            self._unjudged.popleft()
+            figures.check()
+            if self._channels.world.rank == 0 and self._underflows and not figures.grad_norm:
+                warn_of_underflow("all gradients of a step are zero")
+
+    # [5], [6] -------------------------------------------------------------------------------------------------------
+
+    def update(self, closing: StepExchange, figures: Figures, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Clip, step the optimizers on the owned masters, cast once, gather the working copies; or skip all of it."""
+        touched = set(compress(self._names.trainable, closing.touched))
+        # An optimizer makes the state of a parameter in its first step, which must not be one that the device leaves
+        # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
+        # also looks for optimizers that cannot leave out a step by themselves.
+        found_inf = figures.found_inf
+        if not (can_skip_on_device(self._optimizers) and touched <= self._updated):
+            found_inf = None
+        if found_inf is None:
+            figures.check()
+            # The norm is the same float on all ranks, so all skip or none does.
+            if not figures.is_finite:
+                self._counters.count(figures)
+                return
+        self._counters.count(figures)
+        for name, master in self._masters:
+            # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
+            # decay the weights and the moments.
+            master.grad = gradients[name] if name in touched else None
+        # Every rank clips its own part by the one norm of the whole gradient.
+        if self._plan.clip_grad_norm is not None:
+            figures.clip(self._gradients.parts, self._plan.clip_grad_norm)
+        # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
+        recorder = self._computation.recorder
+        with self._plain_calls.engine_step(), skipping(self._optimizers, found_inf), recorder.updating():
+            self._bucket_updates.run(self._counters)
+        for _, master in self._masters:
+            master.grad = None  # a view of the arena, which the next update may lay out anew
+        self._updated |= touched
+        # `touched` is the union over all ranks, so that stages 2 and 3 learn on all ranks alike which gradients to
+        # wait for.
+        self._gradients.expect(touched)
+        # After the owner's working copy has the new values: replicas on other stages are copies of it.
+        self._ties.publish()

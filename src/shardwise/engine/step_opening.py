@@ -1,0 +1,149 @@
+"""The opening of a step: a batch becomes microbatches with weights, or every rank raises the same error.
+
+    alone       check the model, cut the batch, weigh each microbatch
+    ~~~~ exchange: the verdict of each rank, its weights, what was written from outside, digests of the batch ~~~~
+    together    `Weighting`; refuse ranks that share a batch and have others; warn of data ranks with the same rows
+
+Nothing is computed before: see [1] of `engine`.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shardwise.comm.agreement import agreed
+from shardwise.comm.hosts import hosts_of, with_hosts
+from shardwise.engine.autocast_regions import AutocastRegions
+from shardwise.engine.batch_digests import BatchDigests, describe_batch
+from shardwise.engine.batches import Batch, LossWeight, Microbatch, count_rows, is_on_host, split_batch
+from shardwise.engine.channels import EngineChannels, RankGroups
+from shardwise.engine.reports import Counters
+from shardwise.engine.step_exchange import (
+    NUM_PARTS_OF_OPENING,
+    Weight,
+    Weighting,
+    batch_compared,
+    check_writes,
+    merge_weights,
+    parts_of_opening,
+    ranks_with_same_rows,
+    weigh,
+)
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.errors import SameRowsWarning
+from shardwise.plan import Plan
+
+_COMPARED_STEPS = 3
+"""First steps of an engine, in which a sampler that forgot the rank is noticed."""
+
+
+class Opened(NamedTuple):
+    """What a step computes, alike on ranks that share a batch."""
+
+    parts: Sequence[Microbatch]
+    weights: Sequence[Weight]
+    """Of this rank's microbatches."""
+    weighting: Weighting
+    """Of those of all data ranks."""
+
+
+class StepOpening:
+    """Opens the steps and evaluations of one engine."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        loss_weight: LossWeight | None,
+        channels: EngineChannels,
+        ranks: RankGroups,
+        buffers: FlatParams,
+        autocast: AutocastRegions,
+        counters: Counters,
+        check_model: Callable[[], None],
+    ) -> None:
+        """check_model: raises for a model that this rank cannot train any more."""
+        self.loss_weight = loss_weight
+        """As `parallelize` was given it."""
+        self._plan = plan
+        self._channels = channels
+        self._ranks = ranks
+        self._buffers = buffers
+        self._autocast = autocast
+        self._counters = counters
+        self._check_model = check_model
+        self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
+        self._digests = BatchDigests()
+        self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
+        """Steps to come in which data ranks compare their rows."""
+
+    def open(self, batch: Batch, num_microbatches: int | None, *, purpose: str) -> Opened:
+        """Split and weigh the batch; every rank raises the same error when one cannot.
+
+        num_microbatches: of a step; None: of an evaluation, in which ranks may have unlike numbers of them.
+        """
+        parts: Sequence[Microbatch] = []
+        # An evaluation leaves out what has no weight: its loss may be nan.
+        is_step, device = num_microbatches is not None, self._channels.everyone.device
+        self._counters.exchanges += 1
+        lines: Sequence[str] = ()
+        with agreed(
+            self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
+        ) as agreement:
+            self._check_model()
+            wanted = num_microbatches
+            if wanted is None:
+                wanted = min(self._plan.merge.microbatches, count_rows(batch))
+            # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
+            if wanted or num_microbatches is not None:
+                parts = split_batch(batch, wanted, device)
+            weighed = parts
+            if self.loss_weight is not None and parts and device.type != "cpu" and is_on_host(batch):
+                # Where the rows are: the host then knows the weights, and waits for nothing.
+                weighed = split_batch(batch, wanted, torch.device("cpu"))
+            weights = weigh(weighed, self.loss_weight, reads_device=not is_step)
+            # Ranks along pp and tp compute one batch together. Given two different batches they would train on a
+            # mixture, without any error; digests cost one pass over the batch and are compared in the message that is
+            # sent anyway.
+            compares = is_step and self._compared_steps > 0
+            if self._shares_batch or compares:
+                lines = describe_batch(batch, digest=not is_step)
+            agreement.parts = parts_of_opening(
+                weights,
+                written=self._buffers.written,
+                autocast=self._autocast.described(),
+                batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
+            )
+        if compares:
+            self._warn_of_same_rows(agreement.of_parts[-1])
+        weighting, written = merge_weights(
+            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._ranks
+        )
+        # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
+        # other values would go its own way with every loss still looking right. All ranks know that they take part,
+        # because `written` is the union over all of them.
+        if written:
+            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
+            self._buffers.written.clear()
+        return Opened(parts, weights, weighting)
+
+    def digests(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Of what is on the device, where ranks share the batch: compared with the figures of the step."""
+        return self._digests.of(batch) if self._shares_batch else {}
+
+    def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
+        """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
+        self._compared_steps -= 1
+        if ranks := ranks_with_same_rows(batches, self._ranks.speakers):
+            self._compared_steps = 0
+            if self._channels.world.rank == 0:
+                named = " and ".join(f"rank {rank}" for rank in ranks[:2])
+                more = f" (and {len(ranks) - 2} more)" if len(ranks) > 2 else ""
+                text = (
+                    f"{named}{more} are different data ranks, and got the same rows: they train on one share of the "
+                    "data twice. Choose the rows by the data rank, plan.mesh.data_rank(channel.rank), as sw.Data does: "
+                    "for batch in data.on(engine)"
+                )
+                warnings.warn(with_hosts(text, hosts_of(self._channels.world)), SameRowsWarning, stacklevel=4)
