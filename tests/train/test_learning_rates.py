@@ -180,6 +180,13 @@ def test_settings_that_a_schedule_makes_meaningless_are_refused(tmp_path: Path) 
     ]
 
 
+def test_a_schedule_that_ends_too_soon_is_named(tmp_path: Path) -> None:
+    words = ["train.schedule=torch.optim.lr_scheduler:OneCycleLR", *WITHOUT_DECAY]
+    config = laid_out(tmp_path, *words, "train.schedule_options={max_lr=0.05, total_steps=4}", "mesh.dp_shard=2")
+    with pytest.raises(ConfigError, match=r"OneCycleLR raised ValueError: .*; give it as many steps as train\.steps"):
+        finished(config)
+
+
 @pytest.mark.parametrize(
     ("schedule", "problem"),
     [

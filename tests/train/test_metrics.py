@@ -24,17 +24,12 @@ def pair(output, batch):
 
 class Error:
     def __init__(self, power=1):
+        if not power:
+            raise ValueError("no power")
         self.power = power
 
     def __call__(self, output, batch):
         return (output - batch["labels"][:, None]).abs() ** self.power
-
-
-class Keeps:
-    seen = []
-
-    def __init__(self, rows):
-        self.rows = rows
 """
 
 METRICS = (
@@ -96,8 +91,8 @@ def test_metrics_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"mine\.py:accuracy is no metric of torchmetrics; leave it out"):
         build_metrics(measured(tmp_path, "train.metrics.a=mine.py:accuracy", "train.metric_inputs.a=mine.py:pair"))
-    with pytest.raises(ConfigError, match=r"mine\.py:Keeps is a class whose objects cannot be called"):
-        build_metrics(measured(tmp_path, "train.metrics.a=mine.py:Keeps", "train.metric_options.a.rows=1"))
+    with pytest.raises(ConfigError, match=r"train\.metrics\.a: mine\.py:Error raised ValueError: no power"):
+        build_metrics(measured(tmp_path, "train.metrics.a=mine.py:Error", "train.metric_options.a.power=0"))
     unfit: Any = build_metrics(measured(tmp_path, "train.metrics.f1=torchmetrics:MeanMetric"))["f1"]
     with pytest.raises(ConfigError, match=r"train\.metric_inputs\.f1: missing; the output is no tensor with \.logits"):
         unfit[1](3, {"labels": 1})

@@ -18,7 +18,7 @@ from shardwise.engine.batches import Batch
 from shardwise.errors import DivergedError
 from shardwise.train.callbacks import Evaluated, Loop, Stepped, values_of
 from shardwise.train.config import TrainTable
-from shardwise.train.learning_rates import SchedulerMaker, decaying
+from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
 # updates do not change those.
@@ -91,7 +91,7 @@ def fit(
         # warm-up.
         if not report.skipped:
             for each in schedulers:
-                each.step()
+                advance(each)
         seconds = now_s() - update_began_s
         is_due = step % train.evaluate_every == 0 or step == train.steps or loop.ends()
         found = evaluated() if is_due else None

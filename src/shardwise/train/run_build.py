@@ -63,10 +63,14 @@ def _maker(config: RunConfig) -> Callable[[], Any]:
         raise ConfigError(f"model.pretrained: {table.factory} has no from_pretrained; give a class of transformers")
     if table.initialise != "whole":
         raise ConfigError('model.initialise: "by module" draws the values that model.pretrained has; leave one out')
+    if "trust_remote_code" in given:
+        raise ConfigError("model.config.trust_remote_code: no code of a folder is run; leave it out")
     folder = str(config.folder / table.pretrained)
+    # Nothing is downloaded, no pickle is read, and no code of the folder is run.
+    safe = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
 
     def loaded() -> Any:
-        model = factory.from_pretrained(folder, **given, local_files_only=True, use_safetensors=True)
+        model = factory.from_pretrained(folder, **given, **safe)
         return model.train()  # it comes in evaluation mode
 
     return loaded
@@ -157,9 +161,29 @@ def optimizer_factory(config: RunConfig, model: nn.Module) -> OptimizerFunction:
                 settings["lr"] = table.learning_rate
             key = (number, *settings.values()) if number >= 0 else (number, is_vector)
             groups.setdefault(key, {"params": [], **settings})["params"] += those
-        return factory(list(groups.values()), lr=train.learning_rate, **train.optimizer_options)
+        optimizers = factory(list(groups.values()), lr=train.learning_rate, **train.optimizer_options)
+        _check_groups(optimizers, [group for (number, *_), group in groups.items() if number != -1], train.optimizer)
+        return optimizers
 
     return build
+
+
+def _check_groups(optimizers: Any, named: Sequence[Mapping[str, Any]], reference: str) -> None:
+    """Refuse an optimizer that has lost the settings of [[train.groups]]: a callable may put parameters together."""
+    listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    held = {
+        each: group
+        for optimizer in listed
+        for group in getattr(optimizer, "param_groups", ())
+        for each in group["params"]
+    }
+    for group in named:
+        for key in group.keys() & {"lr", "weight_decay"}:
+            if any(float(held.get(each, {}).get(key, group[key])) != group[key] for each in group["params"]):
+                raise ConfigError(
+                    f"train.groups: {reference} makes optimizers with another {key} than {group[key]}; let it keep the "
+                    "groups that it gets, or leave train.groups out"
+                )
 
 
 class NamedGroups:
