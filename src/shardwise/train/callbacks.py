@@ -106,7 +106,7 @@ def values_of(given: Evaluated | Mapping[str, Any]) -> dict[str, float]:
     Metrics that are no numbers, such as a matrix, are left out.
     """
     if not isinstance(given, Mapping):
-        others = {**getattr(given, "losses", {}), **getattr(given, "metrics", {})}
+        others = {**getattr(given, "metrics", {}), **getattr(given, "losses", {})}
         given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
     return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 
