@@ -249,13 +249,13 @@ def take_up(
     has_cursor, target = CURSOR_KEY in start.extra, RegroupedEngine(engine)
     try:
         source = start.address if start.replica is None else start.replica
-        load(source, target, channel=channel, data=data.data if has_cursor else None)
+        loaded = load(source, target, channel=channel, data=data.data if has_cursor else None)
     except CheckpointError as error:
         raise _with_way_out(error, start.older) from error
     if not has_cursor:  # of an earlier version, whose samples were counted by steps alone
         data.data.resume({**data.data.cursor(), "epoch": 0, "position": state.step * config.train.global_batch})
     settled = settle_settings(engine, state.settings, fresh, has_other_groups=target.has_other_groups)
-    words = [start.words, *settled, *_scale_words(start.plan, config.plan)]
+    words = [start.words, *loaded.report.notes, *settled, *_scale_words(start.plan, config.plan)]
     reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
     if state.step >= config.train.steps:
         words.append(

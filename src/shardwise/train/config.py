@@ -247,7 +247,7 @@ _TABLES: dict[str, type[Table]] = {
     "checkpoint": CheckpointTable,
     "generate": GenerateTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +421,7 @@ def _plan(
     sharding, precision, pipeline, tensor = (
         _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
     )
+    average = _spec("average", tables, problems) if "average" in tables else None
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
@@ -436,6 +437,7 @@ def _plan(
             tensor=tensor,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
+            average=average,
         )
     except PlanError as error:
         # A plan calls it by its own name; in the file the key is in [train].

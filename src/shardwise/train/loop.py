@@ -62,7 +62,7 @@ def fit(
     """
 
     def evaluated() -> dict[str, float]:
-        averages = train.evaluate_average and getattr(loop.engine.plan, "average", None) is not None
+        averages = train.evaluate_average and loop.engine.plan.average is not None
         with loop.engine.averaged() if averages else nullcontext():
             return evaluate(engine, held_out, metrics)
 
