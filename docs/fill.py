@@ -26,7 +26,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from shardwise.cli import main
-from shardwise.plan import Merge, Pipeline, Precision, Sharding, Tensor
+from shardwise.plan import Average, Merge, Pipeline, Precision, Sharding, Tensor
 from shardwise.plan.specs import toml_text
 from shardwise.space import Mesh
 from shardwise.train import config as tables
@@ -42,6 +42,7 @@ SPECS = {
     "precision": Precision,
     "pipeline": Pipeline,
     "tensor": Tensor,
+    "average": Average,
 }
 MACRO = re.compile(r"<!-- (\w+)\(([^<>]*)\) -->(.*?)<!-- end -->", re.DOTALL)
 ARGUMENTS = re.compile(r"<p>[a-z_]+(?:, [a-z_]+)*: .*?</p>", re.DOTALL)

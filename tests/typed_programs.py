@@ -56,6 +56,7 @@ PLAN = sw.Plan(
     pipeline=sw.Pipeline(schedule="1f1b", stages={"up": 0}, balance="flops"),
     tensor=sw.Tensor(rules={"up": "column"}),
     clip_grad_norm=1,
+    average=sw.Average(decay=0.999, every=2),
 )
 
 
@@ -73,7 +74,9 @@ def trains(channel: sw.Channel) -> list[float]:
     assert_type(engine.gradients(), dict[sw.Piece, torch.Tensor])
     named: Rows = {"rows": torch.ones(2, 4), "wanted": torch.ones(2, 8)}
     reports = [engine.step(batch), engine.step({**batch, "scale": 2.0}), engine.step(named, stop=lambda: True)]
-    return [report.loss for report in reports] + [engine.evaluate(batch).loss]
+    with engine.averaged():
+        averaged = engine.evaluate(batch).loss
+    return [report.loss for report in reports] + [engine.evaluate(batch).loss, averaged]
 
 
 def takes_optimizers_and_losses_of_all_kinds(model: Net) -> None:
@@ -190,6 +193,7 @@ def refuses_plans() -> None:
     sw.Plan("pp=2")  # type: ignore[arg-type, call-arg]
     sw.Plan(mesh="pp=2")  # type: ignore[arg-type]
     sw.Plan(sharding=2)  # type: ignore[arg-type]
+    sw.Plan(average=0.999)  # type: ignore[arg-type]
     sw.Mesh(dp=2)  # type: ignore[call-arg]
     sw.Mesh(tp="2")  # type: ignore[arg-type]
     sw.Sharding(partition="halves")  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.engine.whole_model import full_state_dict
     from shardwise.errors import ShardwiseError
     from shardwise.moving import reshard, reshard_tensor
-    from shardwise.plan import Merge, Pipeline, Plan, Precision, Sharding, Tensor
+    from shardwise.plan import Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
     from shardwise.train.preemption import Preemption
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ROOM_OF = {
+    "Average": "plan",
     "Channel": "comm",
     "Data": "data",
     "Engine": "engine",
@@ -68,6 +69,7 @@ _ROOMS = ("checkpoint",)
 """Rooms that are used by their own name: `shardwise.checkpoint.open(path)`."""
 
 __all__ = [
+    "Average",
     "Channel",
     "Data",
     "Engine",

@@ -5,6 +5,7 @@ The oracle is the same program with ranks on the CPU: the fake device has its ke
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,8 @@ PLANS: dict[str, tuple[sw.Plan, dict[str, Any]]] = {
     "pp, k=4": (plan(4, pp=2), {}),
     "pp, k=4, weights, tied": (plan(4, pp=2), {"loss_weight": tokens, "is_tied": True}),
     "all": (plan(2, stage=2, pp=2, dp_shard=2, tp=2), {}),
+    "average": (replace(plan(dp_shard=2), average=sw.Average(decay=0.9)), {}),
+    "mean, stage 3, bf16": (replace(plan(stage=3, dp_shard=2, bf16=True), average=sw.Average(every=2)), {}),
 }
 
 

@@ -77,6 +77,8 @@ def _keys_of(kind: Any, path: str) -> Iterator[str]:
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         inner = hints[field.name]
+        # What a plan may be without is written as the same table.
+        inner = next((each for each in get_args(inner) if dataclasses.is_dataclass(each)), inner)
         if inspect.isclass(inner) and issubclass(inner, Table):
             yield from _keys_of_table(inner, f"{path}{field.name}.")
         elif dataclasses.is_dataclass(inner):
@@ -103,6 +105,7 @@ PLANS: dict[str, sw.Plan] = {
     "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(bucket_bytes=256)),
     "whole": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(partition="whole")),
     "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "average": sw.Plan(mesh=sw.Mesh(dp_shard=2), average=sw.Average(decay=0.5)),
     "pp": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"embedding": 0, "up": 0, "down": 1})),
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"up": "column", "down": "row", "embedding": "vocab"})),
 }

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from shardwise.plan import Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
+from shardwise.plan import Average, Merge, Ownership, Parameter, Pipeline, Plan, Precision, Sharding, plan_ownership
 from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.plan.outlines import describe
 from shardwise.plan.schedules import make_schedule
@@ -43,6 +43,7 @@ pipelines = (
     | st.builds(Pipeline, schedule=_written, stages=st.none() | st.dictionaries(names, st.integers(0, 1), min_size=1))
     | st.builds(Pipeline, stages=st.dictionaries(names, st.just(0), min_size=1, max_size=5))
 )
+averages = st.builds(Average, decay=st.none() | st.just(0) | st.floats(0, 1, exclude_max=True), every=st.integers(1, 9))
 plans = st.builds(
     Plan,
     mesh=st.builds(Mesh, pp=st.integers(1, 4), dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4)),
@@ -58,6 +59,7 @@ plans = st.builds(
     ),
     pipeline=pipelines,
     clip_grad_norm=st.none() | st.floats(0, exclude_min=True, allow_nan=False) | st.integers(1, 1 << 40),
+    average=st.none() | averages,
 )
 
 

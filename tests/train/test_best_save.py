@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.comm import Channel, alone, simulate
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
-from shardwise.train import BestSave, Loop
+from shardwise.train import BestSave, TrainingLoop
 from tests.train.runs import finished, small_run, without_times
 
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0}
@@ -30,7 +30,7 @@ def engine_on(channel: Channel, mesh: sw.Mesh, stage: int) -> Engine[nn.Module]:
     )
 
 
-def trained(engine: Engine[nn.Module], loop: Loop, steps: int = 9) -> list[dict[str, torch.Tensor]]:
+def trained(engine: Engine[nn.Module], loop: TrainingLoop, steps: int = 9) -> list[dict[str, torch.Tensor]]:
     """The weights after each step, whole."""
     weights = []
     for step in range(1, steps + 1):
@@ -50,7 +50,7 @@ def test_the_best_save_is_the_weights_of_the_best_evaluation_and_is_loaded_if_as
 ) -> None:
     def body(channel: Channel) -> None:
         engine = engine_on(channel, mesh, stage)
-        with Loop(engine, [BestSave(str(tmp_path / "best"), load_at_end=load_at_end)]) as loop:
+        with TrainingLoop(engine, [BestSave(str(tmp_path / "best"), load_at_end=load_at_end)]) as loop:
             weights = trained(engine, loop)
         assert sw.checkpoint.open(tmp_path / "best").step == 4
         now = dict(sw.full(engine))
@@ -70,7 +70,7 @@ def test_nothing_is_loaded_after_an_error(tmp_path: Path) -> None:
     weights: list[dict[str, torch.Tensor]] = []
 
     def failing() -> None:
-        with Loop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
+        with TrainingLoop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
             weights.extend(trained(engine, loop))
             raise ZeroDivisionError
 
@@ -81,7 +81,7 @@ def test_nothing_is_loaded_after_an_error(tmp_path: Path) -> None:
 
 def test_a_metric_may_have_to_be_large(tmp_path: Path) -> None:
     engine = engine_on(alone(), sw.Mesh(), 1)
-    with Loop(engine, [BestSave(str(tmp_path), mode="max", min_delta=0.5)]) as loop:
+    with TrainingLoop(engine, [BestSave(str(tmp_path), mode="max", min_delta=0.5)]) as loop:
         trained(engine, loop)
     assert sw.checkpoint.open(tmp_path).step == 2
 
@@ -138,12 +138,12 @@ def test_saves_of_others_are_never_pruned_for_a_best_one(tmp_path: Path) -> None
     sw.save(tmp_path / "mine", engine)
     with (
         pytest.raises(ConfigError, match="mine holds other saves, which would go"),
-        Loop(engine, [BestSave(str(tmp_path / "mine"))]),
+        TrainingLoop(engine, [BestSave(str(tmp_path / "mine"))]),
     ):
         pass
 
     def sharing() -> None:
-        with Loop(engine, [BestSave(str(tmp_path / "shared"))]) as loop:
+        with TrainingLoop(engine, [BestSave(str(tmp_path / "shared"))]) as loop:
             for value in (3.0, 2.0):
                 loop.after_step(engine.step({"input": torch.ones(4, 3)}), {"loss": value})
                 sw.save(tmp_path / "shared", engine)
@@ -156,6 +156,6 @@ def test_saves_of_others_are_never_pruned_for_a_best_one(tmp_path: Path) -> None
 def test_a_loop_without_a_folder_of_saves_asks_for_one(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match="this loop has no folder of saves; give one, as path"),
-        Loop(engine_on(alone(), sw.Mesh(), 1), [BestSave()]),
+        TrainingLoop(engine_on(alone(), sw.Mesh(), 1), [BestSave()]),
     ):
         pass

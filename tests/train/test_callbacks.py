@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.comm import Channel, alone, simulate
 from shardwise.engine import Engine
 from shardwise.errors import CallbackError, CheckpointError, ConfigError, PeerError
-from shardwise.train import Callback, Evaluation, Loop, StepMetrics
+from shardwise.train import Callback, EarlyStopping, EvaluationValues, StepMetrics, TrainingLoop
 from shardwise.train.stop_signals import StopSignals
 from tests.train.runs import finished, small_run, without_times
 
@@ -54,7 +54,7 @@ def share(engine: Engine[nn.Module], step: int) -> dict[str, torch.Tensor]:
     return {"input": rows(step)[start : start + size]}
 
 
-def looped(engine: Engine[nn.Module], loop: Loop, *, steps: int, every: int = 2) -> list[float]:
+def looped(engine: Engine[nn.Module], loop: TrainingLoop, *, steps: int, every: int = 2) -> list[float]:
     """A loop of a user's own."""
     losses = []
     for step in range(1, steps + 1):
@@ -69,19 +69,19 @@ class Noting(Callback):
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         self.calls.append("begin")
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         self.calls.append(("evaluation", evaluation.step, dict(evaluation.values)))
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         self.calls.append(("step", metrics.step, metrics.loss, metrics.held_out_loss, metrics.learning_rate))
 
-    def on_save(self, loop: Loop, report: Any) -> None:
+    def on_save(self, loop: TrainingLoop, report: Any) -> None:
         self.calls.append(("save", report.step))
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         self.calls.append(("end", error))
 
 
@@ -107,7 +107,7 @@ def test_every_rank_is_called_at_every_place_with_the_numbers_of_a_plain_loop(la
 
     def body(channel: Channel) -> list[Any]:
         engine, noting = engine_on(channel, LAYOUTS[layout]), Noting()
-        with Loop(engine, [noting]) as loop:
+        with TrainingLoop(engine, [noting]) as loop:
             looped(engine, loop, steps=4)
         return noting.calls
 
@@ -131,7 +131,7 @@ class Asking(Callback):
     def __init__(self, step: int, rank: int) -> None:
         self._step, self._rank = step, rank
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         if metrics.step == self._step and loop.engine.channel.rank == self._rank:
             loop.stop("the coffee is ready")
 
@@ -140,7 +140,7 @@ class Asking(Callback):
 def test_the_wish_of_one_rank_ends_all_loops_after_the_same_step(layout: str) -> None:
     def body(channel: Channel) -> tuple[int, str, int]:
         engine = engine_on(channel, LAYOUTS[layout])
-        with Loop(engine, [Asking(3, rank=1)]) as loop:
+        with TrainingLoop(engine, [Asking(3, rank=1)]) as loop:
             losses = looped(engine, loop, steps=9)
             assert loop.is_last
         return len(losses), loop.stopped_by, engine.counters.exchanges
@@ -161,12 +161,12 @@ def test_the_wish_of_one_rank_ends_all_loops_after_the_same_step(layout: str) ->
 
 def test_a_wish_before_the_first_step_is_known_to_all_ranks_at_once() -> None:
     class Unwilling(Callback):
-        def on_begin(self, loop: Loop) -> None:
+        def on_begin(self, loop: TrainingLoop) -> None:
             if loop.engine.channel.rank == 1:
                 loop.stop("no data")
 
     def body(channel: Channel) -> str:
-        with Loop(engine_on(channel, sw.Mesh(dp_shard=2)), [Unwilling()]) as loop:
+        with TrainingLoop(engine_on(channel, sw.Mesh(dp_shard=2)), [Unwilling()]) as loop:
             return loop.stopped_by
 
     assert simulate(2, body) == ["no data", "no data"]
@@ -175,7 +175,7 @@ def test_a_wish_before_the_first_step_is_known_to_all_ranks_at_once() -> None:
 def test_a_signal_and_a_loop_ask_the_same_steps_and_do_not_hide_each_other() -> None:
     engine = engine_on(alone(), sw.Mesh())
     for asks_first in (True, False):
-        with sw.Preemption() as preemption, Loop(engine, [Asking(2, rank=0)] if asks_first else []) as loop:
+        with sw.Preemption() as preemption, TrainingLoop(engine, [Asking(2, rank=0)] if asks_first else []) as loop:
             for step in range(1, 9):
                 report = engine.step(share(engine, step))
                 ends = loop.after_step(report)
@@ -194,7 +194,7 @@ class Failing(Callback):
         self._rank = rank
         setattr(self, method, self._fail)
 
-    def _fail(self, loop: Loop, *_: Any) -> None:
+    def _fail(self, loop: TrainingLoop, *_: Any) -> None:
         if loop.engine.channel.rank == self._rank:
             raise KeyError("no such key")
 
@@ -208,7 +208,7 @@ def test_what_a_callback_of_one_rank_raises_ends_all_ranks_in_words(method: str)
     def body(channel: Channel) -> None:
         engine, noting = engine_on(channel, sw.Mesh(dp_shard=2)), Noting()
         try:
-            with Loop(engine, [noting, Failing(method, rank=1)]) as loop:
+            with TrainingLoop(engine, [noting, Failing(method, rank=1)]) as loop:
                 looped(engine, loop, steps=4)
             channel.exchange(b"", purpose="the next thing")  # an error of `on_end` is met here at last
         except BaseException as error:
@@ -229,7 +229,7 @@ def test_an_error_of_the_loop_reaches_the_callbacks_and_theirs_do_not_hide_it() 
     noting = Noting()
     with (
         pytest.raises(ZeroDivisionError) as caught,
-        Loop(engine_on(alone(), sw.Mesh()), [noting, Failing("on_end", 0)]),
+        TrainingLoop(engine_on(alone(), sw.Mesh()), [noting, Failing("on_end", 0)]),
     ):
         raise ZeroDivisionError
     assert noting.calls == ["begin", ("end", caught.value)]
@@ -238,18 +238,18 @@ def test_an_error_of_the_loop_reaches_the_callbacks_and_theirs_do_not_hide_it() 
 
 def test_what_is_no_callback_is_refused_with_what_it_lacks() -> None:
     class Half:
-        def on_step(self, loop: Loop, metrics: StepMetrics) -> None: ...
+        def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None: ...
 
     half: Any = Half()
     with pytest.raises(ConfigError, match="Half has no on_begin, on_evaluation, on_save, on_end; derive it from"):
-        Loop(engine_on(alone(), sw.Mesh()), [half])
+        TrainingLoop(engine_on(alone(), sw.Mesh()), [half])
 
 
 class Counting(Callback):
     def __init__(self, begin: Any = 0) -> None:
         self.seen = begin
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         self.seen += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,17 +261,17 @@ class Counting(Callback):
 
 def test_states_travel_with_a_save_of_ones_own_and_misfits_are_said(tmp_path: Path) -> None:
     engine, counting, second = engine_on(alone(), sw.Mesh()), Counting(), Counting(100)
-    with Loop(engine, [counting, second]) as loop:
+    with TrainingLoop(engine, [counting, second]) as loop:
         looped(engine, loop, steps=3)
         loop.save(str(tmp_path), extra={"mine": 1})
     other = engine_on(alone(), sw.Mesh())
     extra = sw.load(tmp_path, other)
     assert (extra["step"], extra["mine"]) == (3, 1)
     again, unsaved = Counting(), Noting()
-    loop = Loop(other, [again, unsaved])
+    loop = TrainingLoop(other, [again, unsaved])
     assert loop.load_state_dict(extra["callbacks"]) == ["callback Counting-2 of the saved run is left out here"]
     assert (again.seen, loop.position.step) == (3, 3)
-    fresh = Loop(other, [Counting(), Counting(), Counting()])
+    fresh = TrainingLoop(other, [Counting(), Counting(), Counting()])
     assert fresh.load_state_dict(extra["callbacks"]) == [
         "callback Counting-3 has no state in the save, and begins anew"
     ]
@@ -279,7 +279,7 @@ def test_states_travel_with_a_save_of_ones_own_and_misfits_are_said(tmp_path: Pa
 
 @pytest.mark.parametrize("state", [{1, 2}, float("nan")])
 def test_a_state_that_json_does_not_hold_is_named(state: Any) -> None:
-    loop = Loop(engine_on(alone(), sw.Mesh()), [Counting(state)])
+    loop = TrainingLoop(engine_on(alone(), sw.Mesh()), [Counting(state)])
     with pytest.raises(CheckpointError, match="callback Counting: JSON does not hold what state_dict gives"):
         loop.state_dict()
 
@@ -441,3 +441,33 @@ def test_the_error_of_a_callback_on_one_rank_ends_a_run_in_its_words(tmp_path: P
         finished(small_run(tmp_path, mine("fails = 1"), num_processes=2))
     ended = json.loads((tmp_path / "out" / "run.json").read_text())["ended"]
     assert "callback Mine: on_step raised ValueError: not today" in ended
+
+
+@pytest.mark.parametrize("delays", [1, 2], indirect=True)
+def test_on_a_device_that_is_behind_a_loop_has_the_numbers_of_a_plain_one(delays: None) -> None:
+    losses, evaluations = plainly(4)
+
+    def body(channel: Channel) -> list[Any]:
+        engine, noting = engine_on(channel, LAYOUTS["dp"], stage=2), Noting()
+        with TrainingLoop(engine, [noting]) as loop:
+            looped(engine, loop, steps=4)
+        assert loop.position.num_taken == 4
+        return noting.calls
+
+    for calls in simulate(2, body, device="fake"):
+        assert [each[2] for each in calls if each[0] == "step"] == pytest.approx(losses, rel=1e-5)
+        held_out = [each[2]["loss"] for each in calls if each[0] == "evaluation"]
+        assert held_out == pytest.approx(evaluations, rel=1e-5)
+
+
+@pytest.mark.parametrize(("callback", "looks"), [(Noting, True), (EarlyStopping, False)])
+def test_callbacks_that_see_no_steps_make_no_look_at_the_figures_of_the_last_one(
+    callback: type[Callback], looks: bool
+) -> None:
+    engine = engine_on(alone(), sw.Mesh())
+    with TrainingLoop(engine, [callback()]) as loop:
+        for step in range(1, 4):
+            report = engine.step(share(engine, step))
+            loop.after_step(report)
+            assert hasattr(report, "_values") is not looks, "a look at them waits for the device"
+        assert (loop.step, loop.position.num_taken) == (3, 3)

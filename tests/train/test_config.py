@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.plan import Pipeline
+from shardwise.plan import Average, Pipeline
 from shardwise.train.config import read_config
 
 MINIMAL = """
@@ -50,12 +50,18 @@ def test_without_a_mesh_the_processes_share_the_global_batch(tmp_path: Path) -> 
 
 def test_tables_become_the_specs_of_the_plan(tmp_path: Path) -> None:
     text = MINIMAL + (
-        "clip_grad_norm = 0.5\n[mesh]\ndp_replicate = 2\ndp_shard = 2\n"
+        "clip_grad_norm = 0.5\n[average]\ndecay = 0.99\nevery = 2\n[mesh]\ndp_replicate = 2\ndp_shard = 2\n"
         '[sharding]\nstage = 0\nbucket_bytes = 1_000\n[precision]\ncompute = "bfloat16"\nkeep = ["*norm*"]\n'
     )
     plan = read_config(written(tmp_path, text), num_processes=4).plan
     assert (plan.mesh.size, plan.sharding.stage, plan.sharding.bucket_bytes) == (4, 0, 1000)
     assert (plan.precision.compute, plan.precision.keep, plan.clip_grad_norm) == ("bfloat16", ("*norm*",), 0.5)
+    assert plan.average == Average(decay=0.99, every=2)
+    assert read_config(written(tmp_path, MINIMAL)).plan.average is None
+    assert problems_of(tmp_path, MINIMAL + "[average]\ndecay = 2\nevry = 1\n") == [
+        "average.evry: unknown setting; did you mean average.every?",
+        "average.decay: 2 is not a number from 0 to below 1; leave it out for the mean of all weights",
+    ]
 
 
 def test_the_pipeline_table_places_modules_and_orders_stages(tmp_path: Path) -> None:

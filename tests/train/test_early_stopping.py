@@ -13,18 +13,18 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import alone
 from shardwise.errors import ConfigError
-from shardwise.train import EarlyStopping, Evaluation, Loop
+from shardwise.train import EarlyStopping, EvaluationValues, TrainingLoop
 from tests.properties import tried
 from tests.train.runs import finished, small_run
 
 ANY: Any = None
 
 
-def idle_loop(*callbacks: Any) -> Loop:
+def idle_loop(*callbacks: Any) -> TrainingLoop:
     engine = sw.parallelize(
         nn.Linear(2, 1), sw.Plan(mesh=sw.Mesh()), optimizer=lambda each: torch.optim.SGD(each, lr=0.1), channel=alone()
     )
-    return Loop(engine, callbacks)
+    return TrainingLoop(engine, callbacks)
 
 
 def stopped_at(values: list[float], patience: int, min_delta: float, mode: str) -> int | None:
@@ -66,7 +66,7 @@ def test_it_stops_where_a_count_by_hand_stops_also_through_a_save(
             state, stopping = stopping.state_dict(), made()
             stopping.load_state_dict(state)
             stopping.on_begin(LOOP)
-        stopping.on_evaluation(LOOP, Evaluation(step=number, values={"loss": 0.0, "score": value}))
+        stopping.on_evaluation(LOOP, EvaluationValues(step=number, values={"loss": 0.0, "score": value}))
         if found is None and LOOP._wish:
             found = number
     assert found == stopped_at(values, patience, min_delta, mode)

@@ -14,7 +14,7 @@ from shardwise.engine.rank_times import RankTimes
 from shardwise.errors import DivergedError
 from shardwise.plan import Plan
 from shardwise.space import Mesh
-from shardwise.train.callbacks import Callback, Loop, Position, StepMetrics
+from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import TrainTable
 from shardwise.train.corpus import Corpus, TextSamples, text_batch
 from shardwise.train.loop import evaluate, fit
@@ -77,7 +77,7 @@ class Notes(Callback):
         self.metrics: list[StepMetrics] = []
         self.positions: list[Position] = []
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         self.metrics.append(metrics)
         self.positions.append(loop.position)
 
@@ -112,7 +112,7 @@ def fitted(
         next(batches)
     trained: Any = engine
     settings: Any = {"steps": train.steps, "now_s": lambda: engine.seconds}
-    with Loop(trained, callbacks, begin=begin or Position(), **settings) as loop:
+    with TrainingLoop(trained, callbacks, begin=begin or Position(), **settings) as loop:
         held_out = data.evaluation(place, train.global_batch)
         fit(engine, train, batches, held_out, loop, tokens_per_row=4, now_s=lambda: engine.seconds)
     assert not engine.asked, "a loop that is over asks no more"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise import checkpoint
 from shardwise.errors import DivergedError
@@ -70,6 +71,17 @@ def test_what_a_resumed_run_measures_equals_the_uninterrupted_run_bit_for_bit(
     assert without_times(resumed.metrics) == without_times(through.metrics)
     assert [line["step"] for line in resumed.metrics] == list(range(1, 7))
     assert resumed.printed.splitlines()[-1] == through.printed.splitlines()[-1]
+
+
+def test_a_resumed_run_has_the_averages_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    both(tmp_path, "average.decay=0.5", "average.every=2", num_processes=2)
+    one, other = (checkpoint.open(tmp_path / name / "checkpoints") for name in ("whole", "parts"))
+    averages = [name for name in one.tensors if name.endswith("/weight_average")]
+    assert averages
+    assert all(torch.equal(one.read(name), other.read(name)) for name in averages)
+    # And without them it says what becomes of those that were saved.
+    shorter = small_run(tmp_path, *SAVES, f"train.output={tmp_path / 'parts'}", "train.steps=7", num_processes=2)
+    assert "parameters that the target does not keep; a plan keeps them" in finished(shorter, resume="auto").printed
 
 
 DRAWING = """

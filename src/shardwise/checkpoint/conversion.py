@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
+from shardwise.checkpoint.averaged_weights import Weights, check_weights, with_averages
 from shardwise.checkpoint.certificates import Certificate, certify_return
 from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, model_name_of_master
 from shardwise.checkpoint.destinations import (
@@ -45,7 +46,7 @@ from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES
-from shardwise.plan.names import MASTER, plain_names, state_name
+from shardwise.plan.names import MASTER, holds_weights, plain_names, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.compiled_ops import QUANTISED
@@ -122,6 +123,7 @@ def convert(
     config: ConfigPath = None,
     dtype: str | None = None,
     like: Address | None = None,
+    weights: Weights = "current",
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = False,
@@ -148,6 +150,8 @@ def convert(
     like: a checkpoint whose form "hf" takes, such as the folder from which a training began: its names and shapes,
         which the outputs must have, its dtypes of floats, the files in which its tensors are, and its configuration and
         tokenizer. `way_back` finds the rewrite that leads there.
+    weights: "average": the model with the averages of its weights, which a run saves under `Plan(average=...)`, and
+        without the state of optimizers. A save has them in their own dtype, as masters have it.
     step: the newest save of this step; the default is the newest of all.
     max_shard_bytes: bytes of the tensors in one file of "hf", "dcp", "torchtitan" and "megatron"; a larger tensor of
         "hf" has its own file.
@@ -170,7 +174,7 @@ def convert(
     check_arguments(
         rewrite=rewrite, config=config, step=step, max_shard_bytes=max_shard_bytes, flags={"certify": certify}
     )
-    conversion = _planned(source, to, rewrite, config, dtype, like, step)
+    conversion = _planned(source, to, rewrite, config, dtype, like, weights, step)
     conversion = replace(conversion, original=_original_at(original, certify=certify))
     if to == "pieces" or to == "whole":
         return conversion.to_save(destination, to, certify=certify, progress=progress)
@@ -186,6 +190,7 @@ def preview(
     config: ConfigPath = None,
     dtype: str | None = None,
     like: Address | None = None,
+    weights: Weights = "current",
     step: int | None = None,
 ) -> str:
     """Say what `convert` would make of what with these arguments, as a table. Only metadata is read.
@@ -197,7 +202,7 @@ def preview(
     check_arguments(rewrite=rewrite, config=config, step=step, flags={})
     if rewrite is None:
         raise CheckpointError("rewrite is None, and there is nothing to preview without one; give sw.Rewrite(text)")
-    conversion = _planned(source, to, rewrite, config, dtype, like, step)
+    conversion = _planned(source, to, rewrite, config, dtype, like, weights, step)
     assert conversion.outputs.view is not None, "a rewrite was given"
     if to != "pieces" and to != "whole":
         plan_folder(conversion.outputs, to, max_shard_bytes=MAX_SHARD_BYTES, places=conversion.places)
@@ -215,12 +220,21 @@ def _planned(
     config: ConfigPath,
     dtype: str | None,
     like: Address | None,
+    weights: Weights,
     step: int | None,
 ) -> "Conversion":
     _check_form(to, dtype=dtype, like=like)
+    check_weights(weights)
     store = store_of(source)
     form = None if like is None else Likeness.of(like)
     contents = read_contents(store, step=step)
+    if weights == "average":
+        contents, dtypes = with_averages(contents)
+        narrower = {name: each for name, each in dtypes.items() if each != contents.tensors[name].dtype}
+        if narrower and to == "hf" and dtype is None and like is None:
+            # In the dtypes in which the model computes, as without averages.
+            rounding, rewrite = _casting(narrower, contents.aliases), rewrite or without_wrappers(contents)
+            rewrite = rounding if rewrite is None else rounding >> rewrite
     return Conversion.of(store, contents, rewrite, to=to, config=config, dtype=dtype, like=form)
 
 
@@ -307,7 +321,7 @@ class Conversion:
         if to not in ("pieces", "whole", "hf"):
             # Other programs train masters alone, and make working copies of them.
             source, masters = _with_masters(contents, dict.fromkeys(contents.tensors, "float32"), None)
-            kept = {name: each for name, each in source.tensors.items() if model_name_of_master(name) is None}
+            kept = {name: each for name, each in source.tensors.items() if not holds_weights(name)}
             source = replace(source, tensors=kept)
         if rewrite is None and to not in ("pieces", "whole"):
             rewrite = without_wrappers(model_of(source))

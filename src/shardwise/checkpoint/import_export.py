@@ -2,6 +2,7 @@
 
 import os
 
+from shardwise.checkpoint.averaged_weights import Weights
 from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, ConvertReport, convert
 from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.foreign import no_checkpoint, recognise
@@ -53,6 +54,7 @@ def export_hf(
     *,
     config: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
+    weights: Weights = "current",
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     certify: bool = True,
@@ -68,7 +70,8 @@ def export_hf(
         `import_hf` has kept. Where there is none, `missing` of the report says so.
     dtype: in which floats are written, such as "float32": from the masters where the save has them. None: as the model
         computed with them, in the dtype in which they are stored. A `config.json` that says another dtype is corrected.
-    step, max_shard_bytes, original: see `convert`. certify: see `import_hf`; `round-trip.json` is one of the files.
+    weights, step, max_shard_bytes, original: see `convert`.
+    certify: see `import_hf`; `round-trip.json` is one of the files.
 
     The model's tensors are written in the dtype in which they are stored, a tied one once, under its own name. The
     folder must not exist or be empty; it is made whole or not at all, in bounded memory.
@@ -82,6 +85,7 @@ def export_hf(
         rewrite=rewrite,
         config=config,
         dtype=dtype,
+        weights=weights,
         step=step,
         max_shard_bytes=max_shard_bytes,
         certify=certify,

@@ -82,6 +82,8 @@ class LoadReport:
     """What the checkpoint has and the rewrite dropped (`a -> _`)."""
     added: tuple[str, ...] = ()
     """What keeps the values that it had, because the rewrite says so (`_ -> b`)."""
+    notes: tuple[str, ...] = ()
+    """What the load decided though the checkpoint does not say it, such as averages of weights that begin anew."""
 
 
 class Loaded(dict[str, Any]):
@@ -291,6 +293,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         casts=tuple(found.casts),
         dropped=() if view is None else view.dropped,
         added=() if view is None else view.added,
+        notes=(*found.notes, *(target.restoration.notes if target.restoration else ())),
     )
     return _FilledTarget(target, report)
 

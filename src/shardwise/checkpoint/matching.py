@@ -25,7 +25,7 @@ from shardwise.checkpoint.windows import WINDOW_BYTES, PieceReader, part_of_piec
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name, state_name
+from shardwise.plan.names import AVERAGE, MASTER, is_beside_name, is_state_name, split_state_name, state_name
 from shardwise.space import Piece
 
 __all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match"]
@@ -62,6 +62,8 @@ class Match:
     twins: list[tuple[str, str]] = field(default_factory=list)
     """Stored under a name that the target ties to another: (its name, the tensor that is read for the other). They fit
     if their bytes are equal."""
+    notes: list[str] = field(default_factory=list)
+    """What is left in the checkpoint and no reason to refuse it, in words."""
 
 
 def match(
@@ -79,7 +81,7 @@ def match(
 
     A tensor is found under its name, or under one that it is tied to. A parameter and its master stand for each other:
     the one with the wanted dtype is taken, and the other needs no place. What is tied in the target and stored under
-    each name is a twin. A target that wants no optimizer state at all may leave it.
+    each name is a twin. A target that wants no optimizer state at all may leave it, and any may leave averages.
     """
     names = _StoredNames(contents, aliases)
     whose = "the rewritten checkpoint" if rewritten else "the checkpoint"
@@ -109,12 +111,16 @@ def match(
             )
         else:
             result.casts.append(f"{kind.name}: dtype {kind.dtype} in the target, {stored.dtype} in {whose}")
+    num_averages = 0
     for name, stored in contents.tensors.items():
         # State of optimizers is not unexpected where the target has
         # no optimizer: that is how weights are taken out of a save.
         if name in settled or is_beside_name(name) or (not has_state and is_state_name(name)):
             continue
         parameter, key = _split(name)
+        if key == AVERAGE:
+            num_averages += 1
+            continue
         if parameter not in aliases:
             result.unexpected.append(f"{name}: unexpected; the target has no place for it")
             continue
@@ -123,6 +129,11 @@ def match(
             result.unexpected.append(apart(name, aliases[parameter], "are of different shapes or dtypes"))
         else:
             result.twins.append((name, twin.name))
+    if num_averages:
+        result.notes.append(
+            f"{whose} has averages of {num_averages} parameters that the target does not keep; a plan keeps them with "
+            "average=sw.Average(...), [average] in TOML"
+        )
     return result
 
 

@@ -59,6 +59,10 @@ class Restoration(Protocol):
     def findings(self) -> Sequence[str]:
         """What of the stored settings does not fit the target; refuses the load unless it is `strict=False`."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the target decides where the checkpoint does not, and refuses nothing for."""
+
     def finish(self) -> None:
         """Make the values that were read the target's own. Called by all ranks together, once, after the last read."""
 

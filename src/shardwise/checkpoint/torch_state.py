@@ -129,6 +129,7 @@ class TorchRestoration:
         self._plan = plan_optimizers(named, live, self.aliases, stored=stored, settings=settings)
         self.findings: Sequence[str] = self._plan.findings
         """What of the stored settings does not fit."""
+        self.notes: Sequence[str] = ()
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
         for each in trained:
             for name in each.parameters:

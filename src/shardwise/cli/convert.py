@@ -13,6 +13,7 @@ from shardwise.cli.exit_verdicts import errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
+    from shardwise.checkpoint.averaged_weights import Weights
     from shardwise.checkpoint.conversion import ConvertTarget
     from shardwise.rewrite import Rewrite
 
@@ -76,6 +77,14 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
     "By default they are written as stored; for other programs that train, the masters are.",
 )
 @click.option(
+    "--weights",
+    type=click.Choice(["current", "average"]),
+    default="current",
+    show_default=True,
+    help="average: the model with the averages that a run kept of its weights ([average]), without the state of the "
+    "optimizer.",
+)
+@click.option(
     "--dequantise",
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Multiply float8 weights by the scales of their blocks, into this dtype, before anything else is done.",
@@ -97,6 +106,7 @@ def convert(
     like: str | None,
     config: str | None,
     dtype: str | None,
+    weights: "Weights",
     dequantise: str | None,
     dry_run: bool,
     certify: bool,
@@ -143,7 +153,15 @@ def convert(
         form = like if to == "hf" else None
         if dry_run and used is not None:
             table = checkpoint.preview(
-                source, destination, rewrite=used, to=to, config=config, dtype=dtype, like=form, step=step
+                source,
+                destination,
+                rewrite=used,
+                to=to,
+                config=config,
+                dtype=dtype,
+                like=form,
+                weights=weights,
+                step=step,
             )
             click.echo(table)
         if dry_run:
@@ -160,6 +178,7 @@ def convert(
                 config=config,
                 dtype=dtype,
                 like=form,
+                weights=weights,
                 step=step,
                 certify=certify,
                 original=like if certify else None,

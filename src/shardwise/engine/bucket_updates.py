@@ -9,7 +9,7 @@ of the optimizer is tried before. One call is made where each is seen: by a hook
 that the optimizer keeps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -36,14 +36,14 @@ class BucketUpdates:
         self._parts: dict[int, _Part] | None = None
         """By bucket; None: not known yet. Empty where the update is made at once."""
 
-    def run(self, counters: Counters) -> None:
-        """Step all optimizers on the gradients of the masters, and publish the masters."""
+    def run(self, counters: Counters, meanwhile: Callable[[], None] | None = None) -> None:
+        """Step all optimizers on the gradients of the masters, and publish the masters; meanwhile: see `publish`."""
         if self._parts is None:
             self._parts = self._find_parts()
         if not self._parts or any(map(counts_steps, self._optimizers)):
             for optimizer in self._optimizers:
                 optimizer.step()
-            self._buffers.publish(counters)
+            self._buffers.publish(counters, meanwhile=meanwhile)
             return
         parts = self._parts
         held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
@@ -56,7 +56,7 @@ class BucketUpdates:
             for optimizer, groups in parts.get(bucket, ()):
                 _step_on(optimizer, groups)
 
-        self._buffers.publish(counters, before=step)
+        self._buffers.publish(counters, before=step, meanwhile=meanwhile)
 
     def _find_parts(self) -> dict[int, _Part]:
         if not self._buffers.publishes_in_parts:

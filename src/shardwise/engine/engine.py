@@ -17,8 +17,8 @@ One update on two data ranks (numbers as in docs/internals.md):
 An error in [2] to [6] on one rank stops the others (`stopping_peers`): they would wait in a collective forever.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, Generic
 
@@ -53,6 +53,7 @@ from shardwise.engine.step_opening import StepOpening
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_batches import TrainedBatches
+from shardwise.engine.weight_averages import WeightAverages, averages_to_settings, check_in_place, refuse_inside
 from shardwise.engine.whole_model import whole_inside
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
@@ -130,6 +131,7 @@ class Engine(Generic[Model_co]):
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
         self._ranks = RankGroups.of(plan)
         self._meter = step_meter(channels.world)
+        self._averages = None if plan.average is None else WeightAverages(plan.average, buffers)
         self._opening = StepOpening(
             plan=plan,
             loss_weight=loss_weight,
@@ -157,6 +159,7 @@ class Engine(Generic[Model_co]):
             plain_calls=plain_calls,
             counters=counters,
             meter=self._meter,
+            averages=self._averages,
         )
 
     @property
@@ -204,6 +207,7 @@ class Engine(Generic[Model_co]):
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
+        refuse_inside(self._averages, "engine.step")
         num_microbatches = self._count(microbatches)
         self._meter.begin()
         parts, weights, weighting = self._opening.open(batch, num_microbatches, purpose="weights of a step")
@@ -333,6 +337,20 @@ class Engine(Generic[Model_co]):
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.generate(generation)
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the averages of the weights in the place of the weights: `with engine.averaged(): engine.evaluate(..)`.
+
+        All ranks go in and out together. Inside, `evaluate`, `predict`, `sw.full` and the model itself compute with
+        the averages. A save inside has the model with them, and neither the state of optimizers nor the step. After
+        the block the weights are back to the bit, also after an error on one rank; the others then raise PeerError.
+        Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
+        inside.
+        """
+        averages = check_in_place(self._averages, self.channel, self._check_model)
+        with averages.in_place(self.channel, self._buffers.adopt_writes, self._publish):
+            yield
+
     def state(self) -> dict[Piece, torch.Tensor]:
         """What this rank owns, as views: pieces of parameters, masters and optimizer state; the model's buffers.
 
@@ -343,7 +361,7 @@ class Engine(Generic[Model_co]):
         self._buffers.adopt_writes()
         # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
         # without it.
-        return state_of(self._inventory, self.model, self._buffers, self._known_optimizers)
+        return state_of(self._inventory, self.model, self._buffers, self._known_optimizers, self._averages)
 
     def gradients(self) -> dict[Piece, torch.Tensor]:
         """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
@@ -368,13 +386,18 @@ class Engine(Generic[Model_co]):
         """
         self._check_turn()
         name_of = self._buffers.name_of()
-        return {
+        of_model = {
             "plan": self.plan.text(),
             "ties": self._names.ties,
+            **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
+        }
+        if self._averages is not None and self._averages.are_in:
+            return of_model  # as `state`: a run does not go on from averages with the moments of other weights
+        return of_model | {
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             **to_settings(self._computation.loss_scale),
+            **averages_to_settings(self._averages),
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
-            **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
 
     def hand_over(self, *, doing: str = "a relayout") -> HandOver:
@@ -384,6 +407,7 @@ class Engine(Generic[Model_co]):
         """
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
+            refuse_inside(self._averages, "sw.relayout")
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -429,6 +453,7 @@ class Engine(Generic[Model_co]):
         for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
         CheckpointError for settings that are not understood.
         """
+        refuse_inside(self._averages, "sw.load")
         self._check_model()  # also adopts writes from outside, which would otherwise come over the values that are read
         return EngineRestoration(
             inventory=self._inventory,
@@ -439,6 +464,7 @@ class Engine(Generic[Model_co]):
             computation=self._computation,
             model_buffers=self._model_buffers,
             optimizers=self._known_optimizers,
+            averages=self._averages,
             counters=self.counters,
             stopping_peers=lambda: self._stopping_peers("a load"),
             stored=stored,
@@ -470,6 +496,12 @@ class Engine(Generic[Model_co]):
         self._plain_calls.check_groups()
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
+
+    def _publish(self) -> None:
+        """Give all ranks the values that their owners have, as after an update."""
+        with self._stopping_peers("engine.averaged()"):
+            self._buffers.publish(self.counters)
+            self._ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         return stopping_peers(self._channels.world, doing, advice=self._computation.advice)

@@ -9,7 +9,7 @@ from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.zero.install import OwnedLayout
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
-from shardwise.plan.memory import sharded_footprint, sharded_traffic
+from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traffic
 
 
 class PlanSizes:
@@ -65,6 +65,7 @@ class PlanSizes:
             owned,
             working_bytes=owned.working_bytes + self._ties.replica_bytes(),
             gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
+            average_bytes=0 if self._plan.average is None else average_bytes(layout.ownership, self._owner),
         )
 
     def traffic(self, num_microbatches: int) -> Traffic:

@@ -37,9 +37,10 @@ from shardwise.space import Piece
 def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
     """Put the model of an engine under another plan: an engine that goes on where this one is, to the bit.
 
-    Parameters, masters, optimizer state, buffers, the step and the random numbers stay what they are. The optimizers
-    stay the same objects, with their settings and with the schedulers that hold them. All ranks call it together. What
-    a rank holds meanwhile is its state under the old plan and under the new one. The old engine is used up.
+    Parameters, masters, optimizer state, averages of the weights (where the new plan keeps some), buffers, the step and
+    the random numbers stay what they are. The optimizers stay the same objects, with their settings and with the
+    schedulers that hold them. All ranks call it together. What a rank holds meanwhile is its state under the old plan
+    and under the new one. The old engine is used up.
 
     Raises the errors of `parallelize`, the same on all ranks: then the old engine goes on. PeerError when a rank is
     lost on the way: then neither does.

@@ -34,10 +34,11 @@ from shardwise.engine.loss_scaling import of_settings
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
+from shardwise.engine.weight_averages import WeightAverages, averages_of_settings
 from shardwise.engine.zero.flat_params import FlatParams, Owned
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan import Parameter, Segment
-from shardwise.plan.names import MASTER, named_by_wrappers, state_name
+from shardwise.plan.names import AVERAGE, MASTER, named_by_wrappers, split_state_name, state_name
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -45,7 +46,7 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.saved_settings import origin_after, take_over
+from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over
 from shardwise.space import Box, Piece
 
 
@@ -80,14 +81,18 @@ def state_of(
     model: nn.Module,
     buffers: FlatParams,
     optimizers: Sequence[KnownOptimizer],
+    averages: WeightAverages | None,
 ) -> dict[Piece, torch.Tensor]:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
 
     Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master held apart, and
-    `optimizer/<parameter>/<key>` for the optimizer's state under torch's key. Raises OptimizerError for state that is
+    `optimizer/<parameter>/<key>` for the optimizer's state under torch's key; `weight_average` is the key of averages.
+    Where these are in the place of the weights, there is the model alone. Raises OptimizerError for state that is
     neither a tensor nor a number.
     """
     state = state_of_model(inventory, model, buffers)
+    if averages is not None and averages.are_in:
+        return state
     owned_of = {owned.segment.name: owned for owned in buffers.owned}
     spec_of = {spec.name: spec for spec in inventory.specs}
     for known in optimizers:
@@ -98,6 +103,8 @@ def state_of(
                 state |= placed(state_name(name, key), tensor, spec_of[name], owned.segment)
             else:
                 state |= whole(state_name(name, key), tensor)
+    for segment, tensor in averages.parts() if averages is not None else ():
+        state |= placed(state_name(segment.name, AVERAGE), tensor, spec_of[segment.name], segment)
     return state
 
 
@@ -181,6 +188,7 @@ class EngineRestoration:
         computation: Computation,
         model_buffers: ModelBuffers,
         optimizers: Sequence[KnownOptimizer],
+        averages: WeightAverages | None,
         counters: Counters,
         stopping_peers: Callable[[], AbstractContextManager[None]],
         stored: Mapping[str, Piece],
@@ -234,6 +242,14 @@ class EngineRestoration:
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
         for known, group, owned in self._trained:
             self._want_state(known, group, owned)
+        self._averages = averages
+        self._begun: frozenset[str] = frozenset()
+        """Parameters whose average begins with what is loaded."""
+        self._num_averaged = 0
+        self.notes: Sequence[str] = ()
+        """What the load decides, and refuses nothing for."""
+        if averages is not None:
+            self._want_averages(averages, stored, settings)
 
     def finish(self) -> None:
         """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
@@ -248,6 +264,8 @@ class EngineRestoration:
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
                     known.optimizer.state[owned.parameter] = state
+            if self._averages is not None:
+                self._averages.restore(self._num_averaged, self._begun)
             # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.
             self._buffers.publish_restored(self._counters)
             self._ties.publish_restored()
@@ -259,6 +277,24 @@ class EngineRestoration:
             self._origin.clear()
             self._origin.update(self._found_origin)
             self._model_buffers.agreed_unless(self._pending_buffers)
+
+    def _want_averages(
+        self, averages: WeightAverages, stored: Mapping[str, Piece], settings: Mapping[str, Any]
+    ) -> None:
+        """Find the averages of the checkpoint; where it has none of a parameter, its average begins anew."""
+        names = {segment.name for segment, _ in averages.parts()}
+        saved = {split[0] for split in map(split_state_name, stored) if split is not None and split[1] == AVERAGE}
+        found = stored_names(sorted(names), self.aliases, dict.fromkeys(saved), stored_ties(settings))
+        for segment, tensor in averages.parts():
+            if segment.name in found:
+                name = state_name(segment.name, AVERAGE)
+                self.wanted |= placed(name, tensor, self._spec_of[segment.name], segment)
+        self._begun = frozenset(names - found.keys())
+        if saved:
+            self._num_averaged = averages_of_settings(settings)
+        if self._begun:
+            which = few_of(sorted(self._begun)) if saved else "any parameter"
+            self.notes = (f"the checkpoint has no average of {which}; it begins with the weights that are loaded",)
 
     def _live(self, known: KnownOptimizer, owned: Owned) -> LiveParameter:
         state = known.optimizer.state.get(owned.parameter, {})

@@ -5,11 +5,12 @@
     reduce    ties to their owners  -->  reduce-scatter per bucket  -->  sums over tp of what is whole there
     close     mean, |g|^2, flags    -->  one exchange               -->  `Figures`, the same on all ranks
     update    clip  -->  gradients to the masters that some rank touched  -->  optimizers, bucket by bucket
+              averages of the weights, where the plan has some, while the new values travel
 """
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 
 import torch
@@ -30,6 +31,7 @@ from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_ste
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Plan
@@ -57,6 +59,7 @@ class StepClosing:
         plain_calls: PlainCalls,
         counters: Counters,
         meter: StepMeter,
+        averages: WeightAverages | None,
     ) -> None:
         """`cut`: names of owned parameters that are cut along tp."""
         self._plan = plan
@@ -74,6 +77,7 @@ class StepClosing:
         self._plain_calls = plain_calls
         self._counters = counters
         self._meter = meter
+        self._averages = averages
         self.runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
         """What this rank owns, in as few runs of memory as can be."""
         dtypes = list(names.trainable.values())
@@ -234,7 +238,9 @@ class StepClosing:
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
         with self._plain_calls.engine_step(), skipping(self._optimizers, found_inf), recorder.updating():
-            self._bucket_updates.run(self._counters)
+            averages = self._averages
+            average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
+            self._bucket_updates.run(self._counters, meanwhile=average)
         for _, master in self._masters:
             master.grad = None  # a view of the arena, which the next update may lay out anew
         self._updated |= touched

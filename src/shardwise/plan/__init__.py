@@ -16,7 +16,7 @@ from shardwise.plan.buckets import Bucket, Ownership, Segment, Slot, plan_owners
 from shardwise.plan.memory import Arena, ArenaRegion, Footprint, Traffic, footprint, plan_arena, traffic
 from shardwise.plan.outlines import Outline, Parameter
 from shardwise.plan.schedules import Action, Schedule, make_schedule, split_rows
-from shardwise.plan.specs import Merge, Pipeline, Plan, Precision, Sharding, Tensor
+from shardwise.plan.specs import Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
 from shardwise.plan.stages import Placement, place
 from shardwise.plan.timeline import Timeline, TimeSpan, simulate_schedule
 
@@ -24,6 +24,7 @@ __all__ = [
     "Action",
     "Arena",
     "ArenaRegion",
+    "Average",
     "Bucket",
     "Footprint",
     "Merge",

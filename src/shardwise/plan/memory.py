@@ -11,7 +11,8 @@ With N elements, d owners, k microbatches, bfloat16 compute and AdamW; u is the 
 a: on accelerators, where the parts of others are held until they are added: (d-1)/d u (2 or 4) (`held_by_sum`).
 g: how often each unit is gathered (`plan.gathers`). N = 1e9, d = 8, k = 4, u = 2e7: stage 1 holds 2 + 4 + 0.5 + 1 GB,
 stage 3 holds 0.25 + 0.5 + 0.5 + 1 + 0.09 + 0.08 GB. Stage 0 is one owner with d replicas: it sends gradients twice (a
-reduce-scatter and an all-gather of float32 sums) and no working copies. Activations do not count.
+reduce-scatter and an all-gather of float32 sums) and no working copies. A running average of the weights takes as much
+as their masters. Activations do not count.
 """
 
 from collections.abc import Collection, Mapping
@@ -78,6 +79,8 @@ class Footprint:
     gathered_bytes: int = 0
     """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another. Of all
     units where they are kept."""
+    average_bytes: int = 0
+    """The running average of the trained weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,6 +271,11 @@ def footprint(
             ownership, owner, precision, num_microbatches=num_microbatches, sums=sums, goes_ahead=goes_ahead
         ),
     )
+
+
+def average_bytes(ownership: Ownership, owner: int) -> int:
+    """Bytes of one owner's running average of the weights."""
+    return sum(each.counts[owner] * itemsize_bytes(each.master) for each in ownership.buckets if each.trainable)
 
 
 def sharded_footprint(

@@ -62,6 +62,12 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], *, role: str) -> li
 MASTER = "master"
 """The key of a parameter's master, where that is held apart from the working copy."""
 
+AVERAGE = "weight_average"
+"""The key of the running average of a parameter."""
+
+WEIGHT_KEYS = frozenset({MASTER, AVERAGE})
+"""Keys under which there are values of the parameter itself; no optimizer has them."""
+
 STATE_PREFIX = "optimizer/"
 """With this the names of all optimizer state begin."""
 
@@ -95,6 +101,16 @@ def beside_name(path: str) -> str:
 def is_beside_name(name: str) -> bool:
     """Whether `beside_name` has made a name: a target need not want it."""
     return name.startswith(_BESIDE_PREFIX)
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a name is that of a parameter's master or average.
+
+    >>> holds_weights("optimizer/w/weight_average"), holds_weights("optimizer/w/step"), holds_weights("w")
+    (True, False, False)
+    """
+    split = split_state_name(name)
+    return split is not None and split[1] in WEIGHT_KEYS
 
 
 def split_state_name(name: str) -> tuple[str, str] | None:

@@ -1,7 +1,8 @@
 """Which entries of optimizer state a checkpoint has for live parameters, and what they become here.
 
 The state of a parameter is stored as `optimizer/<parameter>/<key>`; `optimizer/<parameter>/master` is its master, which
-is no state. For a parameter w of shape (4, 3), bfloat16 when saved and float32 here, under AdamW:
+is no state, and neither is `weight_average`. For a parameter w of shape (4, 3), bfloat16 when saved and float32 here,
+under AdamW:
 
     optimizer/w/exp_avg   bfloat16 (4, 3)   along: cut like w; follows w: becomes float32
     optimizer/w/step      float32 ()        not along: whole for everyone who has a part of w; stays float32
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import OptimizerError
-from shardwise.plan.names import MASTER, split_state_name, state_name
+from shardwise.plan.names import MASTER, WEIGHT_KEYS, split_state_name, state_name
 from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
@@ -46,11 +47,12 @@ def values_of(
                 "parameters"
             )
         for key, value in entries.items():
-            # A slash would make the name ambiguous (see `split_state_name`), and the master has its name already.
-            if not isinstance(key, str) or "/" in key or key == MASTER:
+            # A slash would make the name ambiguous (see `split_state_name`), and masters have their names already.
+            if not isinstance(key, str) or "/" in key or key in WEIGHT_KEYS:
                 raise OptimizerError(
                     f"the optimizer's state of {name!r} has the key {key!r}. A checkpoint names it "
-                    f"optimizer/{name}/<key>: give keys that are strings without / and not {MASTER!r}"
+                    f"optimizer/{name}/<key>: give keys that are strings without / and not "
+                    + " or ".join(map(repr, sorted(WEIGHT_KEYS)))
                 )
             yield name, key, value
 
@@ -209,11 +211,11 @@ def names_without_elements(
 
 
 def _entries_by_parameter(stored: Mapping[str, Piece]) -> dict[str, dict[str, Piece]]:
-    """For each parameter, by its name in the checkpoint, its state by key; masters are no state."""
+    """For each parameter, by its name in the checkpoint, its state by key; masters and averages are no state."""
     found: dict[str, dict[str, Piece]] = {}
     for name, piece in stored.items():
         split = split_state_name(name)
-        if split is not None and split[1] != MASTER:
+        if split is not None and split[1] not in WEIGHT_KEYS:
             found.setdefault(split[0], {})[split[1]] = piece
     return found
 

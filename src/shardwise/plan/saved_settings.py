@@ -49,6 +49,9 @@ SEVERAL = "several"
 KEPT = "kept"
 """Under this key settings name parameters that a load leaves as they are. No save has it, see `ADDED`."""
 
+OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers"})
+"""Keys of what a run goes on with; the other settings are of its model and its plan."""
+
 _GENERATION = "generation_config.json"
 
 _MOST_BYTES = 1 << 20

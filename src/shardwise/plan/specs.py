@@ -214,6 +214,41 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Average:
+    """A running average of the weights: EMA, or their mean (SWA; Izmailov et al., 2018, arXiv:1803.05407)."""
+
+    decay: float | None = None
+    """The part of the average that each update keeps; the rest comes from the weights. None: the mean of all that were
+    averaged."""
+    every: int = 1
+    """The weights are averaged after each `every`-th step, unless its update was skipped."""
+    start: int = 0
+    """Steps before that: the first average is taken after `start + every` of them."""
+    warmup: bool = False
+    """Whether the n-th update of the average keeps no more than n / (9 + n), so that it soon forgets where it began."""
+
+    def __post_init__(self) -> None:
+        decay = self.decay
+        problems = _at_least_one("average.every", self.every) + _is_bool("average.warmup", self.warmup)
+        if not isinstance(self.start, int) or isinstance(self.start, bool) or self.start < 0:
+            problems.append(f"average.start: {self.start!r} is not a whole number of at least 0")
+        if decay is None:
+            if self.warmup is True:
+                problems.append("average.warmup: there is no decay to warm up; give average.decay, or leave it out")
+        elif isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            problems.append(
+                f"average.decay: {decay!r} is not a number from 0 to below 1; leave it out for the mean of all weights"
+            )
+        else:
+            object.__setattr__(self, "decay", float(decay))
+        _raise(problems)
+
+    def averages(self, step: int) -> bool:
+        """Whether the weights are averaged after this step, counted from 1."""
+        return step > self.start and (step - self.start) % self.every == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A mesh and its strategies: everything that decides how a model is trained, and nothing that needs a process.
 
@@ -234,13 +269,15 @@ class Plan:
     """Which parameters are cut along `tp`, where `mesh.tp` is above 1."""
     clip_grad_norm: float | None = None
     """Largest 2-norm of the averaged gradient of all parameters; None: no clipping."""
+    average: Average | None = None
+    """The running average of the weights that is kept next to them; None: there is none."""
 
     def __post_init__(self) -> None:
         # Each strategy has checked itself. Only what needs two of them is checked here.
         problems = [
             f"{name}: {value!r} is not a {kind.__name__}"
             for name, kind in _STRATEGIES.items()
-            if not isinstance(value := getattr(self, name), kind)
+            if not isinstance(value := getattr(self, name), kind) and not (name in _OPTIONAL and value is None)
         ]
         clip = self.clip_grad_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
@@ -292,7 +329,11 @@ _STRATEGIES: dict[str, type] = {
     "precision": Precision,
     "pipeline": Pipeline,
     "tensor": Tensor,
+    "average": Average,
 }
+
+_OPTIONAL = frozenset({"average"})
+"""Strategies that a plan may be without."""
 
 
 def read_strategy(name: str, table: object) -> Any:
@@ -318,7 +359,7 @@ def read_strategy(name: str, table: object) -> Any:
 
 
 def _settings(strategy: Any) -> Iterator[tuple[str, object]]:
-    for spec in dataclasses.fields(strategy):
+    for spec in () if strategy is None else dataclasses.fields(strategy):
         value = getattr(strategy, spec.name)
         if value is not None:  # TOML has no null: a setting left out is None
             yield spec.name, value

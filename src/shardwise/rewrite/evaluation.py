@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
-from shardwise.plan.names import MASTER, is_state_name, state_name
+from shardwise.plan.names import WEIGHT_KEYS, is_state_name, state_name
 from shardwise.rewrite.compiled_ops import OPEN, CompiledOps, Degrees, OpsRefusal, compile_ops
 from shardwise.rewrite.degrees import Apart, Fusings, Laid, Where, apart, said
 from shardwise.rewrite.environment import (
@@ -447,7 +447,7 @@ class _Carrying:
     ) -> None:
         """Do the operations of the parameters on the state under one key; `made` are the parameters' results."""
         left, right, transposed = expanded
-        self._along, self._along_apart = self._on_state[key == MASTER]
+        self._along, self._along_apart = self._on_state[key in WEIGHT_KEYS]
         found = states_of(left, key, self._variables)
         states = tuple([each for each in found if each is not None])
         if not states:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.train.best_save import BestSave
-    from shardwise.train.callbacks import Callback, Evaluation, Loop, Position, StepMetrics
+    from shardwise.train.callbacks import Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
     from shardwise.train.config import RunConfig, read_config
     from shardwise.train.early_stopping import EarlyStopping
     from shardwise.train.rank import run
@@ -20,8 +20,8 @@ _MODULE_OF = {
     "BestSave": "best_save",
     "Callback": "callbacks",
     "EarlyStopping": "early_stopping",
-    "Evaluation": "callbacks",
-    "Loop": "callbacks",
+    "EvaluationValues": "callbacks",
+    "TrainingLoop": "callbacks",
     "Position": "callbacks",
     "RunConfig": "config",
     "StepMetrics": "callbacks",
@@ -36,11 +36,11 @@ __all__ = [
     "BestSave",
     "Callback",
     "EarlyStopping",
-    "Evaluation",
-    "Loop",
+    "EvaluationValues",
     "Position",
     "RunConfig",
     "StepMetrics",
+    "TrainingLoop",
     "Wandb",
     "check_references",
     "device_of",

@@ -14,12 +14,12 @@ from shardwise.checkpoint import load
 from shardwise.checkpoint import open as look_into
 from shardwise.comm.agreement import a_table, agreed, understood
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, Evaluation, Loop
+from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
 from shardwise.train.checkpointing import listing_at
 from shardwise.train.early_stopping import Improvement, Mode
 
 _KEY = "best"
-"""In the `extra` of a save: of which metric it is the best, and the value."""
+"""In the `extra` of a save: the metric by which it is the best, and its value."""
 
 
 class BestSave(Callback):
@@ -45,7 +45,7 @@ class BestSave(Callback):
         self._load_at_end = load_at_end
         self._improvement = Improvement("BestSave", metric, mode, min_delta)
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """See what is the best so far."""
         if self.path is None:
             if loop.saves is None:
@@ -62,7 +62,7 @@ class BestSave(Callback):
         best.best, best.best_step = found["value"], found["step"]
         loop.say(f"best save so far: {best.words()}, in {self.path}")
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Save, where it is the best so far."""
         best = self._improvement
         if best.is_new(evaluation):
@@ -70,19 +70,19 @@ class BestSave(Callback):
             self._found(loop)  # refuses a folder into which others have saved meanwhile: their saves would go
             loop.save(self.path, extra={_KEY: {"metric": best.metric, "value": best.best}}, keep=1)
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Load the best save, if that is asked for."""
         best = self._improvement
         if error is not None or best.best is None:
             return
         assert self.path is not None
         words = f"best save: {best.words()}, in {self.path}"
-        if self._load_at_end and best.best_step != loop.position.step:
+        if self._load_at_end and best.best_step != loop.step:
             load(self.path, loop.engine)
             words += "; the model has its values now"
         loop.say(words)
 
-    def _found(self, loop: Loop) -> dict[str, Any]:
+    def _found(self, loop: TrainingLoop) -> dict[str, Any]:
         """The metric, the value and the step of the save at the path; empty where there is none."""
         purpose = "best save so far"
         with agreed(loop.engine.channel, purpose=purpose, only=0) as agreement:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import torch
 from torch import nn
 
 from shardwise.checkpoint import SaveReport, save
@@ -77,7 +78,7 @@ class Evaluated(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvaluationValues:
     """An evaluation of the model after so many updates."""
 
     step: int
@@ -106,7 +107,7 @@ def values_of(given: Evaluated | Mapping[str, Any]) -> dict[str, float]:
     Metrics that are no numbers, such as a matrix, are left out.
     """
     if not isinstance(given, Mapping):
-        others = {**getattr(given, "losses", {}), **getattr(given, "metrics", {})}
+        others = {**getattr(given, "metrics", {}), **getattr(given, "losses", {})}
         given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
     return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 
@@ -193,26 +194,26 @@ class Callback:
     called in runs that save. The state of rank 0 is saved, and is loaded before `on_begin`.
     """
 
-    def on_begin(self, loop: "Loop") -> None:
+    def on_begin(self, loop: "TrainingLoop") -> None:
         """The loop begins, or goes on from `loop.position`. To stop here ends it before its first step."""
 
-    def on_evaluation(self, loop: "Loop", evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: "TrainingLoop", evaluation: EvaluationValues) -> None:
         """The model was evaluated, after an update or before the first. `on_step` of the update comes behind."""
 
-    def on_step(self, loop: "Loop", metrics: StepMetrics) -> None:
+    def on_step(self, loop: "TrainingLoop", metrics: StepMetrics) -> None:
         """One update is complete, and its evaluation."""
 
-    def on_save(self, loop: "Loop", report: SaveReport) -> None:
+    def on_save(self, loop: "TrainingLoop", report: SaveReport) -> None:
         """A save is committed. In the background, that is known when the next one begins or the loop ends."""
 
-    def on_end(self, loop: "Loop", error: BaseException | None) -> None:
+    def on_end(self, loop: "TrainingLoop", error: BaseException | None) -> None:
         """The loop is over. error: what ended it, which is raised afterwards; None after its last update."""
 
 
 METHODS = ("on_begin", "on_evaluation", "on_step", "on_save", "on_end")
 
 
-class Loop:
+class TrainingLoop:
     """A loop of updates and its callbacks, on one rank. Used as a context; all ranks enter and leave it together.
 
     engine: what trains. callbacks: in the order in which they are called. steps: the last update; None: not known.
@@ -222,7 +223,7 @@ class Loop:
 
     Raises ConfigError for a callback without all five methods.
 
-    >>> with Loop(engine, [EarlyStopping(patience=3)]) as loop:      # doctest: +SKIP
+    >>> with TrainingLoop(engine, [EarlyStopping(patience=3)]) as loop:      # doctest: +SKIP
     ...     for batch in data.on(engine):
     ...         report = engine.step(batch)
     ...         evaluation = engine.evaluate(held_out) if engine.steps % 100 == 0 else None
@@ -248,25 +249,39 @@ class Loop:
         self.engine = engine
         self.steps = steps
         """The number of the last update, where it is known."""
-        self.position = begin if begin is not None else Position(step=engine.steps)
-        """After the last update; `on_evaluation` and `on_step` find that of their own."""
-        self.is_fresh = self.position.step == 0 if is_fresh is None else is_fresh
+        self._position = begin if begin is not None else Position(step=engine.steps)
+        self._uncounted: list[Stepped] = []
+        """Reports of which it is not known yet whether their updates were taken."""
+        self.is_fresh = self.step == 0 if is_fresh is None else is_fresh
         self.folder = None if folder is None else Path(folder)
         self.saves = saves
         self.settings = settings or {}
         self.stopped_by = ""
         """Why callbacks have ended the loop; empty where they have not. The same on all ranks."""
         self._callbacks = named_callbacks(callbacks)
+        # On a device a look at the figures of a step waits for them: none is made for callbacks that see no steps.
+        self._sees_steps = any(getattr(type(each), "on_step", None) is not Callback.on_step for each in callbacks)
         self._begun: list[tuple[str, Callback]] = []
         self._save_with = save_with
         self._say_with = say_with
         self._now_s = now_s
         self._wish = ""
         self._stop_asking: Callable[[], None] = lambda: None
-        self._rates: tuple[float, ...] = ()
+        self._rates: list[float | torch.Tensor] = []
         # As if the run had begun so long ago: the time between two parts of it does not count.
-        self._began_s = now_s() - self.position.elapsed_s
+        self._began_s = now_s() - self._position.elapsed_s
         self._last_s = now_s()
+
+    @property
+    def step(self) -> int:
+        """Updates that were tried; in `on_evaluation` and `on_step`, with the one that they get."""
+        return self._position.step
+
+    @property
+    def position(self) -> Position:
+        """How far the loop is; in `on_evaluation` and `on_step`, after the update that they get."""
+        self._count_updates()
+        return self._position
 
     @property
     def is_first(self) -> bool:
@@ -276,7 +291,7 @@ class Loop:
     @property
     def is_last(self) -> bool:
         """Whether no update comes after this one; the same on all ranks."""
-        return self.position.step == self.steps or bool(self.stopped_by) or self.engine.asked_to_stop
+        return self.step == self.steps or bool(self.stopped_by) or self.engine.asked_to_stop
 
     def say(self, *lines: str) -> None:
         """Print lines, on rank 0."""
@@ -291,7 +306,7 @@ class Loop:
         """Save the run as it is, so that it can go on from there, on all ranks. The save is committed on return."""
         if self._save_with is not None:
             return self._save_with(path, extra=extra, keep=keep)
-        extra = {"step": self.position.step, STATES_KEY: self.state_dict(), **extra}
+        extra = {"step": self.step, STATES_KEY: self.state_dict(), **extra}
         return save(path, self.engine, extra=extra, keep=keep)
 
     def ends(self) -> bool:
@@ -304,8 +319,8 @@ class Loop:
     def evaluated(self, evaluation: Evaluated | Mapping[str, float]) -> None:
         """Hand the callbacks an evaluation that belongs to no update, such as one before the first."""
         values = values_of(evaluation)
-        self.position = replace(self.position, held_out_loss=values.get("loss"))
-        self._call_all("on_evaluation", Evaluation(step=self.position.step, values=values))
+        self._position = replace(self._position, held_out_loss=values.get("loss"))
+        self._call_all("on_evaluation", EvaluationValues(step=self.step, values=values))
 
     def after_step(
         self,
@@ -320,38 +335,53 @@ class Loop:
         evaluation: of the model after it, if there was one: a report, or values by name, with "loss" for the loss.
         rows: of the update, on all ranks; left out: its weight. seconds: that it took; left out: since the last call.
         """
-        ends, before, now_s = self.ends(), self.position, self._now_s()
+        ends, before, now_s = self.ends(), self._position, self._now_s()
         values = None if evaluation is None else values_of(evaluation)
         held_out_loss = None if values is None else values.get("loss")
-        self.position = Position(
+        self._position = replace(
+            before,
             step=before.step + 1,
-            num_taken=before.num_taken + (not report.skipped),
-            num_skipped=before.num_skipped + 1 if report.skipped else 0,
             held_out_loss=before.held_out_loss if held_out_loss is None else held_out_loss,
             elapsed_s=now_s - self._began_s,
         )
+        self._uncounted.append(report)
+        self._count_updates(but=1)  # a device has done the steps before this one, or has enough to do meanwhile
         if values is not None:
-            self._call_all("on_evaluation", Evaluation(step=self.position.step, values=values))
-        seconds = now_s - self._last_s if seconds is None else seconds
-        rates = self._rates or (0.0,)
-        metrics = StepMetrics(
-            step=self.position.step,
+            self._call_all("on_evaluation", EvaluationValues(step=self.step, values=values))
+        if self._sees_steps:
+            seconds = now_s - self._last_s if seconds is None else seconds
+            rows = report.weight if rows is None else rows
+            self._call_all("on_step", self._metrics(report, values or {}, rows / seconds if seconds > 0 else 0.0))
+        self._last_s = self._now_s()
+        return ends
+
+    def _metrics(self, report: Stepped, held_out: Mapping[str, float], rows_per_second: float) -> StepMetrics:
+        rates = tuple(map(float, self._rates)) or (0.0,)
+        return StepMetrics(
+            step=self.step,
             loss=report.loss,
             learning_rate=rates[0],
             grad_norm=report.grad_norm,
-            tokens_per_second=(report.weight if rows is None else rows) / seconds if seconds > 0 else 0.0,
+            tokens_per_second=rows_per_second,
             skipped=report.skipped,
-            held_out_loss=held_out_loss,
-            elapsed_s=self.position.elapsed_s,
+            held_out_loss=held_out.get("loss"),
+            elapsed_s=self._position.elapsed_s,
             loss_scale=report.loss_scale,
             losses={name: value for name, value in getattr(report, "losses", {}).items() if name != "loss"},
-            held_out={name: value for name, value in (values or {}).items() if name != "loss"},
+            held_out={name: value for name, value in held_out.items() if name != "loss"},
             learning_rates=rates if len(set(rates)) > 1 else (),
             ranks=report.ranks if self.is_first else (),
         )
-        self._call_all("on_step", metrics)
-        self._last_s = self._now_s()
-        return ends
+
+    def _count_updates(self, *, but: int = 0) -> None:
+        """Count updates that were taken or skipped, all but so many of the last ones."""
+        while len(self._uncounted) > but:
+            skipped, before = self._uncounted.pop(0).skipped, self._position
+            self._position = replace(
+                before,
+                num_taken=before.num_taken + (not skipped),
+                num_skipped=before.num_skipped + 1 if skipped else 0,
+            )
 
     def saved(self, report: SaveReport) -> None:
         """Hand the callbacks a save that is committed."""
@@ -411,7 +441,9 @@ class Loop:
     def _asked(self) -> bool:
         """Asked once in every step, before its update: these are the rates that it takes."""
         groups = (group for optimizer in self.engine.optimizers for group in optimizer.param_groups)
-        self._rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+        rates = [group["lr"] for group in groups if "lr" in group] if self._sees_steps else []
+        # Schedulers write in place to a rate that is a tensor.
+        self._rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
         return bool(self._wish)
 
     def _agree(self) -> None:

@@ -25,7 +25,7 @@ from shardwise.engine import Engine
 from shardwise.engine.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
-from shardwise.train.callbacks import Callback, Loop, Position, StepMetrics
+from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import RunConfig
 from shardwise.train.data_settings import BYTES
 from shardwise.train.regrouping import RegroupedEngine, settle_settings
@@ -65,7 +65,7 @@ class RunKeeper(Callback):
         self.report: SaveReport | None = None
         """Of the newest save that is committed."""
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """Open the folder of the saves, on all ranks."""
         config, channel, table = self._config, self._channel, self._config.checkpoint
         if table.every is None:
@@ -80,7 +80,7 @@ class RunKeeper(Callback):
         if self._background is None or channel.size == 1:
             check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Save when it is time: every so many updates, and after the last one, whatever has ended the run."""
         table = self._config.checkpoint
         if table.every is not None and (metrics.step % table.every == 0 or loop.is_last):
@@ -93,7 +93,7 @@ class RunKeeper(Callback):
         if self._background is not None and self._background.has_failed:
             loop.stop("a save in the background failed")  # this rank knows; all leave after the same update
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Wait for the save under way. Raises what it has failed with, on all ranks."""
         if self._background is None:
             return
@@ -109,7 +109,7 @@ class RunKeeper(Callback):
             return f"{words}; nothing was saved, because checkpoint.every is not set"
         return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
 
-    def save_to(self, path: str, loop: Loop, *, extra: Mapping[str, object], keep: int | None) -> SaveReport:
+    def save_to(self, path: str, loop: TrainingLoop, *, extra: Mapping[str, object], keep: int | None) -> SaveReport:
         """Save the run in another folder, at once."""
         return save(
             path,
@@ -121,7 +121,7 @@ class RunKeeper(Callback):
             keep=keep,
         )
 
-    def extra(self, loop: Loop) -> dict[str, Any]:
+    def extra(self, loop: TrainingLoop) -> dict[str, Any]:
         """The `extra` of a save, the same on all ranks."""
         purpose = "time and callbacks of a save"
         with agreed(self._channel, purpose=purpose) as agreement:
@@ -132,7 +132,7 @@ class RunKeeper(Callback):
         at = replace(loop.position, elapsed_s=elapsed_s)
         return RunState.of(at, self._data.samples, self._settings, random, states).to_extra()
 
-    def _save(self, loop: Loop) -> None:
+    def _save(self, loop: TrainingLoop) -> None:
         if self._background is None:
             self._committed(loop, self.save_to(self._config.saves, loop, extra={}, keep=None))
         else:
@@ -155,7 +155,7 @@ class RunKeeper(Callback):
                     why = error.strerror or error
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
-    def _committed(self, loop: Loop, report: SaveReport | None) -> None:
+    def _committed(self, loop: TrainingLoop, report: SaveReport | None) -> None:
         """Remove older saves, now that one more is committed."""
         # Before the first save there is nothing to commit.
         if report is None:
@@ -249,13 +249,13 @@ def take_up(
     has_cursor, target = CURSOR_KEY in start.extra, RegroupedEngine(engine)
     try:
         source = start.address if start.replica is None else start.replica
-        load(source, target, channel=channel, data=data.data if has_cursor else None)
+        loaded = load(source, target, channel=channel, data=data.data if has_cursor else None)
     except CheckpointError as error:
         raise _with_way_out(error, start.older) from error
     if not has_cursor:  # of an earlier version, whose samples were counted by steps alone
         data.data.resume({**data.data.cursor(), "epoch": 0, "position": state.step * config.train.global_batch})
     settled = settle_settings(engine, state.settings, fresh, has_other_groups=target.has_other_groups)
-    words = [start.words, *settled, *_scale_words(start.plan, config.plan)]
+    words = [start.words, *loaded.report.notes, *settled, *_scale_words(start.plan, config.plan)]
     reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
     if state.step >= config.train.steps:
         words.append(

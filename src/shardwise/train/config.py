@@ -251,7 +251,7 @@ _TABLES: dict[str, type[Table]] = {
     "checkpoint": CheckpointTable,
     "generate": GenerateTable,
 }
-_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor"]
+_KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -425,6 +425,7 @@ def _plan(
     sharding, precision, pipeline, tensor = (
         _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor")
     )
+    average = _spec("average", tables, problems) if "average" in tables else None
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
@@ -440,6 +441,7 @@ def _plan(
             tensor=tensor,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
+            average=average,
         )
     except PlanError as error:
         # A plan calls it by its own name; in the file the key is in [train].

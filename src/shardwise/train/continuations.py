@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, Loop, StepMetrics
+from shardwise.train.callbacks import Callback, StepMetrics, TrainingLoop
 from shardwise.train.config import RunConfig
 from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.run_data import RunData
@@ -64,18 +64,18 @@ class Continuations(Callback):
                 self._num_tokens = min(_DEFAULT_TOKENS, len(row) - len(prompt))
         self._path: Path | None = None
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """Begin the file, or continue it."""
         if loop.is_first and loop.folder is not None:
             self._path = loop.folder / SAMPLES
-            JsonLines(self._path, kept=list(lines_up_to(self._path, loop.position.step))).close()
+            JsonLines(self._path, kept=list(lines_up_to(self._path, loop.step))).close()
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Go on with the prompts, when it is time; the end of the run does so in any case."""
         if self._every is not None and metrics.step % self._every == 0 and not loop.is_last:
             self.show(loop)
 
-    def show(self, loop: Loop) -> None:
+    def show(self, loop: TrainingLoop) -> None:
         """Go on with each prompt; print and record it."""
         for prompt in self._prompts:
             tokens = self._continued(loop.engine, prompt.tokens)
@@ -90,7 +90,7 @@ class Continuations(Callback):
             if self._path is not None:
                 # Opened anew: the last sample comes when all callbacks have ended.
                 with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": loop.position.step, "prompt": said, "text": text}) + "\n")
+                    file.write(json.dumps({"step": loop.step, "prompt": said, "text": text}) + "\n")
 
     def _print(self, title: str, text: str, style: str) -> None:
         self._console.print(title)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, Evaluation, Loop
+from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
 
 Mode = Literal["min", "max"]
 
@@ -29,7 +29,7 @@ class Improvement:
         self._sign = 1.0 if mode == "min" else -1.0
         self._min_delta = min_delta
 
-    def is_new(self, evaluation: Evaluation) -> bool:
+    def is_new(self, evaluation: EvaluationValues) -> bool:
         """Whether this evaluation is the best so far, which is then noted; one that is not a number never is."""
         value = evaluation.value(self.metric, self._who)
         if not math.isfinite(value):
@@ -65,11 +65,11 @@ class EarlyStopping(Callback):
         """Evaluations since the best one."""
         self._improvement = Improvement("EarlyStopping", metric, mode, min_delta)
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """A run that had ended has nothing left to do, unless it has more patience now."""
         self._judge(loop)
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Count."""
         self.num_worse = 0 if self._improvement.is_new(evaluation) else self.num_worse + 1
         self._judge(loop)
@@ -85,7 +85,7 @@ class EarlyStopping(Callback):
         if state["metric"] == best.metric:
             self.num_worse, best.best, best.best_step = state["num_worse"], state["best"], state["best_step"]
 
-    def _judge(self, loop: Loop) -> None:
+    def _judge(self, loop: TrainingLoop) -> None:
         if self.num_worse >= self.patience:
             best = self._improvement
             loop.stop(f"{best.metric} has not improved in {self.num_worse} evaluations; the best was {best.words()}")

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.engine.batches import Batch
 from shardwise.errors import DivergedError
-from shardwise.train.callbacks import Evaluated, Loop, Stepped, values_of
+from shardwise.train.callbacks import Evaluated, Stepped, TrainingLoop, values_of
 from shardwise.train.config import TrainTable
 from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
 
@@ -46,7 +46,7 @@ def fit(
     train: TrainTable,
     batches: Iterator[Batch],
     held_out: Sequence[Batch],
-    loop: Loop,
+    loop: TrainingLoop,
     *,
     tokens_per_row: int,
     scheduler: SchedulerMaker | None = None,
@@ -62,7 +62,7 @@ def fit(
     """
 
     def evaluated() -> dict[str, float]:
-        averages = train.evaluate_average and getattr(loop.engine.plan, "average", None) is not None
+        averages = train.evaluate_average and loop.engine.plan.average is not None
         with loop.engine.averaged() if averages else nullcontext():
             return evaluate(engine, held_out, metrics)
 

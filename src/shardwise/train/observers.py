@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from shardwise.checkpoint import SaveReport
 from shardwise.engine.rank_times import slowest
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import BEGINNING, Callback, Evaluation, Loop, Position, StepMetrics
+from shardwise.train.callbacks import BEGINNING, Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import RunConfig
 from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.quantities import clock, count
@@ -43,15 +43,15 @@ class MetricsFile(Callback):
 
     def __init__(self, path: Path, *, after_step: int = 0) -> None:
         lines = _lines_of(path, after_step) if after_step else {}
-        self.kept: Sequence[StepMetrics | Evaluation] = list(lines.values())
+        self.kept: Sequence[StepMetrics | EvaluationValues] = list(lines.values())
         """The updates before, and the evaluation before them, as far as the file has them."""
         self._path, self._lines = path, list(lines)
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """Open the file."""
         self._file = JsonLines(self._path, kept=self._lines)
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Write a line, where no update comes with it."""
         if evaluation.step == 0:
             held_out = {name: value for name, value in evaluation.values.items() if name != "loss"}
@@ -59,7 +59,7 @@ class MetricsFile(Callback):
                 {"step": 0, "held_out_loss": evaluation.loss, **({"held_out": held_out} if held_out else {})}
             )
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Write one line; a number that is not finite has no JSON and becomes null."""
         values = dataclasses.asdict(dataclasses.replace(metrics, ranks=()))
         for name in _IF_GIVEN:
@@ -72,7 +72,7 @@ class MetricsFile(Callback):
             values["slowest"] = slowest(metrics.ranks)
         self._file.add(values)
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Close the file."""
         self._file.close()
 
@@ -83,20 +83,20 @@ class TensorBoard(Callback):
     def __init__(self, folder: Path, *, after_step: int = 0) -> None:
         self._folder, self._after_step = folder, after_step
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """Open the folder."""
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier run wrote into the same folder from there on.
         self._writer: Any = SummaryWriter(log_dir=str(self._folder), purge_step=self._after_step + 1)
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Add the first points, where no update comes with them."""
         if evaluation.step == 0:
             for name, value in evaluation.curves().items():
                 self._writer.add_scalar(name, value, 0)
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Add one point to each curve."""
         for name, value in metrics.curves().items():
             self._writer.add_scalar(name, value, metrics.step)
@@ -109,7 +109,7 @@ class TensorBoard(Callback):
             self._writer.add_scalar(f"ranks/compute_s of {each.rank}", each.compute_s, metrics.step)
             self._writer.add_scalar(f"ranks/waiting_s of {each.rank}", each.waiting_s, metrics.step)
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Write the buffered points."""
         self._writer.close()
 
@@ -119,14 +119,14 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics | Evaluation]:
+def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics | EvaluationValues]:
     """The lines of a file of metrics that mean something, up to an update."""
-    lines: dict[str, StepMetrics | Evaluation] = {}
+    lines: dict[str, StepMetrics | EvaluationValues] = {}
     for line, values in lines_up_to(path, last_step).items():
         try:
             if values["step"] == 0:
                 loss = values["held_out_loss"]
-                lines[line] = Evaluation(step=0, values={"loss": math.nan if loss is None else loss})
+                lines[line] = EvaluationValues(step=0, values={"loss": math.nan if loss is None else loss})
             else:
                 known = {key: value for key, value in values.items() if key not in ("ranks", "slowest")}
                 lines[line] = StepMetrics(**known | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
@@ -151,17 +151,17 @@ class LossCurve(Callback):
         self._held_out: dict[int, float] = {}
         self._elapsed_s = 0.0
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Remember it."""
         self.remember(evaluation)
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Remember one update."""
         self.remember(metrics)
 
-    def remember(self, seen: StepMetrics | Evaluation) -> None:
+    def remember(self, seen: StepMetrics | EvaluationValues) -> None:
         """Take an update or an evaluation into the curve."""
-        if isinstance(seen, Evaluation):
+        if isinstance(seen, EvaluationValues):
             if seen.loss is not None:
                 self._held_out[seen.step] = seen.loss
             return
@@ -286,17 +286,17 @@ class LiveLine(Callback):
         self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console)
         self._task: TaskID = self._progress.add_task("", total=num_steps, completed=begin.step)
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """Draw it."""
         self._progress.start()
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Show one that no update comes with."""
         if evaluation.step == 0:
             self._pace.held_out = evaluation.curves()
             self._progress.update(self._task, description="  ".join(self._pace.evaluation_words().values()))
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Redraw."""
         words = self._pace.words(metrics)
         # One column stays free: in the last one some terminals go on to the next line.
@@ -310,11 +310,11 @@ class LiveLine(Callback):
         self._bar.bar_width = min(_LONGEST_BAR, max(1, room - len(line)))
         self._progress.update(self._task, completed=metrics.step, description=line)
 
-    def on_save(self, loop: Loop, report: SaveReport) -> None:
+    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
         """Say so from the next update on."""
         self._pace.saved_step = report.step
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Leave the last state on the screen and give the cursor back."""
         self._progress.stop()
 
@@ -328,13 +328,13 @@ class PlainLines(Callback):
         self._console, self._every = console, every
         self._pace, self._first_step = _pace(num_steps, begin, rows), begin.step + 1
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Print one that no update comes with."""
         if evaluation.step == 0:
             self._pace.held_out = evaluation.curves()
             self._print([f"step 0/{self._pace.num_steps}", *self._pace.evaluation_words().values()])
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Print, when it is time."""
         # The first line comes at once, so that a slow run is seen to run.
         due = metrics.step % self._every == 0 or metrics.step in (self._first_step, self._pace.num_steps)
@@ -342,7 +342,7 @@ class PlainLines(Callback):
         if due or metrics.skipped or metrics.held_out_loss is not None or metrics.held_out:
             self._print(words.values())
 
-    def on_save(self, loop: Loop, report: SaveReport) -> None:
+    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
         """Say so from the next line on."""
         self._pace.saved_step = report.step
 

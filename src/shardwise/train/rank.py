@@ -29,7 +29,7 @@ from shardwise.engine import Engine, parallelize
 from shardwise.engine.batches import Batch
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callback_tables import build_callbacks
-from shardwise.train.callbacks import BEGINNING, Callback, Loop, Position
+from shardwise.train.callbacks import BEGINNING, Callback, Position, TrainingLoop
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
 from shardwise.train.continuations import Continuations
@@ -75,7 +75,7 @@ def run(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
+class _PreparedRun:
     """A run before its first update, on one rank."""
 
     config: RunConfig
@@ -107,7 +107,7 @@ class _Prepared:
 
 def _prepare(
     config: RunConfig, channel: Channel, console: Console, resume: str | None, replicas: Replicas | None
-) -> _Prepared:
+) -> _PreparedRun:
     start = find_start(config, resume, channel, replicas=replicas)
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
     with agreed(channel, purpose="building the run"):
@@ -137,7 +137,7 @@ def _prepare(
         words.append(replicas.words)
     placement = None if engine.pipeline is None else engine.pipeline.placement
     num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
-    return _Prepared(
+    return _PreparedRun(
         config=config,
         channel=channel,
         engine=engine,
@@ -182,7 +182,7 @@ def _train(
             if not run.is_over:
                 mark.enter_context(mark_of(config))
                 observers = observers_of(config, console, run.begin, curve)
-        loop = Loop(
+        loop = TrainingLoop(
             run.engine,
             [] if run.is_over else [*observers, *generation, *run.callbacks, run.keeper],
             steps=config.train.steps,
@@ -211,18 +211,18 @@ def _train(
         if number := signals.of_all(channel):
             if replicas is not None and config.checkpoint.every is not None:
                 replicas.close()  # all is saved in files, and the memory of the hosts is given back
-            raise Stopped(number, run.keeper.words(loop.position.step))
+            raise Stopped(number, run.keeper.words(loop.step))
     _end(run, console, loop, curve)
 
 
-def _end(run: _Prepared, console: Console, loop: Loop, curve: LossCurve) -> None:
+def _end(run: _PreparedRun, console: Console, loop: TrainingLoop, curve: LossCurve) -> None:
     """Say what was trained, where everything is, and how the model goes on with a text."""
     trace = None if run.tracer is None else run.tracer.gathered()
     if run.channel.rank == 0 and trace is not None:
         loop.say(*leave(trace, run.config.output, title=run.title, width=console.width))
     loop.say(*changed_schedule(run.engine.pipeline))
     if loop.stopped_by:
-        loop.say(f"ended after step {loop.position.step}: {loop.stopped_by}")
+        loop.say(f"ended after step {loop.step}: {loop.stopped_by}")
     if curve.has_updates:
         loop.say(curve.words())
     if (saved := run.keeper.report) is not None:

@@ -178,7 +178,7 @@ def _check_groups(optimizers: Any, named: Sequence[Mapping[str, Any]], reference
         for each in group["params"]
     }
     for group in named:
-        for key in group.keys() & {"lr", "weight_decay"}:
+        for key in (name for name in ("lr", "weight_decay") if name in group):
             if any(float(held.get(each, {}).get(key, group[key])) != group[key] for each in group["params"]):
                 raise ConfigError(
                     f"train.groups: {reference} makes optimizers with another {key} than {group[key]}; let it keep the "

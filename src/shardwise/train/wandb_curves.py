@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.train.callbacks import Callback, Evaluation, Loop, StepMetrics
+from shardwise.train.callbacks import Callback, EvaluationValues, StepMetrics, TrainingLoop
 
 
 class Wandb(Callback):
@@ -20,7 +20,7 @@ class Wandb(Callback):
         self._id: str | None = options.get("id")
         self._run: Any = None
 
-    def on_begin(self, loop: Loop) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
         """Open the record."""
         if not loop.is_first:
             return
@@ -39,17 +39,17 @@ class Wandb(Callback):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def on_evaluation(self, loop: Loop, evaluation: Evaluation) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Add its points, where no update comes with them."""
         if self._run is not None and evaluation.step == 0:
             self._run.log({**evaluation.curves(), "step": 0})
 
-    def on_step(self, loop: Loop, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Add one point to each curve."""
         if self._run is not None:
             self._run.log({**metrics.curves(), "step": metrics.step})
 
-    def on_end(self, loop: Loop, error: BaseException | None) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Close the record, as failed after an error."""
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)

@@ -370,17 +370,24 @@ class FlatParams:
         """The number of the bucket in which an owned stretch is."""
         return self.buckets.index(self._slots[owned.segment.name][0])
 
-    def publish(self, counters: Counters, *, before: Callable[[int], None] | None = None) -> None:
+    def publish(
+        self,
+        counters: Counters,
+        *,
+        before: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Cast the updated masters into the working copy, once per owned element, and give them to all ranks.
 
-        before: what updates a bucket by its number; the buckets before are on their way then.
+        before: what updates a bucket by its number; the buckets before are on their way then. meanwhile: is called
+        while they are on their way, and may read masters.
         """
         trainable = [index for index, bucket in enumerate(self.buckets) if bucket.plan.trainable]
         if self.publishes_in_parts:
             # The smallest first: nothing travels while it is updated. Links are slower than updates, which write the
             # owned part of a bucket where links move all of it.
             trainable.sort(key=lambda index: self.buckets[index].plan.num_elements)
-        self._publish(trainable, "parameters of bucket", counters, before)
+        self._publish(trainable, "parameters of bucket", counters, before, meanwhile)
 
     def publish_restored(self, counters: Counters) -> None:
         """Publish masters that were written from outside, frozen ones too."""
@@ -393,6 +400,7 @@ class FlatParams:
         subject: str,
         counters: Counters,
         before: Callable[[int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         works = []
         for index in indices:
@@ -412,6 +420,8 @@ class FlatParams:
                         bucket.working, bucket.part, counts=bucket.plan.counts, purpose=f"{subject} {index}"
                     )
                 )
+        if meanwhile is not None:
+            meanwhile()
         for work in works:
             work.wait()
 

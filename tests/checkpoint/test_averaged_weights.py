@@ -1,0 +1,172 @@
+"""Averaged weights out of a save, in every form that a conversion gives."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+import shardwise as sw
+from shardwise.checkpoint import convert, export_hf, preview
+from shardwise.cli import main
+from shardwise.errors import CheckpointError
+from tests.checkpoint.layouts import Whole, odd
+from tests.engine.models import word_batch, word_loss
+
+AVERAGE = "/weight_average"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Whole, Whole]:
+    """A save of a run with ties, frozen parts and bfloat16; all that it has, and its averages by parameter."""
+    path = tmp_path_factory.mktemp("averaged") / "save"
+
+    def run(channel: sw.Channel) -> Whole:
+        plan = sw.Plan(
+            mesh=sw.Mesh(dp_shard=2),
+            sharding=sw.Sharding(stage=3, bucket_bytes=300),
+            precision=sw.Precision(compute="bfloat16"),
+            average=sw.Average(),
+        )
+        engine = sw.parallelize(
+            odd(),
+            plan,
+            optimizer=lambda all_: torch.optim.AdamW(trained(all_), lr=0.1),
+            loss=word_loss,
+            channel=channel,
+        )
+        for seed in range(3):
+            engine.step(word_batch(seed, 4))
+        sw.save(path, engine)
+        return dict(sw.full(engine, optimizer=True))
+
+    whole = sw.simulate(2, run)[0]
+    return path, whole, {name.split("/")[1]: each for name, each in whole.items() if name.endswith(AVERAGE)}
+
+
+def trained(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [each for each in parameters if each.requires_grad]
+
+
+def tensors_in(path: Path) -> Whole:
+    catalogue = sw.checkpoint.open(path)
+    return {name: catalogue.read(name) for name in catalogue.tensors}
+
+
+def same(one: Whole, other: Whole) -> None:
+    assert one.keys() == other.keys()
+    assert [
+        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ] == []
+
+
+def model_of(whole: Whole, averages: Whole) -> Whole:
+    """The model with averages, ties under their first name; and masters of what is frozen."""
+    model = {name: each for name, each in whole.items() if "/" not in name and name != "head.weight"}
+    return model | averages | {name: whole[name] for name in FROZEN}
+
+
+FROZEN = {"optimizer/frozen.weight/master", "optimizer/frozen.bias/master"}
+
+
+def test_a_save_of_averages_loads_as_plain_weights(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+    path, whole, averages = saved
+    report = convert(path, tmp_path / "save", weights="average", certify=True)
+    assert report.certificate is not None
+    same(tensors_in(tmp_path / "save"), model_of(whole, averages))
+    engine = sw.parallelize(
+        odd(), sw.Plan(average=sw.Average()), optimizer=lambda all_: torch.optim.AdamW(trained(all_)), loss=word_loss
+    )
+    loaded = sw.load(tmp_path / "save", engine)
+    assert loaded.report.notes == (
+        "the checkpoint has no average of any parameter; it begins with the weights that are loaded",
+    )
+    assert engine.steps == 0
+    weights = dict(sw.full(engine))
+    assert all(torch.equal(weights[name], each) for name, each in averages.items())
+    assert torch.equal(weights["frozen.weight"], whole["optimizer/frozen.weight/master"])
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float64"])
+def test_files_of_averages_have_the_dtypes_of_files_of_weights(
+    dtype: str | None, saved: tuple[Path, Whole, Whole], tmp_path: Path
+) -> None:
+    path, _, averages = saved
+    export_hf(path, tmp_path / "averages", dtype=dtype, weights="average")
+    export_hf(path, tmp_path / "weights", dtype=dtype)
+    files, current = (load_file(tmp_path / name / "model.safetensors") for name in ("averages", "weights"))
+    assert files.keys() == current.keys()
+    for name, each in files.items():
+        assert each.dtype == current[name].dtype
+        assert torch.equal(each, averages[name].to(each.dtype) if name in averages else current[name]), name
+
+
+def test_a_rewrite_takes_averages_along(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+    path, _, averages = saved
+    rewrite = sw.Rewrite("up.weight^T -> up.kernel")
+    export_hf(path, tmp_path / "hf", rewrite, weights="average")
+    files = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(files["up.kernel"], averages["up.weight"].T.to(torch.bfloat16))
+    assert "up.kernel" in preview(path, to="hf", rewrite=rewrite, weights="average")
+    convert(path, tmp_path / "save", rewrite=rewrite)
+    assert torch.equal(tensors_in(tmp_path / "save")["optimizer/up.kernel/weight_average"], averages["up.weight"].T)
+    convert(tmp_path / "save", tmp_path / "back", rewrite=rewrite.inverse())
+    same(tensors_in(tmp_path / "back"), tensors_in(path))
+
+
+def test_padding_of_averages_is_that_of_weights(tmp_path: Path) -> None:
+    """Moments of elements that were never trained are 0; their weights and averages are not."""
+    state = {key: torch.ones(3, 2) for key in ("w", "optimizer/w/exp_avg", "optimizer/w/weight_average")}
+    sw.checkpoint.save(tmp_path / "a", state)
+    convert(tmp_path / "a", tmp_path / "b", rewrite=sw.Rewrite("w -> w, pad='[4,-1]', fill=7"))
+    got = tensors_in(tmp_path / "b")
+    assert got["w"][3].tolist() == got["optimizer/w/weight_average"][3].tolist() == [7, 7]
+    assert got["optimizer/w/exp_avg"][3].tolist() == [0, 0]
+
+
+def test_other_programs_get_no_averages_as_state_of_optimizers(
+    saved: tuple[Path, Whole, Whole], tmp_path: Path
+) -> None:
+    path, whole, averages = saved
+    report = convert(path, tmp_path / "dcp", to="dcp")
+    assert "optimizer/up.weight/weight_average" in report.left_out
+    names = set(tensors_in(tmp_path / "dcp"))
+    assert any("up.weight" in name and "exp_avg" in name for name in names)
+    assert not any("weight_average" in name for name in names)
+    convert(path, tmp_path / "averages", to="dcp", weights="average")
+    found = tensors_in(tmp_path / "averages")
+    assert all(torch.equal(found[name], each) for name, each in averages.items())
+    assert not any("exp_avg" in name for name in found)
+    assert torch.equal(found["frozen.weight"], whole["optimizer/frozen.weight/master"])
+
+
+def test_the_command_line_writes_averages(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+    path, whole, averages = saved
+
+    def converted(source: Path, target: str) -> Any:
+        words = ["ckpt", "convert", str(source), str(tmp_path / target), "--weights", "average"]
+        return CliRunner().invoke(main, words)
+
+    assert converted(path, "save").exit_code == 0
+    same(tensors_in(tmp_path / "save"), model_of(whole, averages))
+    again = converted(tmp_path / "save", "again")
+    assert again.exit_code == 1
+    assert "has no averages of weights, for which weights='average' (--weights average) asks" in again.stderr
+    with pytest.raises(CheckpointError, match=r"weights is 'mean'; give .current. or .average."):
+        convert(path, tmp_path / "c", weights="mean")  # type: ignore[arg-type]
+
+
+def test_what_looks_into_a_checkpoint_knows_averages(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+    path, _, averages = saved
+    listed = CliRunner().invoke(main, ["ckpt", "ls", str(path)])
+    assert "optimizer/up.weight/weight_average" in listed.stdout
+    assert CliRunner().invoke(main, ["ckpt", "verify", str(path)]).exit_code == 0
+    assert CliRunner().invoke(main, ["ckpt", "diff", str(path), str(path)]).exit_code == 0
+    # The mean of checkpoints has the model alone, or the means of all state, averages too.
+    sw.checkpoint.average([path, path], tmp_path / "mean")
+    assert not any("/" in name for name in tensors_in(tmp_path / "mean"))
+    sw.checkpoint.average([path, path], tmp_path / "all", optimizer=True)
+    both = tensors_in(tmp_path / "all")
+    assert all(torch.equal(both[f"optimizer/{name}{AVERAGE}"], each) for name, each in averages.items())
