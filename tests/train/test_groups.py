@@ -166,6 +166,15 @@ def test_a_parameter_in_half_precision_is_trained_from_a_resume_on(tmp_path: Pat
     assert len(resumed.metrics) == 6
 
 
+@pytest.mark.parametrize(("then", "now"), [("train.seed=5", FROZEN), (FROZEN, "train.seed=5")])
+def test_averages_go_along_where_parameters_are_frozen_or_trained_from_a_resume_on(
+    tmp_path: Path, then: str, now: str
+) -> None:
+    averages = ["average.decay=0.5"]
+    resumed, _ = parts(tmp_path, then, now, averages, averages)
+    assert len(resumed.metrics) == 6
+
+
 def test_groups_hold_in_a_verification(tmp_path: Path) -> None:
     from shardwise.train.verification.program import configured
     from shardwise.train.verification.verifier import verify_simulated

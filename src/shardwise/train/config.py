@@ -223,7 +223,8 @@ def schedule_problems(train: TrainTable | None) -> list[str]:
             f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
         )
     if train.schedule is not None:
-        others = ("decay", "min_learning_rate", *(("warmup_steps",) if ":" in train.schedule else ()))
+        has_warmup = ":" not in train.schedule and train.schedule not in ("constant", "reduce_lr_on_plateau")
+        others = ("decay", "min_learning_rate", *(() if has_warmup else ("warmup_steps",)))
         problems += [f"train.{key}: given with train.schedule; leave one out" for key in others if key in given]
     elif "schedule_options" in given:
         problems.append("train.schedule_options: given without train.schedule, which they belong to")

@@ -86,9 +86,10 @@ def scheduler_maker(config: RunConfig) -> SchedulerMaker:
                 f"train.schedule: {train.schedule} gave a {type(scheduler).__name__}, which is no scheduler of torch"
             )
         if isinstance(scheduler, ReduceLROnPlateau):
+            # `PlateauRates` makes one of the class itself, and keeps its counts.
             raise ConfigError(
-                f"train.schedule: {train.schedule} waits for held-out losses, which are no function of the step. Give "
-                "a schedule of steps"
+                f"train.schedule: {train.schedule} makes a ReduceLROnPlateau, whose counts no save would have. Name "
+                'the class: "torch.optim.lr_scheduler:ReduceLROnPlateau"'
             )
         # As torch does in `optimizer.step`: steps were taken, although by an optimizer of an earlier process.
         vars(optimizer)["_opt_called"] = True

@@ -50,6 +50,7 @@ def fit(
     *,
     tokens_per_row: int,
     scheduler: SchedulerMaker | None = None,
+    by_step: bool = True,
     metrics: Mapping[str, Any] | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> None:
@@ -73,7 +74,7 @@ def fit(
         loop.evaluated(evaluated())
         return
     make_scheduler = scheduler if scheduler is not None else decaying(train)
-    schedulers = [make_scheduler(optimizer, begin.num_taken) for optimizer in engine.optimizers]
+    schedulers = [make_scheduler(optimizer, begin.num_taken) for optimizer in engine.optimizers if by_step]
     if train.evaluate_first and begin.step == 0:
         loop.evaluated(evaluated())
     tokens_per_update = train.global_batch * tokens_per_row
