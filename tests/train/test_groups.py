@@ -129,11 +129,21 @@ def parts(folder: Path, then: str, now: str, *layouts: list[str]) -> tuple[Finis
     return finished(laid_out(folder, *SAVES, now, *second), resume="auto"), state
 
 
+NONE = "train.seed=5"
+OTHERWISE = [["mesh.dp_shard=3"], ["mesh.dp_shard=2", "sharding.stage=3"]]
+
+
 @pytest.mark.parametrize(
-    ("then", "now"),
-    [("train.seed=5", ONE), (ONE, "train.seed=5"), ("train.seed=5", FROZEN), (FROZEN, ONE), (ONE, FROZEN)],
+    ("then", "now", "layouts"),
+    [
+        (NONE, ONE, []),
+        (ONE, NONE, OTHERWISE),
+        (NONE, FROZEN, OTHERWISE),
+        (FROZEN, ONE, OTHERWISE),
+        (ONE, FROZEN, []),
+    ],
+    ids=["none to one", "one to none", "none to frozen", "frozen to one", "one to frozen"],
 )
-@pytest.mark.parametrize("layouts", [[], [["mesh.dp_shard=3"], ["mesh.dp_shard=2", "sharding.stage=3"]]])
 def test_a_run_goes_on_after_its_groups_were_changed(
     tmp_path: Path, then: str, now: str, layouts: list[list[str]]
 ) -> None:
@@ -166,7 +176,7 @@ def test_a_parameter_in_half_precision_is_trained_from_a_resume_on(tmp_path: Pat
     assert len(resumed.metrics) == 6
 
 
-@pytest.mark.parametrize(("then", "now"), [("train.seed=5", FROZEN), (FROZEN, "train.seed=5")])
+@pytest.mark.parametrize(("then", "now"), [(NONE, FROZEN), (FROZEN, NONE)], ids=["frozen", "trained"])
 def test_averages_go_along_where_parameters_are_frozen_or_trained_from_a_resume_on(
     tmp_path: Path, then: str, now: str
 ) -> None:

@@ -8,7 +8,7 @@
 `sw.Data` reads what is trained on. It knows nothing of texts and rows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -171,7 +171,13 @@ def _evaluated(dataset: Any, max_rows: int) -> SampleSequence:
     return rows
 
 
-def _without_rows(batch: Any) -> Batch:
-    return {
-        name: value[:0] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
-    }
+def _without_rows(batch: Any) -> Any:
+    """The same nesting of tensors, without rows."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {name: _without_rows(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = map(_without_rows, batch)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
