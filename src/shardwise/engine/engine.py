@@ -407,7 +407,7 @@ class Engine(Generic[Model_co]):
         """
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
-            refuse_inside(self._averages, "sw.relayout")
+            refuse_inside(self._averages, "sw.relayout" if doing == "a relayout" else doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
