@@ -85,6 +85,19 @@ def test_a_name_that_no_parameter_has_is_refused_with_the_nearest(tmp_path: Path
     )
 
 
+def test_an_optimizer_that_loses_the_settings_of_groups_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "joined.py").write_text(
+        "import torch\n\ndef joined(groups, lr):\n"
+        "    return torch.optim.SGD([each for group in groups for each in group['params']], lr=lr)\n"
+    )
+    config = small_run(
+        tmp_path, "train.optimizer=joined.py:joined", "train.groups=[{parameters=['*'], learning_rate=1.0}]"
+    )
+    model = build_model(config)
+    with pytest.raises(ConfigError, match=r"joined\.py:joined makes optimizers with another lr than 1\.0; let it keep"):
+        optimizer_factory(config, model)(list(model.parameters()))
+
+
 def test_groups_that_say_nothing_or_too_much_are_refused(tmp_path: Path) -> None:
     words = "train.groups=[{parameters=['a']}, {parameters=['b'], frozen=true, learning_rate=1.0}, {parameter=['c']}]"
     with pytest.raises(ConfigError) as caught:
@@ -150,6 +163,15 @@ def test_a_run_goes_on_after_its_groups_were_changed(
 def test_a_parameter_in_half_precision_is_trained_from_a_resume_on(tmp_path: Path) -> None:
     half = ["precision.compute=bfloat16"]
     resumed, _ = parts(tmp_path, FROZEN, "train.seed=5", half, half)
+    assert len(resumed.metrics) == 6
+
+
+@pytest.mark.parametrize(("then", "now"), [("train.seed=5", FROZEN), (FROZEN, "train.seed=5")])
+def test_averages_go_along_where_parameters_are_frozen_or_trained_from_a_resume_on(
+    tmp_path: Path, then: str, now: str
+) -> None:
+    averages = ["average.decay=0.5"]
+    resumed, _ = parts(tmp_path, then, now, averages, averages)
     assert len(resumed.metrics) == 6
 
 

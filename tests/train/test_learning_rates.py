@@ -28,6 +28,10 @@ def none(optimizer, steps):
     return 3
 
 
+def plateau(optimizer, steps):
+    return lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
 class Halved(lr_scheduler.LRScheduler):
     def get_lr(self):
         return [group["lr"] * (0.5 if self.last_epoch else 1.0) for group in self.optimizer.param_groups]
@@ -84,7 +88,7 @@ SCHEDULES: dict[str, tuple[list[str], Callable[[torch.optim.Optimizer], Any]]] =
     ),
     "root": (["train.schedule=inverse_sqrt"], named("inverse_sqrt")),
     "polynomial": (["train.schedule=polynomial", "train.schedule_options.power=2.0"], named("polynomial", power=2.0)),
-    "constant": (["train.schedule=constant"], named("constant")),
+    "constant": (["train.schedule=constant", *WITHOUT_DECAY], named("constant")),
 }
 
 GROUPS = "train.groups=[{parameters=['*.bias'], learning_rate=0.4}]"
@@ -180,10 +184,51 @@ def test_settings_that_a_schedule_makes_meaningless_are_refused(tmp_path: Path) 
     ]
 
 
+PLATEAU = (
+    "train.schedule=torch.optim.lr_scheduler:ReduceLROnPlateau",
+    "train.schedule_options={factor=0.5, patience=1, threshold=0.9}",
+    "train.evaluate_every=1",
+    "checkpoint.every=4",
+    *WITHOUT_DECAY,
+)
+
+
+@pytest.mark.parametrize("layout", [[], ["mesh.dp_shard=3", "sharding.stage=3"]])
+def test_rates_fall_where_held_out_losses_do_not_also_in_a_run_that_goes_on(tmp_path: Path, layout: list[str]) -> None:
+    whole = finished(laid_out(tmp_path, *PLATEAU, GROUPS, "train.steps=9", *layout))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.02)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.9)
+    expected = []
+    for loss in whole.curve("held_out_loss"):
+        expected.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(loss)
+    assert whole.curve("learning_rate") == expected
+    assert len(set(expected)) > 2
+    parts = (*PLATEAU, GROUPS, f"train.output={tmp_path / 'parts'}")
+    finished(laid_out(tmp_path, *parts, "train.steps=5", *layout))
+    then = finished(laid_out(tmp_path, *parts, "train.steps=9", *layout), resume="auto")
+    assert then.curve("learning_rate") == expected
+    assert then.curve("loss") == pytest.approx(whole.curve("loss"), rel=1e-6)
+
+
+def test_options_of_a_plateau_are_checked(tmp_path: Path) -> None:
+    options = ("train.schedule=reduce_lr_on_plateau", "train.schedule_options.factor=2.0")
+    config = small_run(tmp_path, *options, *WITHOUT_DECAY)
+    with pytest.raises(ConfigError, match=r"train\.schedule_options: ReduceLROnPlateau raised ValueError: Factor"):
+        finished(config)
+
+
+def test_a_schedule_that_ends_too_soon_is_named(tmp_path: Path) -> None:
+    words = ["train.schedule=torch.optim.lr_scheduler:OneCycleLR", *WITHOUT_DECAY]
+    config = laid_out(tmp_path, *words, "train.schedule_options={max_lr=0.05, total_steps=4}", "mesh.dp_shard=2")
+    with pytest.raises(ConfigError, match=r"OneCycleLR raised ValueError: .*; give it as many steps as train\.steps"):
+        finished(config)
+
+
 @pytest.mark.parametrize(
     ("schedule", "problem"),
     [
-        ("torch.optim.lr_scheduler:ReduceLROnPlateau", "waits for held-out losses, which are no function of the step"),
+        ("mine.py:plateau", "makes a ReduceLROnPlateau, whose counts no save would have. Name "),
         ("mine.py:none", "mine.py:none gave a int, which is no scheduler of torch"),
         ("torch.optim.lr_scheduler:OneCycleLR", "raised "),
     ],

@@ -20,6 +20,7 @@ from shardwise.train.corpus import Corpus, TextSamples, text_batch
 from shardwise.train.loop import evaluate, fit
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import OtherSamples
+from shardwise.train.run_tokenizer import ByteTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ CORPUS = Corpus(
     training=np.arange(100, dtype=np.uint8),
     held_out=np.arange(100, 128, dtype=np.uint8).reshape(7, 4),
     vocabulary_size=256,
-    tokenizer=None,
+    tokenizer=ByteTokens(),
 )
 
 

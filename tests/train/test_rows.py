@@ -456,6 +456,11 @@ def test_images_that_cannot_be_read_or_stacked_are_named(tmp_path: Path) -> None
     torn.write_bytes(stream.getvalue()[:50])
     with pytest.raises(DataError, match=r"torn\.png is no image that can be read"):
         finished(run_of(tmp_path, "images", "mesh.dp_shard=2", "train.evaluate_batches=9", "data.images.size=[4, 5]"))
+    torn.unlink()
+    (tmp_path / "pictures" / "d").mkdir()
+    with pytest.raises(DataError, match=r"data\.source: .* has the folder d, which is no class; the classes are"):
+        build_data(run_of(tmp_path, "images", "data.classes=['a', 'b', 'c']"))
+    (tmp_path / "pictures" / "d").rmdir()
     empty.touch()
     with pytest.raises(DataError, match=r"data\.source: .*void\.png is empty"):
         finished(run_of(tmp_path, "images", "mesh.dp_shard=2"))

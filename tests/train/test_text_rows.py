@@ -41,7 +41,8 @@ def text_of(number: int) -> str:
 def tokenizer_folder(folder: Path, *, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="?")
+    make: Any = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = make(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>", unk_token="?")
     if template is not None:
         made.chat_template = template
     made.save_pretrained(folder / "words")
@@ -50,7 +51,8 @@ def tokenizer_folder(folder: Path, *, template: str | None = TEMPLATE) -> PreTra
 
 def pretrained_folder(folder: Path, kind: Any = LlamaForCausalLM) -> None:
     torch.manual_seed(3)
-    kind(LlamaConfig(**LLAMA, pad_token_id=0)).save_pretrained(folder / "llama")
+    settings: dict[str, Any] = {**LLAMA, "pad_token_id": 0}
+    kind(LlamaConfig(**settings)).save_pretrained(folder / "llama")
 
 
 def run_of(folder: Path, *overrides: str) -> RunConfig:
@@ -175,7 +177,7 @@ def test_a_pretrained_model_is_trained_on_from_its_values(tmp_path: Path) -> Non
     words = ("model.pretrained=llama", "model.config={attn_implementation='eager'}")
     config = run_of(tmp_path, "data.text=text", *words, "mesh.dp_shard=2", "sharding.stage=3")
     check_references(config)
-    model = build_model(config)
+    model: Any = build_model(config)
     assert model.training
     assert model.config._attn_implementation == "eager"
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "llama")

@@ -149,6 +149,9 @@ class TrainTable(Table):
     in evaluations."""
     metric_options: dict[str, dict[str, object]] = Field(default_factory=dict)
     """Name of a metric -> its further keyword arguments; of the constructor, where it is a class."""
+    metric_inputs: dict[str, str] = Field(default_factory=dict)
+    """Name of a torchmetrics metric -> a callable f(output, batch) -> what its `update` takes. Left out: the output, or
+    its `.logits`, and the batch's `labels`."""
 
 
 class CheckpointTable(Table):
@@ -220,13 +223,15 @@ def schedule_problems(train: TrainTable | None) -> list[str]:
             f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
         )
     if train.schedule is not None:
-        others = ("decay", "min_learning_rate", *(("warmup_steps",) if ":" in train.schedule else ()))
+        has_warmup = ":" not in train.schedule and train.schedule not in ("constant", "reduce_lr_on_plateau")
+        others = ("decay", "min_learning_rate", *(() if has_warmup else ("warmup_steps",)))
         problems += [f"train.{key}: given with train.schedule; leave one out" for key in others if key in given]
     elif "schedule_options" in given:
         problems.append("train.schedule_options: given without train.schedule, which they belong to")
     problems += [
-        unknown_setting(f"train.metric_options.{name}", [f"train.metric_options.{each}" for each in train.metrics])
-        for name in train.metric_options
+        unknown_setting(f"train.{key}.{name}", [f"train.{key}.{each}" for each in train.metrics])
+        for key in ("metric_options", "metric_inputs")
+        for name in getattr(train, key)
         if name not in train.metrics
     ]
     for number, group in enumerate(train.groups):

@@ -155,11 +155,9 @@ def source_problems(data: DataTable, folder: Path) -> list[str]:
     """Problems of data.source and data.held_out_source, as far as their first rows show them."""
     problems = []
     for key, source in (("data.source", data.source), ("data.held_out_source", data.held_out_source)):
-        if data.dataset is not None or source is None or data.format == "hub":
+        if data.dataset is not None or source is None or (data.format == "text" and source == PYTHON_DOCS):
             continue
-        if data.format == "text" and source == PYTHON_DOCS:
-            continue
-        if "*" not in source and not (folder / source).exists():
+        if data.format != "hub" and "*" not in source and not (folder / source).exists():
             way_out = f'; "{PYTHON_DOCS}" needs none' if data.format == "text" else ""
             problems.append(f"{key}: no file or directory {folder / source}{way_out}")
         elif data.format != "text":

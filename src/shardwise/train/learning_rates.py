@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from shardwise.errors import ConfigError, in_words
 from shardwise.train.config import Decay, RunConfig, TrainTable
-from shardwise.train.references import named_schedules, resolve
+from shardwise.train.references import is_scheduler_class, named_schedules, resolve
 
 SchedulerMaker: TypeAlias = Callable[[torch.optim.Optimizer, int], LRScheduler]
 """f(an optimizer, whose groups have their full rates; steps that were taken) -> its scheduler, as far as that."""
@@ -59,6 +59,16 @@ def decaying(train: TrainTable) -> SchedulerMaker:
     return lambda optimizer, num_taken: LambdaLR(optimizer, fraction, last_epoch=num_taken - 1)
 
 
+def advance(scheduler: LRScheduler) -> None:
+    """The rates of the next update. Raises ConfigError where a schedule has no more."""
+    try:
+        scheduler.step()
+    except Exception as error:  # such as OneCycleLR behind its total_steps
+        raise ConfigError(
+            f"train.schedule: {type(scheduler).__name__} raised {in_words(error)}; give it as many steps as train.steps"
+        ) from error
+
+
 def scheduler_maker(config: RunConfig) -> SchedulerMaker:
     """The maker of the schedulers that [train] asks for. Raises ConfigError for what makes none."""
     train = config.train
@@ -76,14 +86,15 @@ def scheduler_maker(config: RunConfig) -> SchedulerMaker:
                 f"train.schedule: {train.schedule} gave a {type(scheduler).__name__}, which is no scheduler of torch"
             )
         if isinstance(scheduler, ReduceLROnPlateau):
+            # `PlateauRates` makes one of the class itself, and keeps its counts.
             raise ConfigError(
-                f"train.schedule: {train.schedule} waits for held-out losses, which are no function of the step. Give "
-                "a schedule of steps"
+                f"train.schedule: {train.schedule} makes a ReduceLROnPlateau, whose counts no save would have. Name "
+                'the class: "torch.optim.lr_scheduler:ReduceLROnPlateau"'
             )
         # As torch does in `optimizer.step`: steps were taken, although by an optimizer of an earlier process.
         vars(optimizer)["_opt_called"] = True
         for _ in range(num_taken):
-            scheduler.step()
+            advance(scheduler)
         return scheduler
 
     return caught_up
@@ -112,10 +123,5 @@ def _made_by_reference(config: RunConfig) -> Callable[[torch.optim.Optimizer], L
     factory: Any = resolve(str(config.train.schedule), folder=config.folder, key="train.schedule")
     options = config.train.schedule_options
     if is_scheduler_class(factory):
-        return lambda optimizer: factory(optimizer, **options)  # type: ignore[no-any-return]
-    return lambda optimizer: factory(optimizer, config.train.steps, **options)  # type: ignore[no-any-return]
-
-
-def is_scheduler_class(factory: object) -> bool:
-    """Whether this is a class of torch's schedulers, which are not given the number of steps."""
-    return isinstance(factory, type) and issubclass(factory, LRScheduler)
+        return lambda optimizer: factory(optimizer, **options)
+    return lambda optimizer: factory(optimizer, config.train.steps, **options)

@@ -18,7 +18,7 @@ from shardwise.engine.batches import Batch
 from shardwise.errors import DivergedError
 from shardwise.train.callbacks import Evaluated, Stepped, TrainingLoop, values_of
 from shardwise.train.config import TrainTable
-from shardwise.train.learning_rates import SchedulerMaker, decaying
+from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
 # updates do not change those.
@@ -50,6 +50,7 @@ def fit(
     *,
     tokens_per_row: int,
     scheduler: SchedulerMaker | None = None,
+    by_step: bool = True,
     metrics: Mapping[str, Any] | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> None:
@@ -73,7 +74,7 @@ def fit(
         loop.evaluated(evaluated())
         return
     make_scheduler = scheduler if scheduler is not None else decaying(train)
-    schedulers = [make_scheduler(optimizer, begin.num_taken) for optimizer in engine.optimizers]
+    schedulers = [make_scheduler(optimizer, begin.num_taken) for optimizer in engine.optimizers if by_step]
     if train.evaluate_first and begin.step == 0:
         loop.evaluated(evaluated())
     tokens_per_update = train.global_batch * tokens_per_row
@@ -91,7 +92,7 @@ def fit(
         # warm-up.
         if not report.skipped:
             for each in schedulers:
-                each.step()
+                advance(each)
         seconds = now_s() - update_began_s
         is_due = step % train.evaluate_every == 0 or step == train.steps or loop.ends()
         found = evaluated() if is_due else None

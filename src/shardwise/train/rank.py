@@ -37,6 +37,7 @@ from shardwise.train.corpus import frequency_loss
 from shardwise.train.learning_rates import SchedulerMaker, scheduler_maker
 from shardwise.train.loop import fit
 from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
+from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss, build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
@@ -85,6 +86,8 @@ class _PreparedRun:
     held_out: Sequence[Batch]
     """This rank's rows of each batch of an evaluation."""
     scheduler: SchedulerMaker
+    by_step: bool
+    """Whether schedules are functions of the step; else callbacks decide."""
     metrics: Mapping[str, Any]
     """What evaluations compute besides losses."""
     callbacks: Sequence[Callback]
@@ -113,7 +116,8 @@ def _prepare(
     with agreed(channel, purpose="building the run"):
         data, model, sample, held_out = _built(config, channel.rank)
         optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
-        metrics, callbacks = build_metrics(config), build_callbacks(config)
+        metrics, plateau = build_metrics(config), plateau_of(config)
+        callbacks = [*([] if plateau is None else [plateau]), *build_callbacks(config)]
         goes_on = data.corpus is not None or config.generate.prompts
         continuations = Continuations(config, data, model, console) if goes_on else None
     sizes = sizes_of(model)
@@ -144,6 +148,7 @@ def _prepare(
         data=data,
         held_out=held_out,
         scheduler=scheduler,
+        by_step=plateau is None,
         metrics=metrics,
         callbacks=callbacks,
         begin=begin,
@@ -205,6 +210,7 @@ def _train(
                 loop,
                 tokens_per_row=run.data.tokens_per_row,
                 scheduler=run.scheduler,
+                by_step=run.by_step,
                 metrics=run.metrics,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.

@@ -44,8 +44,9 @@ class NamedCallable:
             return list(error.problems)
         if self.options is None:
             return []
-        num_given = 0 if isinstance(found, type) and self.of_objects else self.num_given
-        return option_problems(self, found, num_given)
+        if getattr(found, "config_class", None) is not None:  # of transformers: the class checks its settings
+            return []
+        return option_problems(self, found, 0 if self.of_objects and makes_callables(found) else self.num_given)
 
 
 def option_problems(named: NamedCallable, found: Callable[..., Any], num_given: int) -> list[str]:
@@ -94,7 +95,12 @@ def check_references(config: RunConfig) -> None:
 
 def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
     model, data, train = config.model, config.data, config.train
-    yield NamedCallable(key="model.factory", reference=model.factory)
+    yield NamedCallable(
+        key="model.factory",
+        reference=model.factory,
+        options=model.config if model.pretrained is None else None,
+        options_key="model.config",
+    )
     if model.loss is not None:
         yield NamedCallable(
             key="model.loss",
@@ -145,6 +151,8 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
         yield NamedCallable(
             key=f"{key}.factory", reference=each.factory, options=each.options, options_key=f"{key}.options"
         )
+    for name, reference in train.metric_inputs.items():
+        yield NamedCallable(key=f"train.metric_inputs.{name}", reference=reference)
     for name, reference in train.metrics.items():
         yield NamedCallable(
             key=f"train.metrics.{name}",
@@ -158,12 +166,17 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
 
 def _num_given_to_schedule(config: RunConfig, reference: str) -> int:
     """An optimizer for a class of torch; for another callable the number of steps too."""
-    from shardwise.train.learning_rates import is_scheduler_class  # with torch, which only a schedule needs here
-
     try:
         return 1 if is_scheduler_class(resolve(reference, folder=config.folder, key="train.schedule")) else 2
     except ConfigError:
         return 2
+
+
+def is_scheduler_class(factory: object) -> bool:
+    """Whether this is a class of torch's schedulers, which are not given the number of steps."""
+    from torch.optim.lr_scheduler import LRScheduler  # only a schedule needs torch here
+
+    return isinstance(factory, type) and issubclass(factory, LRScheduler)
 
 
 def named_schedules() -> list[str]:
@@ -179,20 +192,19 @@ def named_schedules() -> list[str]:
 
 
 def made(reference: str, options: Mapping[str, object], *, folder: Path, key: str) -> Callable[..., Any]:
-    """The callable that `reference` names: an object, where it is a class; with the options as further arguments.
-
-    Raises ConfigError.
-    """
+    """The callable that `reference` names, with the options; of a class of callables an object. Raises ConfigError."""
     found = resolve(reference, folder=folder, key=key)
-    if not isinstance(found, type):
+    if not makes_callables(found):
         return partial(found, **options) if options else found
     try:
-        object_of_class = found(**options)
+        return found(**options)  # type: ignore[no-any-return]  # a callable of unknown signature
     except Exception as error:  # a foreign class may raise anything
         raise ConfigError(f"{key}: {reference} raised {in_words(error)}") from error
-    if not callable(object_of_class):
-        raise ConfigError(f"{key}: {reference} is a class whose objects cannot be called")
-    return object_of_class  # type: ignore[no-any-return]  # a callable of unknown signature
+
+
+def makes_callables(found: object) -> bool:
+    """Whether this is a class whose objects can be called."""
+    return isinstance(found, type) and any("__call__" in vars(kind) for kind in found.__mro__)
 
 
 def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
@@ -211,7 +223,7 @@ def resolve(reference: str, *, folder: Path, key: str) -> Callable[..., Any]:
     try:
         found = getattr(module, name)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, dir(module), n=1)
+        near = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.75)
         hint = f"; did you mean {source}:{near[0]}?" if near else ""
         raise ConfigError(f"{key}: {source} has no {name}{hint}") from error
     if not callable(found):

@@ -75,7 +75,7 @@ class RowEncoder:
         assert self._tokenizer is not None
         if self._text is not None:
             return self._tokenizer.encode(row[self._text])
-        return self._tokenizer.messages(row[self._messages])
+        return self._tokenizer.messages(row[str(self._messages)])
 
     def __call__(self, row: Mapping[str, Any]) -> Sample:
         """Raises DataError, without the number of the row."""

@@ -23,7 +23,7 @@ from shardwise.errors import DataError, few_of
 IMAGE, LABEL = "image", "label"
 """Columns of a folder of images."""
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
-_NEEDS_DATASETS = 'needs the package datasets; pip install "shardwise[datasets]"'
+NEEDS_DATASETS = 'data.format saved or hub needs the package datasets; pip install "shardwise[datasets]"'
 _NEEDS_PYARROW = 'parquet needs the package pyarrow; pip install "shardwise[datasets]"'
 
 RowCheck = Callable[[Mapping[str, Any]], str | None]
@@ -146,6 +146,10 @@ class ImageFolders:
     """Images in a folder for each class."""
 
     def __init__(self, root: Path, classes: Sequence[str]) -> None:
+        if unknown := sorted(set(classes_of(root)) - set(classes)):
+            raise DataError(
+                f"{root} has the folder {unknown[0]}, which is no class; the classes are {few_of(classes, 8)}"
+            )
         self._images: list[Path] = []
         self._labels: list[int] = []
         for label, name in enumerate(classes):
@@ -186,12 +190,13 @@ def first_problems(kind: str, source: str, folder: Path, wanted: Mapping[str, st
     """
     if kind == "images":
         return _problems_of_images(folder / source)
+    if kind in ("saved", "hub") and importlib.util.find_spec("datasets") is None:
+        return [NEEDS_DATASETS]
+    if kind == "hub":
+        return []
     if kind == "saved":
-        missing = importlib.util.find_spec("datasets") is None
         is_saved = any((folder / source / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-        return ([f"data.format saved {_NEEDS_DATASETS}"] if missing else []) + (
-            [] if is_saved else [f"{folder / source} is no folder of save_to_disk: it has no dataset_info.json"]
-        )
+        return [] if is_saved else [f"{folder / source} is no folder of save_to_disk: it has no dataset_info.json"]
     paths = files_of(source, folder, f"*.{kind}")
     if not paths:
         return [f"{source} has no files of rows (*.{kind})"]

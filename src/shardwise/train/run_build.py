@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,10 +63,14 @@ def _maker(config: RunConfig) -> Callable[[], Any]:
         raise ConfigError(f"model.pretrained: {table.factory} has no from_pretrained; give a class of transformers")
     if table.initialise != "whole":
         raise ConfigError('model.initialise: "by module" draws the values that model.pretrained has; leave one out')
+    if "trust_remote_code" in given:
+        raise ConfigError("model.config.trust_remote_code: no code of a folder is run; leave it out")
     folder = str(config.folder / table.pretrained)
+    # Nothing is downloaded, no pickle is read, and no code of the folder is run.
+    safe = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
 
     def loaded() -> Any:
-        model = factory.from_pretrained(folder, **given, local_files_only=True, use_safetensors=True)
+        model = factory.from_pretrained(folder, **given, **safe)
         return model.train()  # it comes in evaluation mode
 
     return loaded
@@ -105,12 +110,32 @@ def build_loss_weight(config: RunConfig) -> LossWeight | None:
 
 
 def build_metrics(config: RunConfig) -> dict[str, Any]:
-    """What evaluations compute besides the loss, by name: functions f(output, batch), or objects of torchmetrics."""
-    options = config.train.metric_options
-    return {
-        name: made(reference, options.get(name, {}), folder=config.folder, key=f"train.metrics.{name}")
-        for name, reference in config.train.metrics.items()
-    }
+    """What evaluations compute besides losses, by name, as `engine.evaluate` takes it. Raises ConfigError."""
+    train, folder = config.train, config.folder
+    metrics: dict[str, Any] = {}
+    for name, reference in train.metrics.items():
+        key, chosen = f"train.metrics.{name}", train.metric_inputs.get(name)
+        metric: Any = made(reference, train.metric_options.get(name, {}), folder=folder, key=key)
+        if all(callable(getattr(metric, each, None)) for each in ("update", "compute", "reset")):  # of torchmetrics
+            inputs_key = f"train.metric_inputs.{name}"
+            inputs = (
+                partial(_logits_and_labels, inputs_key)
+                if chosen is None
+                else resolve(chosen, folder=folder, key=inputs_key)
+            )
+            metric = (metric, inputs)
+        elif chosen is not None:
+            raise ConfigError(f"train.metric_inputs.{name}: {reference} is no metric of torchmetrics; leave it out")
+        metrics[name] = metric
+    return metrics
+
+
+def _logits_and_labels(key: str, output: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What most metrics of torchmetrics take."""
+    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+    if logits is None or "labels" not in batch:
+        raise ConfigError(f"{key}: missing; the output is no tensor with .logits, or the batch has no labels")
+    return logits, batch["labels"]
 
 
 def optimizer_factory(config: RunConfig, model: nn.Module) -> OptimizerFunction:
@@ -136,9 +161,29 @@ def optimizer_factory(config: RunConfig, model: nn.Module) -> OptimizerFunction:
                 settings["lr"] = table.learning_rate
             key = (number, *settings.values()) if number >= 0 else (number, is_vector)
             groups.setdefault(key, {"params": [], **settings})["params"] += those
-        return factory(list(groups.values()), lr=train.learning_rate, **train.optimizer_options)
+        optimizers = factory(list(groups.values()), lr=train.learning_rate, **train.optimizer_options)
+        _check_groups(optimizers, [group for (number, *_), group in groups.items() if number != -1], train.optimizer)
+        return optimizers
 
     return build
+
+
+def _check_groups(optimizers: Any, named: Sequence[Mapping[str, Any]], reference: str) -> None:
+    """Refuse an optimizer that has lost the settings of [[train.groups]]: a callable may put parameters together."""
+    listed = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    held = {
+        each: group
+        for optimizer in listed
+        for group in getattr(optimizer, "param_groups", ())
+        for each in group["params"]
+    }
+    for group in named:
+        for key in (name for name in ("lr", "weight_decay") if name in group):
+            if any(float(held.get(each, {}).get(key, group[key])) != group[key] for each in group["params"]):
+                raise ConfigError(
+                    f"train.groups: {reference} makes optimizers with another {key} than {group[key]}; let it keep the "
+                    "groups that it gets, or leave train.groups out"
+                )
 
 
 class NamedGroups:

@@ -4,6 +4,7 @@ read_rows       training rows, held-out rows if there are any, and how they beco
 columns, text   -> `RowEncoder`; without both, rows go to `data.collate` as they are
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from shardwise.train.data_settings import PACKING, PADDING, DataTable
 from shardwise.train.references import made, resolve
 from shardwise.train.row_encoding import EncodedRows, EncodedStream, Padding, RowEncoder
 from shardwise.train.row_files import (
+    NEEDS_DATASETS,
     ImageFolders,
     JsonRows,
     ParquetRows,
@@ -119,9 +121,7 @@ def _of_datasets(data: DataTable, source: str, folder: Path, options: Mapping[st
     try:
         import datasets
     except ImportError as error:
-        raise DataError(
-            f'data.format {data.format} needs the package datasets; pip install "shardwise[datasets]"'
-        ) from error
+        raise DataError(NEEDS_DATASETS) from error
     given = dict(options)
     # Formats that can run code as they are read. Of the library's own ones, only "pandas" reads pickles.
     if given.pop("trust_remote_code", False) or source == "pandas":
@@ -197,8 +197,6 @@ def _collator(config: RunConfig, tokenizer: RunTokenizer | None, *, is_encoded: 
 
 
 def _arguments_of(kind: type) -> list[str]:
-    import inspect
-
     try:
         return list(inspect.signature(kind).parameters)
     except (TypeError, ValueError):  # written in C

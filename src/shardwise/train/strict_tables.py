@@ -37,10 +37,10 @@ def read_table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], prob
 def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     key = ".".join([name, *map(str, detail["loc"])])
     if detail["type"] == "extra_forbidden":
-        place, inner = key.rpartition(".")[0], _kind_at(kind, detail["loc"][:-1])
+        place, inner = key.rpartition(".")[0], table_at(kind, detail["loc"][:-1])
         return unknown_setting(key, [f"{place}.{each}" for each in inner.model_fields])
     if detail["type"] == "missing":
-        wanted = _kind_at(kind, detail["loc"][:-1]).model_fields[str(detail["loc"][-1])].description or ""
+        wanted = table_at(kind, detail["loc"][:-1]).model_fields[str(detail["loc"][-1])].description or ""
         return f"{key}: missing; {' '.join(wanted.split())}"
     # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
     needed = (
@@ -52,7 +52,7 @@ def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
     return f"{key}: {detail['input']!r} given; it must be {needed}"
 
 
-def _kind_at(kind: type[Table], place: Sequence[int | str]) -> type[Table]:
+def table_at(kind: type[Table], place: Sequence[int | str]) -> type[Table]:
     """The table at a place in another one; its own class, where the last table is."""
     for name in place:
         field = None if isinstance(name, int) else kind.model_fields.get(name)

@@ -21,6 +21,7 @@ from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
 from shardwise.train.learning_rates import scheduler_maker
+from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.run_build import build_loss, build_loss_weight, build_model, optimizer_factory
 from shardwise.train.run_data import build_data
 
@@ -138,6 +139,7 @@ def configured(config: RunConfig, *, steps: int) -> Program:
         optimizer_of=lambda model: optimizer_factory(config, model),
         loss=build_loss(config),
         loss_weight=build_loss_weight(config),
-        scheduler=lambda optimizer: make_scheduler(optimizer, 0),
+        # Without evaluations a plateau changes nothing.
+        scheduler=(lambda optimizer: make_scheduler(optimizer, 0)) if plateau_of(config) is None else None,
         seed=config.train.seed,
     )
