@@ -1,7 +1,7 @@
 """Averaged weights out of a save, in every form that a conversion gives."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -71,9 +71,12 @@ def model_of(whole: Whole, averages: Whole) -> Whole:
 FROZEN = {"optimizer/frozen.weight/master", "optimizer/frozen.bias/master"}
 
 
-def test_a_save_of_averages_loads_as_plain_weights(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["whole", "pieces"])
+def test_a_save_of_averages_loads_as_plain_weights(
+    to: Literal["whole", "pieces"], saved: tuple[Path, Whole, Whole], tmp_path: Path
+) -> None:
     path, whole, averages = saved
-    report = convert(path, tmp_path / "save", weights="average", certify=True)
+    report = convert(path, tmp_path / "save", to=to, weights="average", certify=True)
     assert report.certificate is not None
     same(tensors_in(tmp_path / "save"), model_of(whole, averages))
     engine = sw.parallelize(
@@ -101,6 +104,16 @@ def test_files_of_averages_have_the_dtypes_of_files_of_weights(
     for name, each in files.items():
         assert each.dtype == current[name].dtype
         assert torch.equal(each, averages[name].to(each.dtype) if name in averages else current[name]), name
+
+
+def test_files_of_averages_take_the_form_of_others(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+    path, _, averages = saved
+    export_hf(path, tmp_path / "hub")
+    convert(path, tmp_path / "like", to="hf", like=tmp_path / "hub", weights="average")
+    export_hf(path, tmp_path / "averages", weights="average")
+    files, other = (load_file(tmp_path / name / "model.safetensors") for name in ("like", "averages"))
+    same(files, other)
+    assert torch.equal(files["up.weight"], averages["up.weight"].bfloat16())
 
 
 def test_a_rewrite_takes_averages_along(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ PLANS = {
         sharding=sw.Sharding(stage=3),
         merge=sw.Merge(microbatches=2),
         precision=sw.Precision(compute="bfloat16", keep=("*norm*",)),
+        average=sw.Average(decay=0.5),
     ),
     "stage 3 with stages": sw.Plan(
         mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=3), merge=sw.Merge(microbatches=2)
@@ -48,6 +49,12 @@ def train(channel: Channel, text: str) -> Outcome:
         rows = 3 if data_rank else 0  # the first data rank has none
         held_out.append(engine.evaluate({name: value[:rows] for name, value in share.items()}).loss)
         engine.predict({"words": share["words"][:2]}, lambda inputs: model(inputs["words"]))
+        if plan.average is not None:
+            # Right after a prediction and before one: others may still read this rank's part in its place.
+            with engine.averaged():
+                held_out.append(engine.evaluate(share).loss)
+                output = engine.predict({"words": share["words"][:2]}, lambda inputs: model(inputs["words"]))
+            held_out.append(float(output.sum()))
     return reports, held_out, values_of_all(model, engine, channel)
 
 
