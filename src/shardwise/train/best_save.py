@@ -26,7 +26,7 @@ class BestSave(Callback):
     """Saves the run where an evaluation is the best so far, and keeps that save alone.
 
     path: folder or address; left out: "best" in the folder of the run's saves. metric, mode, min_delta: as for
-    `EarlyStopping`. load_at_end: fill the engine with the best save when the loop has ended by itself.
+    `EarlyStopping`. load_at_end: fill the engine with the best save at the end, but not after an error or a signal.
 
     A run that goes on compares with the save that it finds. Other saves there, by another metric or of an earlier run,
     raise ConfigError: none of them goes. Every save is whole, and a run can go on from it.

@@ -252,7 +252,7 @@ class TrainingLoop:
         """The number of the last update, where it is known."""
         self._position = begin if begin is not None else Position(step=engine.steps)
         self._uncounted: list[Stepped] = []
-        """Reports of which it is not known yet whether their updates were taken."""
+        """Reports that have not been asked yet whether their updates were taken."""
         self.is_fresh = self.step == 0 if is_fresh is None else is_fresh
         self.folder = None if folder is None else Path(folder)
         self.saves = saves
