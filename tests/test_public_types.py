@@ -38,6 +38,14 @@ REASONS = {
         "engine.engine.Engine.settings()",
         "rewrite.rewrites.Rewrite.from_record(record)",
     ],
+    "what a model's own generate takes and gives": [
+        "engine.engine.Engine.generate()",
+        "engine.engine.Engine.generate(inputs)",
+        "engine.engine.Engine.generate(kwargs)",
+    ],
+    "state dicts, as torch types them": [
+        "engine.full_state.full_state_dict()",
+    ],
     "objects of fsspec, which has no types": [
         "checkpoint.remote.FsspecStore.__init__(file_system)",
         "checkpoint.remote.FsspecStore.begin()",

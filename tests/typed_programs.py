@@ -70,7 +70,12 @@ def trains(channel: sw.Channel) -> list[float]:
     assert_type(engine.model.up, nn.Linear)
     assert_type(sw.relayout(engine, sw.Plan()).model, Net)
     batch = {"rows": torch.ones(2, 4), "wanted": torch.ones(2, 8)}
-    assert_type(engine.predict(batch, lambda inputs: model(**inputs)), torch.Tensor)
+    assert_type(engine.predict(batch, lambda inputs: inputs["rows"] * 2), torch.Tensor)
+    assert_type(engine.predict(batch, lambda inputs: (inputs["rows"], 3)), tuple[torch.Tensor, int])
+    assert_type(engine.predict(batch), Any)
+    assert_type(engine.generate(batch, seed=0, gather="once", max_new_tokens=4), Any)
+    with engine.whole(rank0_only=True):
+        assert_type(model.state_dict(), dict[str, Any])
     assert_type(engine.gradients(), dict[sw.Piece, torch.Tensor])
     named: Rows = {"rows": torch.ones(2, 4), "wanted": torch.ones(2, 8)}
     reports = [engine.step(batch), engine.step({**batch, "scale": 2.0}), engine.step(named, stop=lambda: True)]
@@ -185,7 +190,8 @@ def refuses_batches(engine: sw.Engine) -> None:
     engine.step([{"rows": torch.ones(2, 4)}])  # type: ignore[arg-type]
     engine.step({0: torch.ones(2, 4)})  # type: ignore[dict-item]
     engine.step({"rows": torch.ones(2, 4)}, microbatches="4")  # type: ignore[arg-type]
-    engine.predict({"rows": torch.ones(2, 4)}, lambda inputs: inputs)  # type: ignore[arg-type, return-value]
+    engine.predict({"rows": torch.ones(2, 4)}, lambda inputs: inputs.step())  # type: ignore[attr-defined]
+    engine.generate({"rows": torch.ones(2, 4)}, gather="never")  # type: ignore[arg-type]
     sw.verify(Net, PLAN, {"rows": torch.ones(2, 4)}, optimizer=adamw)  # type: ignore[arg-type]
 
 

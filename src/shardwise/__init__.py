@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from shardwise.comm.processes import processes
     from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
+    from shardwise.engine.full_state import full_state_dict
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
-    from shardwise.engine.whole_model import full_state_dict
     from shardwise.errors import ShardwiseError
     from shardwise.moving import reshard, reshard_tensor
     from shardwise.plan import Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
@@ -52,7 +52,7 @@ _ROOM_OF = {
     "VocabularyCrossEntropy": "engine.tensor.vocabulary",
     "default_channel": "comm",
     "full": "checkpoint",
-    "full_state_dict": "engine.whole_model",
+    "full_state_dict": "engine.full_state",
     "load": "checkpoint",
     "parallelize": "engine",
     "processes": "comm",

@@ -45,7 +45,6 @@ OF_PROGRAMS = {
     "checkpoint/state_pieces.py": "a module given as a state",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",
-    "engine/pipeline/glue.py": "a loop of a program's own around the model, such as generate",
     "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
     "engine/relayout.py": "sw.relayout",
     "engine/step_exchange.py": "writes to parameters past their engine",

@@ -22,7 +22,7 @@ def engine_on(channel: Channel, mesh: sw.Mesh, stage: int) -> Engine[nn.Module]:
     torch.manual_seed(0)
     return sw.parallelize(
         nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)),
-        sw.Plan(mesh=mesh, sharding=sw.Sharding(stage=stage)),  # type: ignore[arg-type]
+        sw.Plan(mesh=mesh, sharding=sw.Sharding(stage=stage)),
         optimizer=lambda each: torch.optim.AdamW(each, lr=0.1),
         loss=lambda output, batch: output.square().mean(),
         channel=channel,
@@ -126,7 +126,7 @@ def test_best_saves_alone_need_no_other_saves_and_a_fresh_run_does_not_overwrite
     done = finished(config)
     saves = tmp_path / "out" / "checkpoints"
     assert [each.name for each in saves.iterdir()] == ["best"]
-    with pytest.raises(ConfigError, match=r"best holds the best save of another run, by 'loss'\. Give another path"):
+    with pytest.raises(ConfigError, match=r"best holds the best save of another run\. Give another path"):
         finished(config)
     assert sw.checkpoint.open(saves / "best").step == best_of(done)[1]
     # One command serves for all starts: this one had no save yet from which to go on.
@@ -137,7 +137,7 @@ def test_saves_of_others_are_never_pruned_for_a_best_one(tmp_path: Path) -> None
     engine = engine_on(alone(), sw.Mesh(), 1)
     sw.save(tmp_path / "mine", engine)
     with (
-        pytest.raises(ConfigError, match="mine holds other saves, which would go"),
+        pytest.raises(ConfigError, match="mine holds other saves than the best by 'loss', which would go"),
         TrainingLoop(engine, [BestSave(str(tmp_path / "mine"))]),
     ):
         pass
@@ -159,3 +159,25 @@ def test_a_loop_without_a_folder_of_saves_asks_for_one(tmp_path: Path) -> None:
         TrainingLoop(engine_on(alone(), sw.Mesh(), 1), [BestSave()]),
     ):
         pass
+
+
+def test_two_best_saves_of_one_folder_do_not_remove_each_other(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+
+    def both() -> None:
+        with TrainingLoop(engine, [BestSave(str(tmp_path)), BestSave(str(tmp_path), metric="hits")]) as loop:
+            loop.after_step(engine.step({"input": torch.ones(4, 3)}), {"loss": 1.0, "hits": 2.0})
+
+    with pytest.raises(ConfigError, match="other saves than the best by 'hits'"):
+        both()
+    assert sw.load(tmp_path, engine)["best"]["metric"] == "loss"
+
+
+def test_a_signal_loads_no_best_save(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+    with TrainingLoop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
+        trained(engine, loop, steps=5)
+        loop.after_step(engine.step({"input": torch.ones(4, 3)}, stop=lambda: True))
+        assert loop.is_interrupted
+        weights = dict(sw.full(engine))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in sw.full(engine))

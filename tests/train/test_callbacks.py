@@ -29,7 +29,7 @@ def rows(step: int) -> torch.Tensor:
     return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(output: torch.Tensor, batch: Any) -> torch.Tensor:
+def loss_of(output: torch.Tensor, batch: Any) -> Any:
     return (output - batch["input"].sum(1, keepdim=True)).square().mean()
 
 
@@ -40,7 +40,7 @@ def net() -> nn.Module:
 
 def engine_on(channel: Channel, mesh: sw.Mesh, stage: int = 1) -> Engine[nn.Module]:
     rules = {"0": "column", "2": "row"} if mesh.tp > 1 else None
-    plan = sw.Plan(mesh=mesh, sharding=sw.Sharding(stage=stage), tensor=sw.Tensor(rules=rules))  # type: ignore[arg-type]
+    plan = sw.Plan(mesh=mesh, sharding=sw.Sharding(stage=stage), tensor=sw.Tensor(rules=rules))
     return sw.parallelize(
         net(), plan, optimizer=lambda each: torch.optim.SGD(each, lr=0.05), loss=loss_of, channel=channel,
         sample={"input": rows(0)},
@@ -339,7 +339,8 @@ def mine(tmp_path: Path) -> Callable[..., str]:
 def log_of(folder: Path) -> list[Any]:
     from shardwise.train.references import resolve
 
-    log: list[Any] = resolve("mine.py:Mine", folder=folder, key="callback").on_begin.__globals__["log"]
+    found: Any = resolve("mine.py:Mine", folder=folder, key="callback")
+    log: list[Any] = found.on_begin.__globals__["log"]
     return log
 
 

@@ -33,13 +33,14 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 def plainly(folder: Path, step: int, prompt: str, *, num_tokens: int = 6, **options: Any) -> str:
     """What a model of one process with the weights of a save generates."""
-    sizes = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=32)).eval()
+    sizes: Any = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=32))
+    model.eval()
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     sw.load(folder / "out" / "checkpoints", weights, step=step, strict=False, channel=alone())
     torch.manual_seed(5)  # `train.seed`
     row = torch.tensor([[*prompt.encode()]])
-    found = model.generate(row, max_new_tokens=num_tokens, **options)[0, row.shape[1] :]  # type: ignore[operator]
+    found = model.generate(row, max_new_tokens=num_tokens, **options)[0, row.shape[1] :]
     return bytes(found.tolist()).decode("utf-8", errors="replace")
 
 

@@ -35,7 +35,7 @@ class Double:
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Double:
     double = Double()
-    monkeypatch.setitem(sys.modules, "wandb", double)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", double)
     return double
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path, wandb: Double) -> 
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r'Wandb needs the package wandb; pip install "shardwise\[wandb\]"'):
         finished(small_run(tmp_path, TABLE))
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from shardwise.engine.wrapping import is_ours
 from shardwise.errors import BatchError, ModelError
 from shardwise.plan import split_rows
 
@@ -220,7 +221,7 @@ class LossOfModel:
         """Whether hooks of the user may put arguments in before the forward, or take some out."""
         found = [torch.nn.modules.module._global_forward_pre_hooks, self._model._forward_pre_hooks]
         hooks = [hook for each in (*found, self._inner._forward_pre_hooks) for hook in each.values()]
-        return not all(str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in hooks)
+        return not all(map(is_ours, hooks))
 
     def _refusal(self, microbatch: Microbatch, way_out: str) -> ModelError:
         return ModelError(

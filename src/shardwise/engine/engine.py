@@ -19,7 +19,7 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic
 
 import torch
@@ -31,7 +31,7 @@ from shardwise.engine.batches import Batch, LossWeight
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.generation import Gather, Generation, on_device
+from shardwise.engine.generation import Gather, Generation, Prompts, on_device
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.optimizers import KnownOptimizer
@@ -301,39 +301,32 @@ class Engine(Generic[Model_co]):
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
         the same: a tensor, or any nesting of tensors in tuples, lists, dicts and dataclasses. None: the model's
-        output, called as in a step. Whatever else `output_of` does runs on each of them as well. Objects of other
-        kinds, such as a cache, have what this rank's stages computed. Under stage 3 all data ranks call it
-        together, because each gathers from the others. They give different inputs, and run the same modules in the
-        same order. Raises ModelError for a forward that asks for what only another rank has, and PeerError.
+        output, called as in a step. Whatever else `output_of` does runs on each of them as well. Under pp, an object
+        that modules of stages are given (a cache) is None in it. Under stage 3 all data ranks call it together, with
+        different inputs, and run the same modules in the same order. Raises ModelError for a forward that asks for what
+        only another rank has, and PeerError.
         """
-        moved = on_device(inputs, self._channels.everyone.device)
         self._check_turn()
+        moved = on_device(inputs, self._channels.everyone.device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
-            return self._computation.predict(moved, self._computation.loss.output if output_of is None else output_of)
+            found: Output = self._computation.predict(moved, output_of or self._computation.loss.output)
+            return found
 
-    def generate(
-        self,
-        inputs: Mapping[str, Any] | torch.Tensor | None,
-        *,
-        seed: int | None = None,
-        gather: Gather = "each",
-        **kwargs: Any,
-    ) -> Any:
+    def generate(self, inputs: Prompts, *, seed: int | None = None, gather: Gather = "each", **kwargs: Any) -> Any:
         """What the model's `generate(inputs, **kwargs)` gives in one process, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal arguments, and get the same. Under stage 3 all data ranks
         call it, each with its own inputs and lengths. A rank without rows gives None, and gets a tensor [0, 0].
         inputs: a tensor, or tensors by name; they are moved to the device.
-        seed: of what is drawn, as by `torch.manual_seed(seed)` before; None: one that the engine takes, of its own
-            seed, the step and the data rank.
+        seed: as by `torch.manual_seed(seed)` before; None: it follows from the engine's, the step and the data rank.
         gather: under stage 3, "each" gathers for each call of the model, in the memory of an evaluation; "once"
             gathers all parameters first, and each rank holds them until the end.
 
         Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
         """
+        self._check_turn()
         device = self._channels.everyone.device
         generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
-        self._check_turn()
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.generate(generation)
 
@@ -407,7 +400,7 @@ class Engine(Generic[Model_co]):
         """
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
-            refuse_inside(self._averages, "sw.relayout")
+            refuse_inside(self._averages, "sw.relayout" if doing == "a relayout" else doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -436,7 +429,9 @@ class Engine(Generic[Model_co]):
         model that was changed since, for an error inside, and where not all ranks wrote; CheckpointError for values
         that do not fit.
         """
-        return whole_inside(self, self._plain_calls, optimizer=optimizer, rank0_only=rank0_only, offload=offload)
+        hand_over = partial(self.hand_over, doing="engine.whole()")
+        which = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload}
+        return whole_inside(hand_over, self.restore, self._plain_calls, **which)
 
     def take_charge(self) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`."""

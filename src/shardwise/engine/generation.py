@@ -21,6 +21,9 @@ from shardwise.errors import BatchError, ModelError
 Gather: TypeAlias = Literal["each", "once"]
 """When stage 3 gathers: for each call of the model, or once before all."""
 
+Prompts: TypeAlias = Mapping[str, Any] | torch.Tensor | None
+"""What a rank generates from: a tensor, or tensors by name; None: it has no rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -38,7 +41,7 @@ class Generation:
     def of(
         cls,
         model: nn.Module,
-        inputs: Mapping[str, Any] | torch.Tensor | None,
+        inputs: Prompts,
         kwargs: Mapping[str, Any],
         *,
         device: torch.device,

@@ -21,8 +21,9 @@ from shardwise.comm.local_tensors import is_dtensor
 from shardwise.errors import ModelError, OptimizerError
 
 _SAVE = (
-    "Save with sw.save(path, engine), which loads into any layout. sw.full(engine) gives whole tensors, one after "
-    "the other. sw.checkpoint.export_hf(path, folder) makes files for from_pretrained of a save"
+    "Save with sw.save(path, engine), which loads into any layout. Inside `with engine.whole():` the model is whole on "
+    "a rank; sw.full(engine) gives whole tensors, one after the other. sw.checkpoint.export_hf(path, folder) makes "
+    "files for from_pretrained of a save"
 )
 
 
@@ -81,11 +82,17 @@ class PlainCalls:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The engine refuses to go on inside: see `is_whole`."""
+        self.is_whole = True
+        try:
+            yield
+        finally:
+            self.is_whole = False
+
+    @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Refuse nothing but steps: model and optimizers are whole inside."""
-        for module in self._model.modules():
-            _take_off(module._state_dict_pre_hooks)
-            _take_off(module._load_state_dict_pre_hooks)
+        """Refuse nothing of the optimizers but steps: they are whole inside."""
         for optimizer in self._optimizers:
             for kind in ("state_dict", "load_state_dict"):
                 _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks", {}))
@@ -172,13 +179,13 @@ class _OptimizerParts(_RefusalHook):
         if self._kind == "state_dict":
             raise OptimizerError(
                 f"{name}.state_dict() would give the part of the optimizer state that this rank owns. Save all of it "
-                "with sw.save(path, engine), which loads into any layout (sw.load). sw.full(engine, optimizer=True) "
-                "gives it as whole tensors"
+                "with sw.save(path, engine), which loads into any layout (sw.load). "
+                "sw.full_state_dict(engine, optimizer=True) gives what the plain optimizer would"
             )
         raise OptimizerError(
-            f"{name}.load_state_dict() takes state by position and in the shapes of this rank's slices. Load with "
-            "sw.load(path, engine): a plain program saves for it with "
-            "sw.save(path, sw.checkpoint.TorchState(model, optimizer))"
+            f"{name}.load_state_dict() takes state by position and in the shapes of this rank's slices. Load the state "
+            "of a plain optimizer inside `with engine.whole():`. Or load with sw.load(path, engine): a plain program "
+            "saves for it with sw.save(path, sw.checkpoint.TorchState(model, optimizer))"
         )
 
 
@@ -207,8 +214,8 @@ class _Parts(_RefusalHook):
     def __deepcopy__(self, memo: object) -> "_Parts":
         key, why = next(iter(self.why.items()))
         raise ModelError(
-            f"the model would be copied in parts: {key!r} {why}. Copy it before parallelize, or build it again and "
-            "fill it: sw.full(engine) gives whole tensors, one after the other"
+            f"the model would be copied in parts: {key!r} {why}. Copy it inside `with engine.whole():`, or build it "
+            "again and fill it: sw.full(engine) gives whole tensors, one after the other"
         )
 
 
@@ -233,8 +240,8 @@ class _WholeGiven(_RefusalHook):
             # torch would report two shapes and leave the reader to guess why.
             if given.shape != held.shape:
                 error_messages.append(
-                    f"{prefix + key!r} {why}; load the whole with sw.load(path, engine), from a save or from files of "
-                    "Hugging Face"
+                    f"{prefix + key!r} {why}; load the whole inside `with engine.whole():`, or with sw.load(path, "
+                    "engine) from a save or from files of Hugging Face"
                 )
             elif held.is_meta:
                 # The module's own tensor: torch copies nothing into a tensor without memory, and does not call the

@@ -52,7 +52,7 @@ def _buffers(model: nn.Module) -> Pieces:
 
 
 def stored_of_all(channel: Channel, pieces: Pieces, *, purpose: str) -> dict[str, Piece]:
-    """Every tensor of which ranks hold these pieces, as one piece, as a checkpoint would hold it."""
+    """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it."""
     answers = channel.exchange(json.dumps(described(pieces)).encode(), purpose=purpose)
     return {piece.name: piece for each in understood(answers, _whole_pieces, purpose=purpose) for piece in each}
 

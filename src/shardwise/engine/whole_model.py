@@ -10,9 +10,10 @@ A rank that takes no part keeps its parts, and waits in [4].
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from shardwise.engine.inventory import named_places, with_values
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
-from shardwise.engine.state import HandOver, whole
+from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.engine.state_of_all import (
     Pieces,
     described,
@@ -32,80 +33,90 @@ from shardwise.engine.state_of_all import (
     targets_of,
     whole_pieces,
 )
-from shardwise.engine.wrapping import unwrap
-from shardwise.errors import CheckpointError, ModelError
+from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
+from shardwise.engine.wrapping import is_ours
+from shardwise.errors import CheckpointError, MismatchError, ModelError
 from shardwise.moving import reshard
 from shardwise.plan.names import is_state_name, split_state_name, state_name
-from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings
+from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
+from shardwise.space import Piece
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
+"""See `Engine.restore`."""
 
 _PURPOSE = "the whole model"
+
+_OF_PLANS = ("forward", "_compiled_call_impl", HEAD_MARK)
+"""Attributes of modules in which plans put something."""
+
+_HOOKS = frozenset(name for name, held in vars(nn.Module()).items() if name.endswith("_hooks") and held is not None)
 
 
 @contextmanager
 def whole_inside(
-    engine: "Engine", plain_calls: PlainCalls, *, optimizer: bool, rank0_only: bool, offload: bool
+    hand_over: Callable[[], HandOver],
+    restore: Restore,
+    plain_calls: PlainCalls,
+    *,
+    optimizer: bool,
+    rank0_only: bool,
+    offload: bool,
 ) -> Iterator[None]:
     """See `Engine.whole`."""
-    handed = engine.hand_over(doing="engine.whole()")
+    handed = hand_over()
     channel = handed.channel
-    taking_part = range(1) if rank0_only else range(channel.size)
-    message: dict[str, Any] = {}
-    written: Pieces = {}
+    ranks = range(1) if rank0_only else range(channel.size)
+    changes = _Changes()
     failure: Exception | None = None
     with aborting(channel, "engine.whole()"):
-        settings, values = _gathered(handed, optimizer=optimizer, offload=offload, taking_part=taking_part)
-        with _inside(plain_calls):
-            if channel.rank in taking_part:
-                model = _WholeModel(handed.model, handed.names.ties, values)
+        settings, values = _gathered(handed, optimizer=optimizer, offload=offload, ranks=ranks)
+        with ExitStack() as stack:
+            stack.enter_context(plain_calls.waiting())
+            held = None
+            if channel.rank in ranks:
+                stack.enter_context(plain_calls.lifted())
+                model = stack.enter_context(_WholeModel(handed.model, handed.names.ties, values))
                 known = handed.optimizers if optimizer else ()
-                with plain_calls.lifted(), model, _WholeOptimizers(known, settings, values, model) as optimizers:
-                    before = (model.versions(), optimizers.versions())
-                    try:
-                        yield
-                        if before != (model.versions(), optimizers.versions()):
-                            written = model.values() | optimizers.values()
-                            message = {"stored": described(written), "settings": optimizers.settings()}
-                    except Exception as error:
-                        failure = error
-                        message = {"failed": f"{type(error).__name__}: {error}"}
-            else:
+                held = model, stack.enter_context(_WholeOptimizers(known, settings, values, model))
+                before = model.versions(), held[1].versions()
+            try:
                 yield
+                if held is not None:
+                    changes = _changes_since(*before, *held)
+            except Exception as error:
+                failure = error
         # Ranks that take no part wait here, and all learn whether the body failed or wrote somewhere.
-        ends = channel.exchange(json.dumps(message).encode(), purpose=f"the end of {_PURPOSE}")
+        said = {"failed": f"{type(failure).__name__}: {failure}"} if failure is not None else changes.described()
+        ends = channel.exchange(json.dumps(said).encode(), purpose=f"the end of {_PURPOSE}")
         answers = understood(ends, a_table, purpose=_PURPOSE)
         if failure is None:
-            _refuse_one_sided([answers[rank] for rank in taking_part])
+            _refuse_one_sided(answers, ranks)
             if answers[0]:
-                _take_in(engine, answers[0], written if channel.rank == 0 else {}, optimizer=optimizer)
+                _take_in(handed, restore, answers[0], changes.written if channel.rank == 0 else {}, origin_of(settings))
     if failure is not None:
         raise failure
 
 
-@contextmanager
-def _inside(plain_calls: PlainCalls) -> Iterator[None]:
-    plain_calls.is_whole = True
-    try:
-        yield
-    finally:
-        plain_calls.is_whole = False
-
-
 def _gathered(
-    handed: HandOver, *, optimizer: bool, offload: bool, taking_part: Collection[int]
+    handed: HandOver, *, optimizer: bool, offload: bool, ranks: range
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings that all ranks know together, and the whole tensors by name, on ranks that take part."""
     channel = handed.channel
-    mine = channel.exchange(json.dumps(handed.settings).encode(), purpose=f"settings of {_PURPOSE}")
-    settings = merge_settings(understood(mine, a_table, purpose=_PURPOSE))
+    asked = f"optimizer={optimizer}, rank0_only={ranks == range(1)}, offload={offload}"
+    mine = {"asked": {str(channel.rank): asked}, **handed.settings}
+    answers = channel.exchange(json.dumps(mine).encode(), purpose=f"settings of {_PURPOSE}")
+    settings = merge_settings(understood(answers, a_table, purpose=_PURPOSE))
+    if other := [rank for rank, each in settings["asked"].items() if each != settings["asked"]["0"]]:
+        raise MismatchError(
+            f"rank {other[0]} calls engine.whole({settings['asked'][other[0]]}), but rank 0 engine.whole("
+            f"{settings['asked']['0']}); make the same call on all ranks"
+        )
     sources = sources_of(handed)
     if not optimizer:
         sources = {piece: each for piece, each in sources.items() if not is_state_name(piece.name)}
     stored = stored_of_all(channel, sources, purpose=f"tensors of {_PURPOSE}")
     wanted: Pieces = {}
-    if channel.rank in taking_part:
+    if channel.rank in ranks:
         dtypes = {spec.name: spec.dtype for spec in handed.names.specs}
         for name, piece in stored.items():
             split = split_state_name(name)
@@ -117,40 +128,19 @@ def _gathered(
     return settings, {piece.name: tensor for piece, tensor in reshard(sources, wanted, channel, cast=True).items()}
 
 
-def full_state_dict(engine: "Engine", *, rank0_only: bool = True, offload: bool = True, optimizer: bool = False) -> Any:
-    """What `state_dict()` of the plain model gives, as a dict of whole tensors; with `optimizer`, also of optimizers.
-
-    Values are the masters', in the dtypes in which the model came to parallelize. All ranks call it together.
-    rank0_only: the other ranks get {}. offload: tensors on the CPU, else on the engine's device.
-    optimizer: give (model, optimizer): also what `state_dict()` of the plain optimizer gives, or a list where the
-        engine has several. A plain loop that loads both goes on bit for bit.
-
-    A rank that gets tensors holds the whole of them. Raises the errors of `Engine.whole`.
-    """
-    model: Mapping[str, Any] = {}
-    states: list[Mapping[str, Any]] = []
-    with engine.whole(optimizer=optimizer, rank0_only=rank0_only, offload=offload):
-        if engine.channel.rank == 0 or not rank0_only:
-            model = engine.model.state_dict()
-            states = [each.state_dict() for each in engine.optimizers] if optimizer else []
-    if not optimizer:
-        return model
-    return model, states[0] if len(states) == 1 else states or {}
-
-
 def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """For each parameter that an optimizer trains its state, by torch's keys."""
-    keys: dict[str, dict[str, Any]] = {}
-    trained = {name for names in known.parameters for name in names}
+    """For each parameter that an optimizer trains its state, by torch's keys, in the order of its groups."""
+    found: dict[str, dict[str, Any]] = {name: {} for names in known.parameters for name in names}
     for name, tensor in values.items():
-        if (split := split_state_name(name)) is not None and split[0] in trained:
+        if (split := split_state_name(name)) is not None and split[0] in found:
             python = settings["plain"].get(split[1])
             is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
-            keys.setdefault(split[0], {})[split[1]] = tensor.item() if is_python else tensor
-    for state in keys.values():
+            found[split[0]][split[1]] = tensor.item() if is_python else tensor
+    states = {name: state for name, state in found.items() if state}
+    for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
-    return keys
+    return states
 
 
 def _is_of(tensor: torch.Tensor, python: str) -> bool:
@@ -166,25 +156,31 @@ class _WholeModel:
         self._ties = ties
         self.parameters: dict[str, nn.Parameter] = {}
         self._parts = [(module, key, place, held) for module, key, place, held in named_places(model)]
-        for _, _, place, held in self._parts:
+        for _, _, place, part in self._parts:
             name = ties.get(place, place)
             if name not in self.parameters:
-                self.parameters[name] = made = with_values(held, values[name])
+                self.parameters[name] = made = with_values(part, values[name])
                 for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
                     vars(made).pop(own, None)
-        names = {id(buffer): name for name, buffer in model.named_buffers()}
+        name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
-            (module._buffers, key, buffer, values[names[id(buffer)]])
+            (module._buffers, key, buffer, values[name_of[id(buffer)]])
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
         ]
-        self._forwards: list[tuple[nn.Module, Any, Any]] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def __enter__(self) -> "_WholeModel":
-        modules = list(self._model.modules())
-        self._forwards = [(each, vars(each).get("forward"), each._compiled_call_impl) for each in modules]
+        for each in self._model.modules():
+            attributes = vars(each)
+            self._attributes.append((attributes, {key: attributes[key] for key in _OF_PLANS if key in attributes}))
+            for hooks in [held for name, held in attributes.items() if name in _HOOKS and held]:
+                self._hooks.append((hooks, dict(hooks)))
+                for number in [number for number, hook in hooks.items() if is_ours(hook)]:
+                    del hooks[number]
         PipelineRunner.take_off(self._model)
-        unwrap(self._model)
+        TensorParallel.take_off(self._model)
         for module, key, place, _ in self._parts:
             # Not register_parameter: recurrent modules keep lists of theirs.
             setattr(module, key, self.parameters[self._ties.get(place, place)])
@@ -192,29 +188,35 @@ class _WholeModel:
             buffers[key] = values
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for module, key, _, held in self._parts:
-            setattr(module, key, held)
-        for buffers, key, held, _ in self._buffers:
-            buffers[key] = held
-        for module, forward, compiled in self._forwards:
-            vars(module).pop("forward", None)
-            vars(module).update({"_compiled_call_impl": compiled} | ({} if forward is None else {"forward": forward}))
+    def __exit__(self, *error: object) -> None:
+        for module, key, _, part in self._parts:
+            setattr(module, key, part)
+        for buffers, key, buffer, _ in self._buffers:
+            buffers[key] = buffer
+        for attributes, before in self._attributes:
+            for key in _OF_PLANS:
+                attributes.pop(key, None)
+            attributes.update(before)
+        for hooks, order in self._hooks:
+            added = {number: hook for number, hook in hooks.items() if number not in order}
+            hooks.clear()
+            hooks.update(order | added)
 
-    def values(self) -> Pieces:
-        """What is in the places now."""
+    def _now(self) -> dict[str, torch.Tensor]:
+        places = {place: getattr(module, key) for module, key, place, _ in self._parts if place not in self._ties}
+        return places | dict(self._model.named_buffers())
+
+    def values(self, names: Sequence[str]) -> Pieces:
+        """What is in their places now."""
+        now = self._now()
         found: Pieces = {}
-        for module, key, place, _ in self._parts:
-            if place not in self._ties:
-                found |= whole(place, getattr(module, key).detach())
-        for name, buffer in self._model.named_buffers():
-            found |= whole(name, buffer.detach())
+        for name in names:
+            found |= whole(name, now[name].detach())
         return found
 
-    def versions(self) -> list[tuple[int, int]]:
-        """Others after every write, and where another tensor was put in."""
-        held = [*self._model.parameters(), *self._model.buffers()]
-        return [(id(each), each._version) for each in held]
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """By name, another after every write, and where another tensor was put in."""
+        return {name: (id(each), each._version) for name, each in self._now().items()}
 
 
 class _WholeOptimizers:
@@ -244,7 +246,7 @@ class _WholeOptimizers:
             held.state = defaultdict(dict, {self._parameters[name]: each for name, each in state.items()})
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         for known, (groups, state) in zip(self._known, self._parts, strict=True):
             known.optimizer.param_groups, known.optimizer.state = groups, state
 
@@ -273,23 +275,52 @@ class _WholeOptimizers:
         return found
 
 
-def _refuse_one_sided(answers: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ModelError, the same on all ranks, where the body failed on a rank, or only some of them wrote."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Changes:
+    """What the body wrote."""
+
+    written: Pieces = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of optimizers, where it wrote to one."""
+
+    def described(self) -> dict[str, Any]:
+        """As JSON, without the values; empty where nothing was written."""
+        if not self.written and not self.settings:
+            return {}
+        return {"stored": described(self.written), "settings": self.settings}
+
+
+def _changes_since(
+    model_before: Mapping[str, object], before: Sequence[object], model: _WholeModel, optimizers: _WholeOptimizers
+) -> _Changes:
+    written = model.values([name for name, each in model.versions().items() if model_before[name] != each])
+    if before == optimizers.versions():
+        return _Changes(written=written)
+    return _Changes(written=written | optimizers.values(), settings=optimizers.settings())
+
+
+def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Raise ModelError, the same on all ranks, where the body failed on a rank, or only some of `ranks` wrote."""
     if failed := [rank for rank, each in enumerate(answers) if "failed" in each]:
         raise ModelError(f"inside engine.whole(), rank {failed[0]} raised {answers[failed[0]]['failed']}")
-    if 0 < len(wrote := [rank for rank, each in enumerate(answers) if each]) < len(answers):
+    if 0 < len(wrote := [rank for rank in ranks if answers[rank]]) < len(ranks):
         raise ModelError(
             f"inside engine.whole(), only the ranks {wrote} wrote to the model or to an optimizer, and that is lost. "
             "Make the same calls on all ranks, or use engine.whole(rank0_only=True)"
         )
 
 
-def _take_in(engine: "Engine", message: Mapping[str, Any], written: Pieces, *, optimizer: bool) -> None:
-    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks."""
-    with agreed(engine.channel, purpose="verdict on the values written inside engine.whole()"):
+def _take_in(
+    handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces, origin: Mapping[str, Any]
+) -> None:
+    """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
+    with agreed(handed.channel, purpose="verdict on the values written inside engine.whole()"):
         stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
-        restoration = engine.restore(stored, message["settings"] if optimizer else {})
-        if optimizer and restoration.findings:
+        restoration = restore(stored, {**message["settings"], **origin})
+        # Without settings no optimizer was written to: it goes on with its state.
+        if message["settings"] and restoration.findings:
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
-    reshard(written, targets_of(restoration, engine.model), engine.channel, cast=True)
+    # No others: a master that is wider than the model's own dtype would be rounded.
+    targets = {piece: each for piece, each in targets_of(restoration, handed.model).items() if piece.name in stored}
+    reshard(written, targets, handed.channel, cast=True)
     restoration.finish()

@@ -128,6 +128,11 @@ def _give_back(module: nn.Module, forward: _Wrapped) -> None:
         module.forward = forward.original
 
 
+def is_ours(hook: object) -> bool:
+    """Whether a hook of a module was put on by shardwise, and not by the user; torch wraps some once more."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("shardwise.")
+
+
 def in_backward() -> bool:
     """Whether autograd is at work in this thread: then a forward is the recomputation of an activation checkpoint."""
     return torch._C._current_graph_task_id() != -1

@@ -26,10 +26,10 @@ class BestSave(Callback):
     """Saves the run where an evaluation is the best so far, and keeps that save alone.
 
     path: folder or address; left out: "best" in the folder of the run's saves. metric, mode, min_delta: as for
-    `EarlyStopping`. load_at_end: fill the engine with the best save when the loop has ended without an error.
+    `EarlyStopping`. load_at_end: fill the engine with the best save at the end, but not after an error or a signal.
 
-    A run that goes on compares with the save that it finds. Another save there, of another metric or of an earlier run,
-    raises ConfigError: nothing is overwritten. Every save is whole, and a run can go on from it.
+    A run that goes on compares with the save that it finds. Other saves there, by another metric or of an earlier run,
+    raise ConfigError: none of them goes. Every save is whole, and a run can go on from it.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class BestSave(Callback):
         found, best = self._found(loop), self._improvement
         if not found:
             return
-        if loop.is_fresh or found["metric"] != best.metric:
+        if loop.is_fresh:
             raise ConfigError(
-                f"BestSave: {self.path} holds the best save of another run, by {found['metric']!r}. Give another path, "
-                "or remove the folder"
+                f"BestSave: {self.path} holds the best save of another run. Give another path, or remove the folder"
             )
         best.best, best.best_step = found["value"], found["step"]
         loop.say(f"best save so far: {best.words()}, in {self.path}")
@@ -73,7 +72,7 @@ class BestSave(Callback):
     def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Load the best save, if that is asked for."""
         best = self._improvement
-        if error is not None or best.best is None:
+        if error is not None or best.best is None or loop.is_interrupted:
             return
         assert self.path is not None
         words = f"best save: {best.words()}, in {self.path}"
@@ -96,6 +95,9 @@ class BestSave(Callback):
         if not listing_at(self.path).committed:
             return {}
         catalogue = look_into(self.path)
-        if _KEY not in catalogue.extra:
-            raise ConfigError(f"BestSave: {self.path} holds other saves, which would go; give another path")
+        if catalogue.extra.get(_KEY, {}).get("metric") != self._improvement.metric:
+            raise ConfigError(
+                f"BestSave: {self.path} holds other saves than the best by {self._improvement.metric!r}, which would "
+                "go; give another path"
+            )
         return {**catalogue.extra[_KEY], "step": catalogue.step}

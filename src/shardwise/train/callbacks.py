@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import SaveReport, save
+from shardwise.checkpoint.states import SomeData
 from shardwise.comm.agreement import texts_in, understood
 from shardwise.engine import Engine
 from shardwise.engine.rank_times import RankTimes
@@ -47,10 +48,6 @@ class Stepped(Protocol):
     @property
     def skipped(self) -> bool:
         """The gradient was not finite and nothing was updated."""
-
-    @property
-    def stop(self) -> bool:
-        """Some rank has asked to stop."""
 
     @property
     def weight(self) -> float:
@@ -216,10 +213,13 @@ METHODS = ("on_begin", "on_evaluation", "on_step", "on_save", "on_end")
 class TrainingLoop:
     """A loop of updates and its callbacks, on one rank. Used as a context; all ranks enter and leave it together.
 
-    engine: what trains. callbacks: in the order in which they are called. steps: the last update; None: not known.
+    engine: what trains. callbacks: in the order in which they are called.
+    steps: the number of the last update, where it is known.
     begin: where the loop is; left out: at the engine's steps. is_fresh: whether it goes on from no save; left out: at
-    step 0. folder: where callbacks may write files. saves: folder or address of its saves. save_with: how `save` saves;
-    left out: `sw.save`. say_with: what prints lines on rank 0. settings: of the run, for records of it.
+        step 0.
+    folder: where callbacks may write files. saves: folder or address of its saves. data: whose cursor `save` saves.
+    save_with: how it saves; left out: by `sw.save`. say_with: what prints lines on rank 0.
+    settings: of the run, for records of it.
 
     Raises ConfigError for a callback without all five methods.
 
@@ -241,6 +241,7 @@ class TrainingLoop:
         is_fresh: bool | None = None,
         folder: Path | str | None = None,
         saves: str | None = None,
+        data: SomeData | None = None,
         save_with: Callable[..., SaveReport] | None = None,
         say_with: Callable[[str], None] = print,
         settings: Mapping[str, Any] | None = None,
@@ -251,7 +252,7 @@ class TrainingLoop:
         """The number of the last update, where it is known."""
         self._position = begin if begin is not None else Position(step=engine.steps)
         self._uncounted: list[Stepped] = []
-        """Reports of which it is not known yet whether their updates were taken."""
+        """Reports that have not been asked yet whether their updates were taken."""
         self.is_fresh = self.step == 0 if is_fresh is None else is_fresh
         self.folder = None if folder is None else Path(folder)
         self.saves = saves
@@ -262,6 +263,7 @@ class TrainingLoop:
         # On a device a look at the figures of a step waits for them: none is made for callbacks that see no steps.
         self._sees_steps = any(getattr(type(each), "on_step", None) is not Callback.on_step for each in callbacks)
         self._begun: list[tuple[str, Callback]] = []
+        self._data = data
         self._save_with = save_with
         self._say_with = say_with
         self._now_s = now_s
@@ -293,6 +295,11 @@ class TrainingLoop:
         """Whether no update comes after this one; the same on all ranks."""
         return self.step == self.steps or bool(self.stopped_by) or self.engine.asked_to_stop
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether something else than the callbacks, such as a signal, has ended the loop; the same on all ranks."""
+        return self.engine.asked_to_stop and not self.stopped_by
+
     def say(self, *lines: str) -> None:
         """Print lines, on rank 0."""
         for line in lines if self.is_first else ():
@@ -307,7 +314,7 @@ class TrainingLoop:
         if self._save_with is not None:
             return self._save_with(path, extra=extra, keep=keep)
         extra = {"step": self.step, STATES_KEY: self.state_dict(), **extra}
-        return save(path, self.engine, extra=extra, keep=keep)
+        return save(path, self.engine, extra=extra, keep=keep, data=self._data)
 
     def ends(self) -> bool:
         """Whether callbacks have ended the loop; the same on all ranks, which ask this after a step."""
@@ -319,7 +326,7 @@ class TrainingLoop:
     def evaluated(self, evaluation: Evaluated | Mapping[str, float]) -> None:
         """Hand the callbacks an evaluation that belongs to no update, such as one before the first."""
         values = values_of(evaluation)
-        self._position = replace(self._position, held_out_loss=values.get("loss"))
+        self._position = replace(self._position, held_out_loss=values.get("loss", self._position.held_out_loss))
         self._call_all("on_evaluation", EvaluationValues(step=self.step, values=values))
 
     def after_step(

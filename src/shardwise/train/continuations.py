@@ -129,8 +129,8 @@ def continued(
 ) -> list[int] | None:
     """`num_tokens` tokens drawn after `row`; None when the model gives no finite logits [1, tokens, vocabulary].
 
-    The model sees as many tokens as `row` has, each time. For another length than in training, every rank with stages
-    would have to find the shapes of its values anew. All ranks call this; they draw equal tokens.
+    The model sees as many tokens as `row` has, each time: for each other length, ranks with stages would have to find
+    the shapes of their values anew. All ranks call this; they draw equal tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(row)

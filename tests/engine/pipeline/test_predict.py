@@ -1,6 +1,6 @@
 """What an engine says of inputs: the same on all ranks, without a trace in the model."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -68,6 +68,93 @@ def square(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return output.square().mean()
 
 
+TURN = {"x": torch.randn(5, 6, generator=torch.Generator().manual_seed(1))}
+
+
+class Told(NamedTuple):
+    last: torch.Tensor
+    rows: int
+
+
+class Telling(Net):
+    """Gives what it computed on the way, nested."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(torch.relu(layer(hidden[-1])))
+        return {"hidden": tuple(hidden), "told": Told(self.norm(hidden[-1]), len(x)), "weight": self.layers[0].weight}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(pp=4)], ids=str)
+def test_any_nesting_of_tensors_comes_to_every_rank(mesh: Mesh) -> None:
+    def make() -> Telling:
+        torch.manual_seed(2)
+        return Telling()
+
+    wanted = make().eval()(TURN["x"])
+
+    def on_rank(channel: Channel) -> tuple[Any, Any]:
+        net = make()
+        engine = parallelize(
+            net, Plan(mesh=mesh), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), channel=channel, loss=square
+        )
+        named = engine.predict({**TURN, "label": 3}, lambda inputs: [net(inputs["x"])["hidden"][2], inputs["label"]])
+        return engine.predict(TURN), named
+
+    for output, named in simulate(mesh.size, on_rank):
+        assert output.keys() == wanted.keys()
+        assert type(output["told"]) is Told
+        assert output["told"].rows == 5
+        given = [*output["hidden"], output["told"].last, output["weight"], named[0]]
+        expected = [*wanted["hidden"], wanted["told"].last, wanted["weight"], wanted["hidden"][2]]
+        assert all(map(torch.equal, given, expected))
+        assert named[1] == 3
+
+
+class Kept:
+    """An object that shardwise cannot look into."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+class Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor, kept: Any = None) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x)
+        kept.seen.append(out)
+        return out
+
+
+class KeepingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Keeping(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        kept, other = Kept(), Kept()
+        for layer in self.layers:
+            x = layer(x, kept=kept)
+        return x, kept, other
+
+
+def test_an_object_that_ranks_have_in_parts_is_none_in_a_prediction() -> None:
+    def on_rank(channel: Channel) -> Any:
+        plan = Plan(mesh=Mesh(pp=channel.size))
+        engine = parallelize(
+            KeepingNet(), plan, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), channel=channel, loss=square
+        )
+        return engine.predict(TURN)
+
+    torch.manual_seed(0)
+    [(alone, kept, _)] = simulate(1, on_rank)
+    assert len(kept.seen) == 4
+    for output, kept, other in simulate(2, on_rank):
+        assert output.shape == alone.shape
+        assert kept is None
+        assert type(other) is Kept
+
+
 class Generating(Net):
     """Goes on by what it gave."""
 
@@ -75,9 +162,6 @@ class Generating(Net):
         while self(x).mean() < 0:
             x = x + 1
         return x
-
-
-TURN = {"x": torch.randn(5, 6, generator=torch.Generator().manual_seed(1))}
 
 
 def built_to_generate(channel: Channel) -> tuple[Any, Any]:
@@ -106,7 +190,7 @@ def test_a_loop_that_looks_at_values_runs_around_predict() -> None:
             lambda net, engine: engine.predict(TURN, lambda turn: net.generate(turn["x"])),
             "generate() decides by values",
         ),
-        (lambda net, engine: net.generate(TURN["x"]), "Write its loop around engine.predict"),
+        (lambda net, engine: net.generate(TURN["x"]), "engine.generate(inputs) runs it over stages"),
         (lambda net, engine: engine.predict(TURN, lambda turn: net(turn["x"]).sum().item()), "Return the tensor"),
         (lambda net, engine: engine.predict(TURN, lambda turn: float(net(turn["x"]).sum())), "(float())"),
     ],

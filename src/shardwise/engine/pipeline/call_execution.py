@@ -43,9 +43,8 @@ from shardwise.engine.pipeline.nested import (
     is_plain,
     numbers_and_texts_in,
     put_into,
-    state_token,
+    state_text,
     tensors_in,
-    token_of,
     transform,
     user_site,
 )
@@ -213,7 +212,8 @@ class Executor:
             is_compared = known is None and not call.is_user_code and id(entry) in self.inference.alike
             is_compared = is_compared and _all_known(entry, moved)
             if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
-                self.inference.alike[id(entry)] = entry
+                if not call.is_user_code:
+                    self.inference.alike[id(entry)] = entry
             elif not is_compared:
                 known = None
             _note_opaque(flow, inputs, here.result)
@@ -225,15 +225,23 @@ class Executor:
         self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
     ) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call, and its tensors where it is executed."""
-        signature, entry = self.inference.look_up(call, inputs)
-        if not flow.stages.is_local(stage):
+        is_local = flow.stages.is_local(stage)
+        if flow.purpose == "prediction" and call.is_user_code:
+            flow.given_objects.update((id(each), each) for each in inputs.objects)
+        # What it does to an object depends on all that the object holds: nothing is remembered of such a call.
+        changes = flow.follows_objects and call.is_user_code and bool(inputs.objects)
+        if changes:
+            signature, entry = None, self.inference.follow(call, inputs, on_copies=is_local)
+        else:
+            signature, entry = self.inference.look_up(call, inputs)
+        if not is_local:
             if entry is None:
-                entry = flow.announce(stage, _nothing)
+                entry, held = flow.announce(stage, _nothing)
                 self.inference.learn(signature, entry)
+                if changes and held != state_text(inputs.objects):
+                    raise _refusal_to_follow(call, inputs)
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
-            if flow.follows_objects and call.is_user_code and inputs.objects:
-                self.inference.follow(call, inputs)
             return entry, None
         used = _tensors_here(inputs.tensors, moved)
         # Autograd's count of writes: it shows a write in place also where the trial saw none.
@@ -244,7 +252,7 @@ class Executor:
             made_known = describe(
                 result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=False
             )
-            entry = flow.announce(stage, lambda: made_known)
+            entry, _ = flow.announce(stage, lambda: (made_known, state_text(inputs.objects) if changes else ""))
             # What is learnt is the first outcome, with its shapes as an example: `has_known_shapes` says so.
             self.inference.learn(signature, made_known)
         elif entry.announces:
@@ -297,8 +305,7 @@ class Executor:
 def _inputs_of(
     flow: MicrobatchFlow, call: StagedCall, stage: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CallInputs:
-    describe_object = state_token if flow.follows_objects else token_of
-    inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque, describe_object)
+    inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
     # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and cross like
     # any other value.
     for module in inputs.modules:
@@ -349,6 +356,14 @@ def _tensors_here(given: Sequence[torch.Tensor], moved: Mapping[int, StageValue]
     tensors = [moved[at].local if at in moved else each for at, each in enumerate(given)]
     assert all(each is not None for each in tensors)
     return tensors  # type: ignore[return-value]
+
+
+def _refusal_to_follow(call: StagedCall, inputs: CallInputs) -> ModelError:
+    kinds = " and ".join(sorted({type(each).__name__ for each in inputs.objects}))
+    return ModelError(
+        f"{call.name!r} is given a {kinds} and runs on another stage, and what it does to that cannot be followed here "
+        f"({user_site()}). Generate without a cache (use_cache=False)"
+    )
 
 
 def _nothing() -> Any:

@@ -37,7 +37,7 @@ from shardwise.engine.pipeline.nested import (
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
 from shardwise.engine.pipeline.staged_calls import Fakes, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.errors import ModelError, in_words
+from shardwise.errors import ModelError
 
 # A program whose shapes never repeat would else fill the memory of every rank.
 _MAX_ENTRIES = 1 << 14
@@ -132,9 +132,7 @@ class CallInputs:
         kwargs: dict[str, Any],
         adopted: Callable[[Any], Any],
         opaque: Container[int],
-        describe_object: Callable[[Any], Hashable] = token_of,
     ) -> None:
-        """describe_object: what decides outcomes of what is no container, no tensor and no plain value."""
         self.tensors: list[torch.Tensor] = []
         """Stage tensors and plain ones."""
         self.objects: list[Any] = []
@@ -152,7 +150,6 @@ class CallInputs:
         self._tokens: list[Hashable] = []
         self._call = call
         self._adopted = adopted
-        self._describe_object = describe_object
         self.skeleton: tuple[tuple[Any, ...], dict[str, Any]] = transform((args, kwargs), self._take_apart)
 
     def _take_apart(self, leaf: Any) -> Any:
@@ -173,12 +170,10 @@ class CallInputs:
         # `h * 0.37` gives the shape of `h * 0.36`: a factor that changes in every step must not be a new signature
         # each time.
         is_number = isinstance(leaf, float | complex) and self._call.ignores_numbers
-        is_object = not (is_plain(leaf) or callable(leaf))
-        describe_leaf = self._describe_object if is_object else token_of
-        self._tokens.append((type(leaf),) if is_number else describe_leaf(leaf))
+        self._tokens.append((type(leaf),) if is_number else token_of(leaf))
         if isinstance(leaf, nn.Module):
             self.modules.append(leaf)
-        if not is_object:
+        if is_plain(leaf) or callable(leaf):
             return leaf
         self.objects.append(leaf)
         return ObjectSlot(len(self.objects) - 1)
@@ -243,33 +238,22 @@ class CallInference:
         self._entries[signature] = entry
         return signature, entry
 
-    def learn(self, signature: Hashable, entry: CallOutcome) -> None:
-        """Remember the entry that the owner announced."""
-        self._entries[signature] = entry
+    def learn(self, signature: Hashable | None, entry: CallOutcome) -> None:
+        """Remember the entry that the owner announced; None: of a call of which nothing is remembered."""
+        if signature is not None:
+            self._entries[signature] = entry
 
-    def follow(self, call: StagedCall, inputs: CallInputs) -> None:
-        """Do to the objects that a call is given what the call does to them, on fake tensors.
+    def follow(self, call: StagedCall, inputs: CallInputs, *, on_copies: bool) -> CallOutcome | None:
+        """The outcome of a call that may change objects which it is given (a cache that grows).
 
-        For a call on another rank: a cache has shapes and lengths here as it has there. Raises ModelError where that
-        cannot be.
+        On another rank than the call's the objects themselves go through it, on fake tensors: they have the shapes and
+        lengths that they have there. on_copies: on the call's rank, which changes them when it executes the call.
         """
-        try:
-            self._tried(call, inputs, inputs.objects)
-        except Exception as error:
-            kinds = " and ".join(sorted({type(each).__name__ for each in inputs.objects}))
-            raise ModelError(
-                f"{call.name!r} is given a {kinds} and runs on another stage, and what it does to that cannot be "
-                f"followed here ({in_words(error)}). Generate without a cache (use_cache=False)"
-            ) from error
+        self.num_tried += 1
+        return self._try(call, inputs, None if on_copies else inputs.objects)
 
-    def _try(self, call: StagedCall, inputs: CallInputs) -> CallOutcome | None:
-        try:
-            return self._tried(call, inputs, None)
-        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
-            return None
-
-    def _tried(self, call: StagedCall, inputs: CallInputs, objects: Sequence[Any] | None) -> CallOutcome:
-        """The outcome on fake tensors. `objects`: in the place of those among the inputs; None: copies of them."""
+    def _try(self, call: StagedCall, inputs: CallInputs, objects: Sequence[Any] | None = None) -> CallOutcome | None:
+        """`objects`: in the place of those among the inputs; None: copies of them."""
         # Function modes of the program (one that counts or casts, and the glue itself) must not see the trial: the
         # program runs the call once. They are pushed, not entered, afterwards: entering may begin to count anew.
         modes = [torch.overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
@@ -300,6 +284,8 @@ class CallInference:
                 return describe(
                     result, tensors, objects, call, written=written, writes_kept=writes_kept, has_known_shapes=True
                 )
+        except Exception:  # whatever a kernel or a module raises on fake tensors: the owner announces
+            return None
         finally:
             for mode in reversed(modes):
                 torch.overrides._push_mode(mode)

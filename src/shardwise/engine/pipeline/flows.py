@@ -31,7 +31,7 @@ from shardwise.engine.randomness import Stream
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.errors import MismatchError, ModelError
 
-Purpose = Literal["step", "evaluation", "prediction"]
+Purpose = Literal["step", "evaluation", "prediction", "generation"]
 
 Paths = tuple[tuple[tuple[int, int], ...], ...]
 """The transfers of forwards that took different paths."""
@@ -75,8 +75,10 @@ class MicrobatchFlow:
         """Called before this rank works on a local stage that no action has begun yet."""
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
-        self.follows_objects = purpose == "prediction"
-        """Whether objects that placed modules are given (caches) may outlive the forward: they are alike on all ranks."""
+        self.follows_objects = purpose == "generation"
+        """Whether objects that placed modules are given (caches) outlive their call, and stay alike on all ranks."""
+        self.given_objects: dict[int, Any] = {}
+        """By id, in a prediction: each rank has what its stages did to them."""
         self.has_news = False
         """Whether ranks waited in this forward for an announcement by the owner of a stage."""
         self.trace: BackwardTrace | None = None
@@ -471,6 +473,7 @@ class MicrobatchFlow:
         """Let go of everything: values of a forward refer to it, and it to them."""
         self._held.clear()
         self.opaque.clear()
+        self.given_objects.clear()
         self._recomputable.clear()
         for graph in self.graphs.values():
             graph.clear()

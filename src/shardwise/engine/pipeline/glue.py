@@ -251,9 +251,10 @@ class Glue(TorchFunctionMode):
 
     def _advice_on_reads(self) -> str:
         """Advice for the place in the user's code that reads a value."""
-        if advice := advice_on_loops(self._stages.model):
+        purpose = "" if self.flow is None else self.flow.purpose
+        if purpose != "generation" and (advice := advice_on_loops(self._stages.model)):
             return advice
-        if self.flow is not None and self.flow.purpose == "prediction" and not outermost_method(self._stages.model):
+        if purpose == "prediction" and not outermost_method(self._stages.model):
             return "Return the tensor: engine.predict gives it to every rank, and its values can decide there"
         return (
             "Do it inside a module that is placed on a stage, or with torch operations such as torch.where. For logs "
@@ -302,10 +303,13 @@ def advice_on_loops(model: nn.Module) -> str:
     method = outermost_method(model)
     if method in ("", "forward", "_wrapped_call_impl", "_call_impl", "__call__"):
         return ""
+    if method == "generate":
+        return (
+            "generate() decides by values between its calls of the model; engine.generate(inputs) runs it over stages"
+        )
     return (
         f"{method}() decides by values, and cannot run over stages. Write its loop around engine.predict, which gives "
-        "every rank the tensor of each turn. Or call it on a model without stages that has the weights of "
-        "sw.full(engine)"
+        "every rank the tensors of each turn. Or call it inside `with engine.whole():`, where the model has no stages"
     )
 
 

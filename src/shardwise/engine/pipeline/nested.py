@@ -225,25 +225,24 @@ def token_of(leaf: Any) -> Hashable:
     return (type(leaf),)
 
 
-def state_token(value: Any) -> Hashable:
-    """A value for an object of any class, by all that it holds: numbers and texts, and the shapes of tensors."""
+def state_text(value: Any) -> str:
+    """What an object of any class holds, at any depth, in words that are alike on all ranks; of tensors the shapes."""
     seen: dict[int, int] = {}
 
-    def told(part: Any) -> Hashable:
+    def words(part: Any) -> str:
         if isinstance(part, torch.Tensor):
-            return tuple(part.shape), part.dtype
-        if is_plain(part) or callable(part):
-            return token_of(part)
-        if id(part) in seen:  # an object that holds itself, or is held twice
-            return seen[id(part)]
+            return f"{part.dtype}{list(part.shape)}"
+        if is_plain(part) and not isinstance(part, type):
+            return repr(part)
+        if callable(part) or id(part) in seen:  # an object that holds itself, or is held twice
+            return f"{type(part).__qualname__} {seen.get(id(part), '')}"
         seen[id(part)] = len(seen)
-        if isinstance(part, Mapping):
-            return (type(part), *((token_of(key), told(each)) for key, each in part.items()))
         if isinstance(part, Sequence):
-            return (type(part), *map(told, part))
-        return (type(part), *((name, told(each)) for name, each in getattr(part, "__dict__", {}).items()))
+            return f"[{', '.join(map(words, part))}]"
+        held = part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+        return f"{type(part).__qualname__}{[f'{key!r}: {words(each)}' for key, each in held.items()]}"
 
-    return told(value)
+    return words(value)
 
 
 def _is_dataclass(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.pipeline.flows import MicrobatchFlow
-from shardwise.engine.pipeline.nested import transform
+from shardwise.engine.pipeline.nested import Opaque, transform
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.randomness import Stream
@@ -72,11 +72,15 @@ class OutermostCalls:
 
 
 def given_to_all(flow: MicrobatchFlow, output: Any) -> Any:
-    """The output with plain tensors, without a graph, in the place of values of stages."""
+    """The output with plain tensors, without a graph, in the place of values of stages.
+
+    Objects that ranks have in parts (a cache, in a prediction) become None.
+    """
 
     def given(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf
+            is_in_parts = isinstance(leaf, Opaque) or id(leaf) in flow.opaque or id(leaf) in flow.given_objects
+            return None if is_in_parts and flow.purpose == "prediction" else leaf
         leaf = flow.adopted(leaf)
         return (flow.give_all(leaf) if isinstance(leaf, StageTensor) else leaf).detach()
 

@@ -43,7 +43,7 @@ from shardwise.plan.timeline import TimeSpan
 
 
 class PipelineRunner:
-    """The stages of one rank, and their training, evaluation and prediction."""
+    """The stages of one rank, and their training, evaluation, prediction and generation."""
 
     def __init__(
         self,
@@ -177,18 +177,18 @@ class PipelineRunner:
 
     def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], Any], *, stream: Stream | None) -> Any:
         """The output of `output_of` for the inputs, whose tensors every rank of the pipeline gets, without graphs."""
-        with self._prediction(stream) as flow:
+        with self._one_flow("prediction", stream) as flow:
             # To all ranks, because the caller's next decision depends on it and the same program runs on all of them.
             return given_to_all(flow, self._glue.run(output_of, inputs))
 
     def generate(self, run: Callable[[], Any], streams: Callable[[int], Stream]) -> Any:
         """What a program gives that calls the model as often as it likes. `streams`: what the n-th call draws from."""
-        with self._prediction(None) as flow, OutermostCalls(flow, streams).seen(self.stages):
+        with self._one_flow("generation", None) as flow, OutermostCalls(flow, streams).seen(self.stages):
             return given_to_all(flow, self._glue.run(lambda _: run(), {}))
 
     @contextmanager
-    def _prediction(self, stream: Stream | None) -> Iterator[MicrobatchFlow]:
-        flow = self._begin_flow("prediction", 0, stream)
+    def _one_flow(self, purpose: Purpose, stream: Stream | None) -> Iterator[MicrobatchFlow]:
+        flow = self._begin_flow(purpose, 0, stream)
         try:
             with self._glue.current(flow):
                 yield flow
@@ -304,7 +304,7 @@ class PipelineRunner:
         if flow is None:
             advice = advice_on_loops(self.stages.model) or "call the model through these"
             raise ModelError(
-                f"{unit.name!r} is called outside of engine.step, engine.evaluate and engine.predict, and its stage "
+                f"{unit.name!r} is called outside of engine.step, evaluate, predict and generate, and its stage "
                 f"{unit.stage} may be on another rank; {advice}"
             )
         if self._glue.is_inside:

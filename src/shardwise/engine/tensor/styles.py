@@ -491,23 +491,24 @@ class TensorParallel:
         forget_heads(model)
 
 
-_HEAD_MARK = "_shardwise_vocabulary"
+HEAD_MARK = "_shardwise_vocabulary"
+"""The attribute of modules that leave their outputs cut."""
 
 
 def know_head(module: nn.Module, styled: ColumnStyle) -> None:
     """Mark a module that leaves each rank its own outputs, for a loss over them."""
-    vars(module)[_HEAD_MARK] = styled
+    vars(module)[HEAD_MARK] = styled
 
 
 def forget_heads(model: nn.Module) -> None:
     """No module leaves its outputs cut any more."""
     for module in model.modules():
-        vars(module).pop(_HEAD_MARK, None)
+        vars(module).pop(HEAD_MARK, None)
 
 
 def style_of_head(module: nn.Module) -> ColumnStyle | None:
     """How the outputs of a head are cut; None for a module that gives all of them."""
-    styled: ColumnStyle | None = vars(module).get(_HEAD_MARK)
+    styled: ColumnStyle | None = vars(module).get(HEAD_MARK)
     return styled
 
 

@@ -95,9 +95,10 @@ def _refusal(what: str, args: Iterable[Any]) -> ModelError:
     within = f"of unit {unit!r}" if unit else "of the model itself"
     return ModelError(
         f"{what} needs the values of parameter {name!r} {within}, which is cut over ranks (stage 3). It is gathered "
-        "only for forwards of engine.step, evaluate and predict. To read values outside of them use engine.state() "
-        "or sw.full(engine), to write them sw.load. In a forward, operations on it give new tensors. Read its memory "
-        "(data, numpy) after detach(), or name the module that reads it in sharding.units ('.' is the model itself)"
+        "only for forwards of engine.step, evaluate, predict and generate. To read or write values outside of them use "
+        "engine.whole(), or sw.full(engine) and sw.load. In a forward, operations on it give new tensors. Read its "
+        "memory (data, numpy) after detach(), or name the module that reads it in sharding.units "
+        "('.' is the model itself)"
     )
 
 

@@ -208,7 +208,7 @@ class Unshard(Passes):
         self.microbatch_done()
 
     def _follow(self) -> None:
-        """Gather and reduce what other ranks announce, until they end, or nobody announces any more."""
+        """Gather and reduce what other ranks announce, until they end, or none announces any more."""
         while (message := next(filter(None, self._exchange(b"")), _END)) != _END:
             what, phase, number = json.loads(message)
             unit = self.units[number]
@@ -227,7 +227,7 @@ class Unshard(Passes):
         try:
             if once:
                 self.enter(self.units, RECOMPUTATION)
-            # Nobody knows who has more forwards. So all announce what they do, and those that have finished follow.
+            # No rank knows who has more forwards. So all announce what they do, and those that have finished follow.
             self.is_followed = not once and self._has_followers
             yield
             if self.is_followed:
@@ -358,9 +358,9 @@ class Unshard(Passes):
         """
         if not self.is_in_pass:
             raise ModelError(
-                f"the model is called outside of step, evaluate and predict, and unit {units[0].plan.name!r} of its "
-                "parameters is cut over ranks (stage 3). Call engine.predict(inputs, output_of) on all ranks, or "
-                "read whole tensors with sw.full(engine)"
+                f"the model is called outside of step, evaluate, predict and generate, and unit {units[0].plan.name!r} "
+                "of its parameters is cut over ranks (stage 3). Call engine.predict(inputs) or engine.generate(inputs) "
+                "on all ranks, or read whole tensors with sw.full(engine)"
             )
 
     def begin_saving(self, call: UnitCall) -> None:

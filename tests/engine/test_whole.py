@@ -1,0 +1,362 @@
+"""Inside `engine.whole()` model and optimizers are those of the plain program, and writes there are taken in."""
+
+import copy
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import CheckpointError, ModelError, PeerError
+from tests.engine.expected import seeded
+from tests.engine.pipeline import transformers_models
+from tests.engine.refusals import same_error_everywhere
+
+pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.SameRowsWarning")
+
+TP = sw.Tensor(rules={"layers.*.0": "column", "layers.*.2": "row"})
+PLANS = {
+    "one": sw.Plan(),
+    "stage 0": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=0)),
+    "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=3)),
+    "whole": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2, partition="whole")),
+    "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=TP),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
+    "all": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2, tp=2), tensor=TP, sharding=sw.Sharding(stage=3)),
+}
+EXACT = ("one", "stage 0", "whole", "stage 3", "pp")
+"""Where the engine adds up as one process does: all data ranks, a power of two, have the same rows."""
+
+
+class Net(nn.Module):
+    """With ties, frozen and unused parameters, a scalar, one without elements, and buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("places", torch.arange(8.0), persistent=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words) + self.places
+        for layer in self.layers:
+            x = x + layer(x)
+        out: torch.Tensor = self.head(self.norm(self.frozen(x) * self.scale))
+        return out
+
+
+net = seeded(Net)
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two, of several groups, with frozen parameters in them, state that is None, and names."""
+    inner = [each for each in model.named_parameters() if "layers.1" in each[0]]
+    outer = [each for each in model.named_parameters() if "layers.1" not in each[0]]
+    groups: list[dict[str, Any]] = [{"params": outer[::2]}, {"params": outer[1::2], "weight_decay": 0.3}]
+    return [torch.optim.AdamW(groups, lr=1e-2), torch.optim.SGD([each for _, each in inner], lr=0.1)]
+
+
+def loss(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.float(), batch["wanted"])
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randint(0, 12, (8,), generator=generator) for name in ("words", "wanted")}
+
+
+class Plain:
+    """The plain program."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optimizers = optimizers_of(self.model)
+
+    def step(self, number: int) -> float:
+        batch = batch_of(number)
+        for each in self.optimizers:
+            each.zero_grad()
+        value = loss(self.model(batch["words"]), batch)
+        value.backward()
+        for each in self.optimizers:
+            each.step()
+        return value.item()
+
+    def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        return self.model.state_dict(), [each.state_dict() for each in self.optimizers]
+
+    def load(self, model: Any, states: Any) -> None:
+        self.model.load_state_dict(model)
+        for each, state in zip(self.optimizers, states, strict=True):
+            each.load_state_dict(state)
+
+
+def engine_on(plan: sw.Plan, channel: sw.Channel) -> sw.Engine:
+    model = net()
+    return sw.parallelize(model, plan, optimizer=optimizers_of(model), loss=loss, channel=channel)
+
+
+def assert_alike(one: Any, other: Any, *, exact: bool = True) -> None:
+    """Everything nested in both is equal: kinds, keys and their order, dtypes, and bits."""
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(one, other.to(one.device)) if exact else torch.allclose(one, other.to(one.device), atol=1e-2)
+    elif isinstance(one, Mapping):
+        assert list(one) == list(other)
+        for key in one:
+            assert_alike(one[key], other[key], exact=exact)
+    elif isinstance(one, list | tuple):
+        for mine, theirs in zip(one, other, strict=True):
+            assert_alike(mine, theirs, exact=exact)
+    else:
+        assert (type(one), one) == (type(other), other)
+
+
+@pytest.mark.parametrize("layout", PLANS)
+def test_a_plain_program_goes_on_from_it_and_it_from_a_plain_program(layout: str) -> None:
+    plan, exact = PLANS[layout], layout in EXACT
+    fresh, plain = Plain(), Plain()
+    for step in range(3):
+        plain.step(step)
+    given = copy.deepcopy(plain.state())
+    goes_on = [plain.step(step) for step in (3, 4)]
+
+    def run(channel: sw.Channel) -> Any:
+        engine = engine_on(plan, channel)
+        assert_alike(fresh.state(), sw.full_state_dict(engine, optimizer=True, rank0_only=False))
+        engine.step(batch_of(0))
+        engine.step(batch_of(1))
+        found = sw.full_state_dict(engine, optimizer=True)
+        assert channel.rank == 0 or found == ({}, {})
+        went_on = engine.step(batch_of(2)).loss, sw.full_state_dict(engine, optimizer=True, rank0_only=False)
+        with engine.whole(rank0_only=channel.size > 1):
+            if channel.rank == 0:
+                engine.model.load_state_dict(given[0])
+                for each, state in zip(engine.optimizers, given[1], strict=True):
+                    each.load_state_dict(copy.deepcopy(state))
+        assert_alike(given, sw.full_state_dict(engine, optimizer=True, rank0_only=False))
+        return found, went_on, [engine.step(batch_of(step)).loss for step in (3, 4)]
+
+    results = sw.simulate(plan.mesh.size, run)
+    found, (value, after), _ = results[0]
+    again = Plain()
+    again.load(*found)
+    assert again.step(2) == pytest.approx(value, rel=0 if exact else 1e-5)
+    assert_alike(again.state(), after, exact=exact)
+    for _, _, losses in results:
+        assert losses == pytest.approx(goes_on, rel=0 if exact else 1e-3)
+
+
+@pytest.mark.parametrize("layout", ["one", "stage 3", "tp", "pp"])
+def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: str) -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS[layout], channel)
+        engine.step(batch_of(0))
+        model: Any = engine.model
+        words = batch_of(1)["words"]
+        other = engine_on(PLANS[layout], channel)
+        other.step(batch_of(0))
+        plain = net()
+        plain.load_state_dict(sw.full_state_dict(engine, rank0_only=False))
+        before = model.state_dict(keep_vars=True)
+        with engine.whole(optimizer=False):
+            for name, parameter in plain.named_parameters():
+                assert_alike(parameter.detach(), model.get_parameter(name).detach())
+            assert not [key for key in vars(model.layers[0]) if key == "forward"]
+            copied = copy.deepcopy(model)
+            file = io.BytesIO()
+            torch.save(model, file)
+            loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            for each in (model, copied, loaded):
+                assert torch.equal(each.eval()(words), plain.eval()(words))
+                each.train()
+            assert model.head.weight is model.embed.weight
+            for refused in (
+                lambda: engine.step(batch_of(1)),
+                lambda: engine.predict(batch_of(1)),
+                engine.state,
+                lambda: engine.whole().__enter__(),
+            ):
+                with pytest.raises(ModelError, match=r"leave it before the engine goes on"):
+                    refused()
+        after = model.state_dict(keep_vars=True)
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+        if layout != "one":
+            with pytest.raises(ModelError, match=r"engine\.whole\(\)"):
+                copy.deepcopy(model)
+        assert engine.step(batch_of(1)).loss == other.step(batch_of(1)).loss
+        assert_alike(sw.full_state_dict(engine), sw.full_state_dict(other))
+        copied(words)  # of nobody: it runs without the other ranks
+
+    sw.simulate(PLANS[layout].mesh.size, run)
+
+
+def test_only_what_was_written_changes_the_masters() -> None:
+    def run(channel: sw.Channel) -> None:
+        model: Any = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12)))().bfloat16()
+        model.register_buffer("mean", torch.zeros(8))
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))  # masters in float32
+        engine = sw.parallelize(
+            model, plan, optimizer=torch.optim.AdamW, loss=lambda output, _: output.square().mean(), channel=channel
+        )
+        batch = {"input": torch.ones(2, 8, dtype=torch.bfloat16)}
+        engine.step(batch)
+        before = {piece: tensor.clone() for piece, tensor in engine.state().items()}
+        with engine.whole(), torch.no_grad():
+            assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+            model[1].bias.fill_(2.0)
+            model.mean.fill_(3.0)
+        now = engine.state()
+        changed = {piece.name for piece, tensor in now.items() if not torch.equal(tensor, before[piece])}
+        assert changed <= {"mean", "1.bias", "optimizer/1.bias/master"}
+        assert "mean" in changed
+        assert torch.equal(sw.full_state_dict(engine, rank0_only=False)["1.bias"], torch.full((12,), 2.0).bfloat16())
+        assert any(piece.name.endswith("/master") for piece in now)
+        engine.step(batch)
+
+    sw.simulate(2, run)
+
+
+def test_a_write_on_some_ranks_is_refused_on_all() -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS["stage 3"], channel)
+        model: Any = engine.model
+        with engine.whole(), torch.no_grad():
+            if channel.rank:
+                model.scale.fill_(2.0)
+
+    assert "only the ranks [1] wrote" in str(same_error_everywhere(2, run))
+
+
+def test_ranks_that_ask_for_different_things_are_refused() -> None:
+    def run(channel: sw.Channel) -> None:
+        engine_on(PLANS["pp"], channel).whole(rank0_only=bool(channel.rank)).__enter__()
+
+    assert "rank 1 calls engine.whole(optimizer=True, rank0_only=True" in str(same_error_everywhere(2, run))
+
+
+def test_a_write_keeps_the_record_of_the_rewrite_that_made_the_values(tmp_path: Path) -> None:
+    sw.checkpoint.save(tmp_path / "save", {"w": torch.ones(2, 4), "bias": torch.ones(2)})
+
+    def run(channel: sw.Channel) -> tuple[Any, Any]:
+        model = nn.Linear(4, 2)
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
+        engine = sw.parallelize(
+            seeded(lambda: model)(),
+            plan,
+            optimizer=torch.optim.AdamW,
+            loss=lambda output, _: output.mean(),
+            channel=channel,
+        )
+        sw.load(tmp_path / "save", engine, rewrite=sw.Rewrite("w -> weight"))
+        before = engine.settings().get("loaded_by")
+        with engine.whole(), torch.no_grad():
+            model.bias.zero_()
+        return before, engine.settings().get("loaded_by")
+
+    torch.manual_seed(0)
+    (before, after), _ = sw.simulate(2, run)
+    assert before is not None
+    assert after == before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_an_error_inside_ends_it_on_all_ranks_and_the_engine_goes_on(failing: int, rank0_only: bool) -> None:
+    def run(channel: sw.Channel) -> str:
+        engine = engine_on(PLANS["pp"], channel)
+        engine.step(batch_of(0))
+
+        def body() -> None:
+            with engine.whole(rank0_only=rank0_only):
+                if channel.rank == failing:
+                    raise OSError("disk full")
+
+        with pytest.raises((OSError, ModelError)) as caught:
+            body()
+        engine.step(batch_of(1))
+        return str(caught.value)
+
+    told = sw.simulate(2, run)
+    assert told[failing] == "disk full"
+    assert told[1 - failing] == f"inside engine.whole(), rank {failing} raised OSError: disk full"
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    model = net()
+    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS["stage 1"], channel)
+        with engine.whole():
+            engine.optimizers[0].load_state_dict(other.state_dict())
+
+    with pytest.raises((ValueError, PeerError, CheckpointError, ModelError), match=r"different number|groups"):
+        sw.simulate(3, run)
+
+
+def test_after_a_relayout_the_groups_of_the_plain_optimizer_are_complete() -> None:
+    def run(channel: sw.Channel) -> Any:
+        engine = engine_on(PLANS["stage 1"], channel)
+        engine.step(batch_of(0))
+        before = sw.full_state_dict(engine, optimizer=True)
+        engine = sw.relayout(engine, sw.Plan(mesh=sw.Mesh(pp=3)))
+        return before, sw.full_state_dict(engine, optimizer=True)
+
+    (before, after), *_ = sw.simulate(3, run)
+    assert_alike(before, after)
+    Plain().load(*after)
+
+
+def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path: Path) -> None:
+    import transformers as tf
+
+    plan = sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=3))
+    batch = transformers_models.sentences(0)
+
+    def run(channel: sw.Channel) -> Any:
+        model = transformers_models.gpt2_still()()
+        engine = sw.parallelize(model, plan, optimizer=torch.optim.AdamW, channel=channel)
+        engine.step(batch)
+        with engine.whole(optimizer=False, rank0_only=True):
+            if channel.rank == 0:
+                model.save_pretrained(tmp_path)  # type: ignore[operator]
+        return sw.full_state_dict(engine)
+
+    expected, *_ = sw.simulate(4, run)
+    read = tf.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["stage 3", "pp"])
+@pytest.mark.parametrize("offload", [True, False])
+def test_on_a_device(fake: str, layout: str, offload: bool) -> None:
+    def run(channel: sw.Channel) -> Any:
+        engine = engine_on(PLANS[layout], channel)
+        engine.step(batch_of(0))
+        with engine.whole(offload=offload):
+            devices = {each.device.type for each in (*engine.model.parameters(), *engine.model.buffers())}
+            assert devices == {"cpu" if offload else fake}
+            state = copy.deepcopy(engine.model.state_dict())
+            engine.model.load_state_dict(state)
+        engine.step(batch_of(1))
+        return sw.full_state_dict(engine, optimizer=True)
+
+    plain = Plain()
+    plain.step(0)
+    plain.step(1)
+    assert_alike(plain.state(), sw.simulate(2, run, device=fake)[0], exact=False)
