@@ -218,7 +218,7 @@ def test_a_rank_without_rows_has_the_nesting_of_the_others(tmp_path: Path) -> No
         "    return [Pair({'deep': numbers[:, None]}, numbers), 3, torch.tensor(1.0)]\n"
     )
     data = build_data(own_run(tmp_path, "data.collate=nest.py:nested"))
-    *_, last = data.evaluation(DataPlace(data_rank=0, num_data_ranks=12), 9)
+    last: Any = data.evaluation(DataPlace(data_rank=0, num_data_ranks=12), 9)[-1]
     assert (last[0].inputs["deep"].shape, last[0].number.shape, *last[1:]) == ((0, 1), (0,), 3, 1.0)
 
 
