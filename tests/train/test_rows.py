@@ -365,6 +365,10 @@ GOOD = json.dumps({"text": "good", "stars": "a"}) + "\n"
             GOOD + '{"text": "", "stars": "d"}',
             "line 2: column \"stars\" is the text 'd'; data.classes has 'a', 'b', 'c'",
         ),
+        (
+            GOOD + '{"text": "\\ud800", "stars": "a"}',
+            'line 2: column "text" has half of a character (a surrogate alone)',
+        ),
         (GOOD + '{"text": "", "stars": null}', 'broken.jsonl line 2: column "stars" is null; labels takes numbers'),
         (GOOD + "x\n" * 9, "broken.jsonl line 4: it is not JSON: Expecting value at column 1; 6 more lines are wrong"),
     ],
@@ -483,6 +487,16 @@ def test_columns_and_splits_that_are_not_there_and_code_of_datasets_are_refused(
     assert 'column "features" has 1 values that are null, the first in row 0' in refusal(
         "parquet", "data.source=n.parquet"
     )
+
+
+def test_numbers_that_make_no_tensor_are_named_by_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"stars": 2**70 if n == 4 else n, "features": [1.0] * 4}) for n in range(10)]
+    (tmp_path / "large.jsonl").write_text("\n".join(lines))
+    KINDS["large"] = (None, number_batch, (*FEATURES, "data.format=jsonl", "data.source=large.jsonl"))
+    config = run_of(tmp_path, "large", "mesh.dp_shard=2")
+    del KINDS["large"]
+    with pytest.raises(DataError, match=r"data: large\.jsonl line 5: labels: int becomes no tensor"):
+        finished(config)
 
 
 def test_a_row_without_tokens_has_one_that_is_no_label(tmp_path: Path) -> None:

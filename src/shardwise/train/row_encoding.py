@@ -55,6 +55,8 @@ class RowEncoder:
             return f'there is no column "{lacking[0]}"; there are {few_of(sorted(row), 8)}'
         if self._text is not None and not isinstance(row[self._text], str):
             return f'column "{self._text}" is a {type(row[self._text]).__name__}, not a text'
+        if self._text is not None and not _is_unicode(row[self._text]):
+            return f'column "{self._text}" has half of a character (a surrogate alone), which is no Unicode text'
         if self._messages is not None and not _are_messages(row[self._messages]):
             return f'column "{self._messages}" is no list of messages, each {{"role": .., "content": ..}}'
         for name, column in self._arguments(row).items():
@@ -103,9 +105,17 @@ class RowEncoder:
             return pixels(value, self._images)
         try:
             found = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise DataError(f"{name}: {type(value).__name__} becomes no tensor: {in_words(error)}") from error
         return found.float() if found.dtype == torch.float64 else found
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()  # JSON can write what UTF-8 cannot
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _are_messages(value: Any) -> bool:
