@@ -23,12 +23,14 @@ from functools import cache, partial
 from pathlib import Path
 
 import click
+from pydantic.fields import FieldInfo
 
 from shardwise.cli import main
 from shardwise.plan import Activations, Average, Merge, Pipeline, Precision, Sharding, Tensor
 from shardwise.plan.specs import toml_text
 from shardwise.space import Mesh
 from shardwise.train import config as tables
+from shardwise.train.strict_tables import Table, table_at
 from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]
@@ -68,14 +70,16 @@ def _fields(table: str) -> dict[str, tuple[str, str]]:
             field.name: ("left out" if field.default is None else f"`{toml_text(field.default)}`", meanings[field.name])
             for field in dataclasses.fields(spec)
         }
-    model: type[tables.Table] = getattr(tables, f"{table.capitalize()}Table")
-    return {
-        name: (
-            "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`",
-            field.description or "",
-        )
-        for name, field in model.model_fields.items()
-    }
+    outer, *inner = table.split(".")
+    model: type[Table] = table_at(getattr(tables, f"{outer.capitalize()}Table"), inner)
+    return {name: (_default(field), field.description or "") for name, field in model.model_fields.items()}
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    return "see below" if isinstance(default, Table) else f"`{json.dumps(default)}`"
 
 
 def glossary() -> str:

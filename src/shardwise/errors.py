@@ -95,6 +95,10 @@ class RewriteError(ShardwiseError, ValueError):
         super().__init__(_counted(problems, about))
 
 
+class CallbackError(ShardwiseError):
+    """A callback of a loop that raised an error; the message names it, its method and what it raised."""
+
+
 class DivergedError(ShardwiseError):
     """Training whose gradient has not been finite for many updates in a row: nothing is learnt any more."""
 

@@ -39,13 +39,13 @@ def simulated(config: Path, *overrides: str, num_processes: int, resume: str | N
     Only what a process alone can show needs one. The sample of text at the end is short: it takes a forward per token.
     """
     from shardwise.comm import simulate  # the command line alone loads no torch
-    from shardwise.train import rank, read_config
+    from shardwise.train import continuations, rank, read_config
 
     read = read_config(config, overrides=overrides, num_processes=num_processes)
     printed = io.StringIO()
     console = Console(file=printed, width=200)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(rank, "_SAMPLE_TOKENS", 8)
+        monkeypatch.setattr(continuations, "_DEFAULT_TOKENS", 8)
         simulate(num_processes, lambda channel: rank.run(read, channel, console, resume=resume))
     return printed.getvalue()
 

@@ -46,7 +46,7 @@ def test_wrong_settings_are_all_listed_on_stderr_with_exit_code_2(config: Path) 
     [
         (["--set", "model.factory=net.py:Nets"], "net.py has no Nets"),
         (["--set", "model.factory=absent_package:Net"], "absent_package cannot be imported: ModuleNotFoundError"),
-        (["--set", "model.config.width=3"], "model.factory: net.py:Net raised TypeError"),
+        (["--set", "model.config.width=3"], "model.config.width: net.py:Net takes no width"),
         (["--set", "data.source=absent.txt"], "no file or directory"),
         (["--set", "data.sequence_length=9000"], "tokens are too few"),
         (["--set", "mesh.dp_shard=2"], "start 2 processes"),
@@ -106,10 +106,10 @@ def test_a_config_that_is_not_there_ends_with_exit_code_2(tmp_path: Path) -> Non
 
 
 def test_debug_adds_the_traceback(config: Path) -> None:
-    result = in_this_process(*words(config, "--set", "model.config.width=3", "--debug"))
+    result = in_this_process(*words(config, "--set", "model.config.fault=build", "--debug"))
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("Error: model.factory")
+    assert result.stderr.splitlines()[-1].startswith("Error: model.config.width")
 
 
 def test_a_bug_in_the_forward_of_the_only_process_is_one_paragraph_and_exit_code_1(config: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 import shardwise
 from shardwise.cli import main
-from shardwise.train.config import CheckpointTable, DataTable, ModelTable, Table, TrainTable
+from shardwise.train.config import CheckpointTable, ModelTable, TrainTable
+from shardwise.train.data_settings import DataTable
+from shardwise.train.strict_tables import Table
 
 SOURCE = Path(shardwise.__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.train.config import RunConfig, Table
+from shardwise.train.config import RunConfig
+from shardwise.train.strict_tables import Table, table_at
 
 
 def public_names() -> str:
@@ -79,14 +80,20 @@ def _keys_of(kind: Any, path: str) -> Iterator[str]:
         # What a plan may be without is written as the same table.
         inner = next((each for each in get_args(inner) if dataclasses.is_dataclass(each)), inner)
         if inspect.isclass(inner) and issubclass(inner, Table):
-            for name, known in inner.model_fields.items():
-                default = "" if known.is_required() else f" = {known.default!r}"
-                yield f"{path}{field.name}.{name}: {_named(known.annotation)}{default}"
+            yield from _keys_of_table(inner, f"{path}{field.name}.")
         elif dataclasses.is_dataclass(inner):
             yield from _keys_of(inner, f"{path}{field.name}.")
         elif inner is not Path or path:
             default = "" if field.default is dataclasses.MISSING else f" = {field.default!r}"
             yield f"{path}{field.name}: {_named(inner)}{default}"
+
+
+def _keys_of_table(kind: type[Table], path: str) -> Iterator[str]:
+    for name, known in kind.model_fields.items():
+        default = "" if known.is_required() else f" = {known.default!r}"
+        yield f"{path}{name}: {_named(known.annotation)}{default}"
+        if (inner := table_at(kind, [name])) is not kind:
+            yield from _keys_of_table(inner, f"{path}{name}.")
 
 
 def _named(kind: Any) -> str:

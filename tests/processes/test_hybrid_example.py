@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.comm import Channel
-from shardwise.train import RunConfig, rank, read_config
+from shardwise.train import RunConfig, continuations, rank, read_config
 from tests.processes.pool import Pool
 from tests.train.runs import finished, without_times
 
@@ -25,7 +25,7 @@ def _no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def say_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the trained model goes on to write is of no interest here."""
-    monkeypatch.setattr(rank, "_SAMPLE_TOKENS", 1)
+    monkeypatch.setattr(continuations, "_DEFAULT_TOKENS", 1)
 
 
 def shortened(output: Path, *overrides: str, num_processes: int = NUM_RANKS) -> RunConfig:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.train import observers, rank
+from shardwise.train import continuations, observers, rank
 
 
 class _Undrawn(observers.LossCurve):
@@ -16,6 +16,6 @@ class _Undrawn(observers.LossCurve):
 def short_ends() -> Iterator[None]:
     """What a model says at the end of a run takes as long as the run; those of `tests/cli` say all of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank, "_SAMPLE_TOKENS", 8)
-        patch.setattr(observers, "LossCurve", _Undrawn)
+        patch.setattr(continuations, "_DEFAULT_TOKENS", 8)
+        patch.setattr(rank, "LossCurve", _Undrawn)
         yield

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardwise.errors import DataError
-from shardwise.train.config import DataTable
 from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus, split
+from shardwise.train.data_settings import DataTable
 from tests.properties import tried
 
 

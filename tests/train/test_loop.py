@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.comm import Channel, alone
 from shardwise.data import Data, DataPlace, first_batches
 from shardwise.engine.rank_times import RankTimes
 from shardwise.errors import DivergedError
+from shardwise.plan import Plan
+from shardwise.space import Mesh
+from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import TrainTable
 from shardwise.train.corpus import Corpus, TextSamples, text_batch
-from shardwise.train.loop import Position, StepMetrics, evaluate, fit
+from shardwise.train.loop import evaluate, fit
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import OtherSamples
+from shardwise.train.run_tokenizer import ByteTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +41,26 @@ class NotingEngine:
     optimizers: tuple[torch.optim.Optimizer, ...] = field(
         default_factory=lambda: (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0),)
     )
+    plan: Plan = field(default_factory=lambda: Plan(mesh=Mesh()))
+    channel: Channel = field(default_factory=alone)
+    asked: list[Callable[[], bool]] = field(default_factory=list)
+    asked_to_stop: bool = False
     seconds: float = 0.0
     evaluated: list[list[int]] = field(default_factory=list)
 
-    def step(self, batch: Mapping[str, Any], *, stop: Callable[[], bool] | None = None) -> Report:
+    def ask_in_steps(self, stop: Callable[[], bool]) -> Callable[[], None]:
+        self.asked.append(stop)
+        return lambda: self.asked.remove(stop)
+
+    def step(self, batch: Mapping[str, Any]) -> Report:
         self.seconds += 1.0
+        wishes = [each() for each in self.asked]
+        self.asked_to_stop = any(wishes)
         for optimizer in self.optimizers:
             optimizer.step()
-        return replace(self._report(batch), stop=stop is not None and stop())
+        return replace(self._report(batch), stop=self.asked_to_stop)
 
-    def evaluate(self, batch: Mapping[str, Any]) -> Report:
+    def evaluate(self, batch: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> Report:
         self.seconds += 1.0
         self.evaluated.append(batch["input_ids"][:, 0].tolist())
         return self._report(batch)
@@ -57,22 +72,21 @@ class NotingEngine:
         return Report(loss=float(tokens.mean()) if len(tokens) else 0.0, weight=max(1, len(tokens)))
 
 
-class Notes:
+class Notes(Callback):
     def __init__(self) -> None:
         self.metrics: list[StepMetrics] = []
+        self.positions: list[Position] = []
 
-    def on_step(self, metrics: StepMetrics) -> None:
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         self.metrics.append(metrics)
-
-    def close(self) -> None:
-        raise AssertionError("the loop does not close observers: who opened them does")
+        self.positions.append(loop.position)
 
 
 CORPUS = Corpus(
     training=np.arange(100, dtype=np.uint8),
     held_out=np.arange(100, 128, dtype=np.uint8).reshape(7, 4),
     vocabulary_size=256,
-    tokenizer=None,
+    tokenizer=ByteTokens(),
 )
 
 
@@ -88,19 +102,27 @@ def data_of(*, global_batch: int) -> RunData:
     )
 
 
-def fitted(engine: "NotingEngine", train: TrainTable, **settings: Any) -> float | None:
-    """`fit` on one rank, from the batch on where it begins."""
+def fitted(
+    engine: "NotingEngine", train: TrainTable, *callbacks: Callback, begin: Position | None = None
+) -> float | None:
+    """`fit` on one rank, from the batch on where it begins; the last held-out loss."""
     data, place = data_of(global_batch=train.global_batch), DataPlace()
     batches: Iterator[Any] = iter(first_batches(data.data, place, train.steps))
-    for _ in range(settings["begin"].step if "begin" in settings else 0):
+    for _ in range(begin.step if begin is not None else 0):
         next(batches)
-    return fit(engine, train, batches, data.evaluation(place, train.global_batch), tokens_per_row=4, **settings)
+    trained: Any = engine
+    settings: Any = {"steps": train.steps, "now_s": lambda: engine.seconds}
+    with TrainingLoop(trained, callbacks, begin=begin or Position(), **settings) as loop:
+        held_out = data.evaluation(place, train.global_batch)
+        fit(engine, train, batches, held_out, loop, tokens_per_row=4, now_s=lambda: engine.seconds)
+    assert not engine.asked, "a loop that is over asks no more"
+    return loop.position.held_out_loss
 
 
 def test_the_pace_counts_updates_and_not_evaluations() -> None:
     engine, notes = NotingEngine(), Notes()
     train = TrainTable(steps=5, global_batch=5, evaluate_every=2)
-    last = fitted(engine, train, observers=[notes], now_s=lambda: engine.seconds)
+    last = fitted(engine, train, notes)
     assert [metrics.tokens_per_second for metrics in notes.metrics] == [20.0] * 5
     assert [metrics.elapsed_s for metrics in notes.metrics] == [1.0, 4.0, 5.0, 8.0, 11.0]
     assert [metrics.held_out_loss is not None for metrics in notes.metrics] == [False, True, False, True, True]
@@ -114,7 +136,7 @@ def test_data_ranks_together_evaluate_every_held_out_row_once() -> None:
         for data_rank in range(num_data_ranks):
             engine = NotingEngine()
             place = DataPlace(data_rank=data_rank, num_data_ranks=num_data_ranks)
-            loss = evaluate(engine, data_of(global_batch=5).evaluation(place, 5))
+            loss = evaluate(engine, data_of(global_batch=5).evaluation(place, 5))["loss"]
             assert num_data_ranks > 1 or loss == pytest.approx(held_out.mean())
             for batch, rows in zip(batches, engine.evaluated, strict=True):
                 batch += rows
@@ -125,32 +147,21 @@ def test_every_optimizer_of_the_engine_follows_the_schedule() -> None:
     optimizers = tuple(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr) for lr in (1.0, 8.0))
     engine = NotingEngine(optimizers=optimizers)
     train = TrainTable(steps=2, global_batch=4, decay="linear", min_learning_rate=0.25)
-    fitted(engine, train, observers=[])
+    fitted(engine, train)
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.25, 2.0]
-
-
-class Keeping:
-    def __init__(self) -> None:
-        self.positions: list[Position] = []
-
-    def after_update(self, position: Position) -> None:
-        self.positions.append(position)
-
-    def leave(self, position: Position) -> None:
-        raise AssertionError("nobody asks this run to stop")
 
 
 def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
     train = TrainTable(steps=5, global_batch=5, evaluate_every=2, decay="linear", warmup_steps=2)
-    engine, notes, keeping = NotingEngine(), Notes(), Keeping()
-    last = fitted(engine, train, observers=[notes], keeper=keeping, now_s=lambda: engine.seconds)
-    assert [position.step for position in keeping.positions] == [1, 2, 3, 4, 5]
-    for begin in keeping.positions:
+    engine, notes = NotingEngine(), Notes()
+    last = fitted(engine, train, notes)
+    assert [position.step for position in notes.positions] == [1, 2, 3, 4, 5]
+    for begin in notes.positions:
         engine.optimizers = NotingEngine().optimizers
         for group in engine.optimizers[0].param_groups:
             group["initial_lr"] = group["lr"]
         later, before = Notes(), len(engine.evaluated)
-        again = fitted(engine, train, observers=[later], begin=begin, now_s=lambda: engine.seconds)
+        again = fitted(engine, train, later, begin=begin)
         assert later.metrics == notes.metrics[begin.step :]
         assert again == last
         assert len(engine.evaluated) > before, "also a loop without updates evaluates"
@@ -158,8 +169,8 @@ def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
 
 def test_a_run_whose_steps_are_all_skipped_names_the_scale_of_its_losses() -> None:
     class Skipping(NotingEngine):
-        def step(self, batch: Mapping[str, Any], *, stop: Callable[[], bool] | None = None) -> Report:
-            return replace(NotingEngine.step(self, batch, stop=stop), skipped=True, loss_scale=2.0**20)
+        def step(self, batch: Mapping[str, Any]) -> Report:
+            return replace(NotingEngine.step(self, batch), skipped=True, loss_scale=2.0**20)
 
     with pytest.raises(DivergedError, match=r"Losses were scaled by 1048576: see precision.loss_scale"):
-        fitted(Skipping(), TrainTable(steps=50, global_batch=4), observers=[])
+        fitted(Skipping(), TrainTable(steps=50, global_batch=4))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import checkpoint
+from shardwise.data import DataPlace
 from shardwise.data.permutation import shuffled
 from shardwise.errors import ConfigError, DataError
 from shardwise.train import RunConfig, check_references, checkpointing
@@ -209,6 +210,18 @@ def test_a_dataset_that_cannot_be_had_is_refused(tmp_path: Path, dataset: str, w
         build_data(own_run(tmp_path, dataset=dataset))
 
 
+def test_a_rank_without_rows_has_the_nesting_of_the_others(tmp_path: Path) -> None:
+    (tmp_path / "nest.py").write_text(
+        "import collections, torch\nPair = collections.namedtuple('Pair', 'inputs number')\n"
+        "def nested(samples):\n"
+        "    numbers = torch.tensor([each['number'] for each in samples])\n"
+        "    return [Pair({'deep': numbers[:, None]}, numbers), 3, torch.tensor(1.0)]\n"
+    )
+    data = build_data(own_run(tmp_path, "data.collate=nest.py:nested"))
+    last: Any = data.evaluation(DataPlace(data_rank=0, num_data_ranks=12), 9)[-1]
+    assert (last[0].inputs["deep"].shape, last[0].number.shape, *last[1:]) == ((0, 1), (0,), 3, 1.0)
+
+
 def test_too_few_samples_to_hold_some_out_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"2 samples are too few\. With held_out = 0\.2, 2 are left to train on and 0 for"
@@ -230,8 +243,8 @@ def test_held_out_samples_without_any_are_refused(tmp_path: Path) -> None:
         (
             ["data.dataset=null", "data.collate=own.py:doubled"],
             [
-                "data.dataset_options: given without data.dataset, which it belongs to",
-                "data.collate: given without data.dataset, which it belongs to",
+                "data.dataset_options: given without rows; name them by data.format or data.dataset",
+                "data.collate: given without rows; name them by data.format or data.dataset",
             ],
         ),
     ],

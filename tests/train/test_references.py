@@ -109,7 +109,7 @@ def test_the_seed_alone_decides_the_initial_parameters(tmp_path: Path) -> None:
 def test_only_matrices_have_weight_decay(tmp_path: Path) -> None:
     config = small_run(tmp_path, "train.optimizer=torch.optim:SGD", "train.optimizer_options.momentum=0.5")
     model = build_model(config)
-    optimizer = optimizer_factory(config)(list(model.parameters()))
+    optimizer = optimizer_factory(config, model)(list(model.parameters()))
     assert isinstance(optimizer, torch.optim.SGD)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {

@@ -18,8 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from tensorboard.summary.writer import event_file_writer  # type: ignore[import-untyped]
 from torch import nn
 
-from shardwise.train.announcement import continued
-from shardwise.train.loop import Position, StepMetrics
+from shardwise.train.callbacks import Position, StepMetrics
+from shardwise.train.continuations import continued
 from shardwise.train.observers import (
     LiveLine,
     LossCurve,
@@ -29,6 +29,7 @@ from shardwise.train.observers import (
     progress,
 )
 from shardwise.train.quantities import clock, count, size
+from tests.train.runs import LOOP, saved
 
 STEP = StepMetrics(
     step=1,
@@ -44,21 +45,24 @@ STEP = StepMetrics(
 
 def test_metrics_are_on_disk_after_each_update_as_json_without_nan(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.on_step(STEP)
+    file.on_begin(LOOP)
+    file.on_step(LOOP, STEP)
     expected = dataclasses.asdict(STEP)
-    del expected["loss_scale"], expected["ranks"]  # only where losses are scaled, and where times are known
+    for name in ("loss_scale", "losses", "held_out", "learning_rates", "ranks"):
+        del expected[name]  # only where there are some
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [expected]
-    file.on_step(dataclasses.replace(STEP, step=2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    file.on_step(LOOP, dataclasses.replace(STEP, step=2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
     second = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
     assert (second["loss"], second["grad_norm"], second["skipped"]) == (None, None, True)
-    file.close()
+    file.on_end(LOOP, None)
 
 
 def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> None:
     for loss in (9.0, 3.25):
         board = TensorBoard(tmp_path)
-        board.on_step(dataclasses.replace(STEP, loss=loss))
-        board.close()
+        board.on_begin(LOOP)
+        board.on_step(LOOP, dataclasses.replace(STEP, loss=loss))
+        board.on_end(LOOP, None)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "learning_rate", "grad_norm", "tokens_per_second"}
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.25)]
@@ -66,12 +70,14 @@ def test_tensorboard_reads_the_curves_of_the_newest_run_only(tmp_path: Path) -> 
 
 def test_files_have_the_loss_scale_and_skips_where_losses_are_scaled(tmp_path: Path) -> None:
     file, board = MetricsFile(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path)
+    file.on_begin(LOOP)
+    board.on_begin(LOOP)
     for step, (scale, skipped) in enumerate([(65536.0, True), (32768.0, False)], start=1):
         metrics = dataclasses.replace(STEP, step=step, loss_scale=scale, skipped=skipped)
-        file.on_step(metrics)
-        board.on_step(metrics)
-    file.close()
-    board.close()
+        file.on_step(LOOP, metrics)
+        board.on_step(LOOP, metrics)
+    file.on_end(LOOP, None)
+    board.on_end(LOOP, None)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss_scale"], line["skipped"]) for line in lines] == [(65536.0, True), (32768.0, False)]
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -84,23 +90,26 @@ def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) ->
     steps = [dataclasses.replace(STEP, step=step) for step in range(1, 6)]
     skipped = dataclasses.replace(steps[1], loss=float("nan"), grad_norm=float("nan"), skipped=True)
     file = MetricsFile(path)
+    file.on_begin(LOOP)
     for each in [steps[0], skipped, *steps[2:]]:
-        file.on_step(each)
-    file.close()
+        file.on_step(LOOP, each)
+    file.on_end(LOOP, None)
     before = path.read_text().splitlines()
     for rest in ('{"step": 6, "lo', "null", "[1]", '{"step": 1}', ""):
         path.write_text("\n".join([*before, rest]))
         file = MetricsFile(path, after_step=3)
+        file.on_begin(LOOP)
         assert path.read_text().splitlines() == before[:3]
         assert [each.step for each in file.kept] == [1, 2, 3]
-        assert math.isnan(file.kept[1].loss)
-        file.on_step(steps[3])
-        file.close()
+        assert math.isnan(file.kept[1].loss or 0.0)
+        file.on_step(LOOP, steps[3])
+        file.on_end(LOOP, None)
         assert path.read_text().splitlines() == before[:4]
     path.unlink()
     file = MetricsFile(path, after_step=3)
+    file.on_begin(LOOP)
     assert (list(file.kept), path.read_text()) == ([], "")
-    file.close()
+    file.on_end(LOOP, None)
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -109,9 +118,10 @@ def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path, monkeyp
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     for steps, after in ((range(1, 6), 0), (range(4, 8), 3)):
         board = TensorBoard(tmp_path, after_step=after)
+        board.on_begin(LOOP)
         for step in steps:
-            board.on_step(dataclasses.replace(STEP, step=step, loss=10.0 * after + step))
-        board.close()
+            board.on_step(LOOP, dataclasses.replace(STEP, step=step, loss=10.0 * after + step))
+        board.on_end(LOOP, None)
     events = EventAccumulator(str(tmp_path)).Reload()
     values = [(event.step, event.value) for event in events.Scalars("loss")]
     assert values == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0), (5, 35.0), (6, 36.0), (7, 37.0)]
@@ -120,17 +130,17 @@ def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path, monkeyp
 def test_the_time_left_of_a_resumed_run_follows_from_its_own_pace() -> None:
     out = io.StringIO()
     begin = Position(step=100, elapsed_s=1000.0, held_out_loss=2.0)
-    lines = PlainLines(Console(file=out), 104, every=50, begin=begin)
-    lines.on_step(dataclasses.replace(STEP, step=101, elapsed_s=1002.0))
-    assert out.getvalue() == "step 101/104  loss 3.2500  held-out 2.0000  12.3 k tokens/s  eta 00:06\n"
+    lines = PlainLines(Console(file=out, width=100), 104, every=50, begin=begin)
+    lines.on_step(LOOP, dataclasses.replace(STEP, step=101, elapsed_s=1002.0))
+    assert out.getvalue() == "step 101/104  loss 3.2500  held-out 2.0000  lr 0.5  12.3 k tokens/s  eta 00:06\n"
 
 
 def test_the_last_committed_save_stands_at_the_end_of_the_line() -> None:
     out = io.StringIO()
     lines = PlainLines(Console(file=out), 3, every=1)
     for step in (1, 2, 3):
-        lines.on_step(dataclasses.replace(STEP, step=step, elapsed_s=2.0 * step))
-        lines.on_save(step)
+        lines.on_step(LOOP, dataclasses.replace(STEP, step=step, elapsed_s=2.0 * step))
+        lines.on_save(LOOP, saved(step))
     assert [line.partition("eta ")[2] for line in out.getvalue().splitlines()] == [
         "00:04",
         "00:02  saved 1",
@@ -144,12 +154,12 @@ def test_plain_lines_come_when_due_and_when_there_is_news() -> None:
     for step in range(1, 10):
         held_out = 2.5 if step == 6 else None
         lines.on_step(
-            dataclasses.replace(STEP, step=step, held_out_loss=held_out, skipped=step == 7, elapsed_s=step * 2.0)
+            LOOP, dataclasses.replace(STEP, step=step, held_out_loss=held_out, skipped=step == 7, elapsed_s=step * 2.0)
         )
     printed = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in printed] == [f"step {step}/9" for step in (1, 4, 6, 7, 8, 9)]
-    assert printed[0] == "step 1/9  loss 3.2500  12.3 k tokens/s  eta 00:16"
-    assert printed[-1] == "step 9/9  loss 3.2500  held-out 2.5000  12.3 k tokens/s  eta 00:00"
+    assert printed[0] == "step 1/9  loss 3.2500  lr 0.5  12.3 k tokens/s  eta 00:16"
+    assert printed[-1] == "step 9/9  loss 3.2500  held-out 2.5000  lr 0.5  12.3 k tokens/s  eta 00:00"
     assert "skipped" in printed[3]
 
 
@@ -158,9 +168,10 @@ def test_a_terminal_gets_one_line_that_is_redrawn() -> None:
     terminal = Console(file=out, force_terminal=True, width=120)
     line = progress(terminal, 3, every=1)
     assert isinstance(line, LiveLine)
+    line.on_begin(LOOP)
     for step in (1, 2, 3):
-        line.on_step(dataclasses.replace(STEP, step=step, elapsed_s=step * 2.0))
-    line.close()
+        line.on_step(LOOP, dataclasses.replace(STEP, step=step, elapsed_s=step * 2.0))
+    line.on_end(LOOP, None)
     shown = out.getvalue()
     assert shown.count("\n") == 1
     assert "step 3/3" in shown
@@ -189,8 +200,9 @@ def test_the_picture_shows_a_run_even_of_one_update_and_with_nan(tmp_path: Path)
     for name, losses in (("one", [3.0]), ("many", [3.0, float("nan"), 2.0, 1.5])):
         curve = LossCurve(tmp_path / f"{name}.png", title=name, baseline=2.5, unit="byte")
         for step, loss in enumerate(losses, start=1):
-            curve.on_step(dataclasses.replace(STEP, step=step, loss=loss, held_out_loss=loss if step == 1 else None))
-        curve.close()
+            curve.on_step(
+                LOOP, dataclasses.replace(STEP, step=step, loss=loss, held_out_loss=loss if step == 1 else None)
+            )
         curve.draw()
         with Image.open(tmp_path / f"{name}.png") as picture:
             colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)

@@ -19,7 +19,7 @@ from shardwise.errors import (
     OptimizerError,
     ShardwiseError,
 )
-from shardwise.train import RunConfig, observers
+from shardwise.train import RunConfig, rank
 from shardwise.train.corpus import Corpus, evaluation_rows, read_corpus
 from shardwise.train.observers import LossCurve
 from shardwise.train.rank import run
@@ -74,7 +74,7 @@ def rate(update: int, steps: int, warmup: int) -> float:
 def alone_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Finished]:
     config = small_run(tmp_path_factory.mktemp("alone"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observers, "LossCurve", LossCurve)  # with its picture
+        patch.setattr(rank, "LossCurve", LossCurve)  # with its picture
         return config, finished(config)
 
 

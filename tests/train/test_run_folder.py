@@ -14,12 +14,12 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from shardwise.engine.rank_times import RankTimes
 from shardwise.errors import ConfigError
-from shardwise.train.loop import StepMetrics
+from shardwise.train.callbacks import StepMetrics
 from shardwise.train.observers import MetricsFile, TensorBoard
 from shardwise.train.rank_table import heading, line, table
 from shardwise.train.run_folder import RunMark, view
 from shardwise.train.stop_signals import Stopped
-from tests.train.runs import finished, small_run
+from tests.train.runs import LOOP, finished, small_run
 
 
 def times(rank: int, compute_s: float, waited_for: dict[int, float]) -> RankTimes:
@@ -53,10 +53,11 @@ def step(number: int, *ranks: RankTimes) -> StepMetrics:
 def written(folder: Path, *steps: StepMetrics, num_ranks: int = 2, rows: str = "tokens") -> RunMark:
     folder.mkdir()
     file = MetricsFile(folder / "metrics.jsonl")
+    file.on_begin(LOOP)
     mark = RunMark(folder, steps=20, num_ranks=num_ranks, rows=rows)
     for each in steps:
-        file.on_step(each)
-    file.close()
+        file.on_step(LOOP, each)
+    file.on_end(LOOP, None)
     return mark
 
 
@@ -177,8 +178,9 @@ def test_a_run_leaves_the_times_of_its_ranks_and_its_end(tmp_path: Path) -> None
 
 def test_tensorboard_has_a_curve_per_rank(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path)
-    board.on_step(step(1, times(0, 0.5, {1: 0.25}), times(1, 0.75, {})))
-    board.close()
+    board.on_begin(LOOP)
+    board.on_step(LOOP, step(1, times(0, 0.5, {1: 0.25}), times(1, 0.75, {})))
+    board.on_end(LOOP, None)
     events = EventAccumulator(str(tmp_path)).Reload()
     found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("ranks/")}
     assert found == {

@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.train.config import Decay, TrainTable
-from shardwise.train.loop import LearningRateSchedule
+from shardwise.train.learning_rates import LearningRateSchedule
 
 
 def closed_form(update: int, *, steps: int, warmup: int, decay: Decay, final: float) -> float:

@@ -55,7 +55,8 @@ class Data:
 
     dataset: anything with `__len__` and `__getitem__` (a torch Dataset, a Hugging Face Dataset, a list), or a dict of
         tensors with rows in dim 0. Or an iterable with `open(position)`, which gives the samples of an epoch from there
-        on. Or an object with `__getitem__` alone: it has no end, and is asked for samples 0, 1, 2, ...
+        on, or with `skip(count)`, as Hugging Face streams have it. Or an object with `__getitem__` alone: it has no
+        end, and is asked for samples 0, 1, 2, ...
     global_batch: rows of all data ranks together in one update; no layout changes it.
     seed: from 0 to 2**63 - 1; together with the epoch it decides the order of a dataset with `__len__`.
     collate: f(list of samples) -> what `engine.step` takes; None: torch's `default_collate`.

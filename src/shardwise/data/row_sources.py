@@ -84,15 +84,38 @@ def row_source(dataset: Any) -> RowSource:
         raise DataError(f"the dataset is the class {dataset.__name__}; give an object of it: {dataset.__name__}(...)")
     if has_items(dataset) and hasattr(dataset, "__len__"):
         return IndexedSamples(dataset)
-    if callable(getattr(dataset, "open", None)):
-        return OpenedSamples(dataset)
+    if (opened := as_opened(dataset)) is not None:
+        return OpenedSamples(opened)
     if has_items(dataset):
         return NumberedSamples(dataset)
     raise DataError(
         f"a {type(dataset).__name__} cannot be read from a position on. sw.Data takes a dataset with __len__ and "
-        "__getitem__, a dict of tensors, or an iterable with open(position), which gives the samples from there on. Of "
-        "a Hugging Face IterableDataset: def open(self, position): return iter(self.rows.skip(position))"
+        "__getitem__, or a dict of tensors. An iterable needs open(position) or skip(count), which gives the samples "
+        "from there on"
     )
+
+
+def as_opened(dataset: Any) -> Any:
+    """An object with `open(position)`, where the dataset has that or `skip(count)`; else None."""
+    if callable(getattr(dataset, "open", None)):
+        return dataset
+    return SkippedRows(dataset) if callable(getattr(dataset, "skip", None)) and not has_items(dataset) else None
+
+
+class SkippedRows:
+    """A stream that can leave out its first samples (an `IterableDataset` of Hugging Face), opened at a position."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def open(self, position: int) -> Iterator[Any]:
+        """The samples from there on."""
+        if get_worker_info() is not None:
+            raise DataError(
+                "a stream of Hugging Face gives each worker other samples, so no order of all is known; set "
+                "num_workers=0 (data.num_workers)"
+            )
+        return iter(self._stream.skip(position) if position else self._stream)
 
 
 def has_items(dataset: object) -> bool:

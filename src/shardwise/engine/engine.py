@@ -120,7 +120,7 @@ class Engine(Generic[Model_co]):
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
         """Whether some rank asked to stop in the last step; the same on all ranks."""
-        self._asks_to_stop: Callable[[], bool] | None = None
+        self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
         self._gradients = gradients
@@ -209,10 +209,10 @@ class Engine(Generic[Model_co]):
         """Records forwards, backwards and waits of this rank while its `spans` is a list; on request its updates."""
         return self._computation.recorder
 
-    def ask_in_steps(self, stop: Callable[[], bool] | None) -> Callable[[], bool] | None:
-        """Ask `stop` in every step from now on, next to the `stop` that `step` is given; returns what was asked."""
-        asked, self._asks_to_stop = self._asks_to_stop, stop
-        return asked
+    def ask_in_steps(self, stop: Callable[[], bool]) -> Callable[[], None]:
+        """Ask `stop` once in every step from now on, next to the `stop` of `step`; returns what ends that."""
+        self._asks_to_stop.append(stop)
+        return lambda: self._asks_to_stop.remove(stop)
 
     def step(
         self,
@@ -289,8 +289,9 @@ class Engine(Generic[Model_co]):
             gradients = self._closing.reduce()
             self._has_gradients = True
             gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)
-            asks = any(asked() for asked in (stop, self._asks_to_stop) if asked)
-            closing, figures = self._closing.close(gives, stop=asks)
+            # Each one in every step, whatever another says: a loop with callbacks also notes the learning rates then.
+            asks = [asked() for asked in (stop, *self._asks_to_stop) if asked]
+            closing, figures = self._closing.close(gives, stop=any(asks))
             self.asked_to_stop = closing.stop
             self._closing.update(closing, figures, gradients)
             if scaling is not None:
@@ -467,7 +468,7 @@ class Engine(Generic[Model_co]):
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
             if needs_weights:
-                refuse_inside(self._averages, doing)
+                refuse_inside(self._averages, "sw.relayout" if doing == "a relayout" else doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(

@@ -84,10 +84,9 @@ def refit(engine: Engine[Model]) -> None:
 
     Raises the errors of `parallelize`, the same on all ranks: then the engine is as it was.
     """
-    counters, asked, spans = engine.counters, engine.ask_in_steps(None), engine.recorder.spans
-    engine.ask_in_steps(asked)
+    counters, spans = engine.counters, engine.recorder.spans
     new = relayout(engine, engine.plan)
-    new.ask_in_steps(asked)
+    new._asks_to_stop = engine._asks_to_stop
     new.recorder.spans = spans
     new.counters.__setstate__(counters.__getstate__())  # they go on
     # One dict for both: parts of the new engine ask it by its own name.

@@ -1,10 +1,8 @@
-"""The lines that a run prints: before its first update, on its schedule, and a few words by the trained model."""
+"""The lines that a run prints before its first update, and on its schedule."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
 
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -17,7 +15,6 @@ from shardwise.train.quantities import count
 from shardwise.train.run_data import RunData
 
 _SHOWN_NAMES = 5
-_TEMPERATURE = 0.7
 
 
 def sizes_of(model: nn.Module) -> dict[str, int]:
@@ -74,9 +71,8 @@ def _data_words(config: RunConfig, data: RunData) -> str:
         )
     known = data.data.num_samples
     size = "samples without a known end" if known is None else f"{count(known)} samples to train on"
-    return f"{config.data.dataset}: {size}, {config.train.steps} updates read {count(read)}; an evaluation reads " + (
-        count(evaluated)
-    )
+    name = config.data.dataset or config.data.source
+    return f"{name}: {size}, {config.train.steps} updates read {count(read)}; an evaluation reads {count(evaluated)}"
 
 
 def abbreviated(names: Iterable[str]) -> str:
@@ -160,45 +156,3 @@ def _stage_of(parameter: str, placement: Placement) -> int:
 def _ranks_of(mesh: Mesh, coordinate: int) -> str:
     ranks = [rank for rank in range(mesh.size) if mesh.coordinates(rank)["pp"] == coordinate]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
-
-
-class Predictor(Protocol):
-    """The part of an engine that looks at a model's output."""
-
-    def predict(
-        self, inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]
-    ) -> torch.Tensor:
-        """The output of `output_of`, which calls the model in evaluation mode; the same on all ranks."""
-
-
-def continued(
-    engine: Predictor, model: nn.Module, row: Sequence[int], *, num_tokens: int, seed: int
-) -> list[int] | None:
-    """`num_tokens` tokens drawn after `row`; None when the model gives no finite logits [1, tokens, vocabulary].
-
-    The model sees as many tokens as `row` has, each time. For another length than in training, every rank with stages
-    would have to find the shapes of its values anew. All ranks call this; they draw equal tokens.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(row)
-    for _ in range(num_tokens):
-        seen = torch.tensor([tokens[-len(row) :]])
-        last = engine.predict({"input_ids": seen}, lambda inputs: _next_logits(model, inputs)).float().cpu()
-        if not len(last) or not bool(last.isfinite().all()):
-            return None
-        chances = torch.softmax(last / _TEMPERATURE, dim=-1)
-        # On every rank for itself: `predict` gave all of them the same logits, and the generators have one seed.
-        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return tokens[len(row) :]
-
-
-def _next_logits(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The logits of the token after the last one; without elements where the model's output has none."""
-    seen = inputs["input_ids"]
-    output = model(seen)
-    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-    # Decided by shapes alone, which all ranks with stages know; an exception would end the run for the sake of a
-    # sample.
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != seen.shape:
-        return torch.empty(0)
-    return logits[0, -1]

@@ -9,12 +9,9 @@ removed. At the beginning, `find_start` chooses a save before anything is built,
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
-from typing import Any, Self
-
-import torch
+from typing import Any
 
 from shardwise.checkpoint import AsyncSaver, Replicas, SaveReport, State, Store, load, prune, save, store_of
 from shardwise.checkpoint import open as look_into
@@ -23,14 +20,15 @@ from shardwise.checkpoint.keeper_store import KeeperStore
 from shardwise.checkpoint.saves import Listing, list_saves, read_head
 from shardwise.checkpoint.states import CURSOR_KEY
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, agreed, understood
+from shardwise.comm.agreement import a_pair, a_table, agreed, understood
 from shardwise.engine import Engine
 from shardwise.engine.loss_scaling import INITIAL
 from shardwise.errors import CheckpointError, ConfigError, PlanError
 from shardwise.plan import Plan
-from shardwise.plan.saved_settings import take_over
-from shardwise.train.config import BYTES, RunConfig
-from shardwise.train.loop import Position
+from shardwise.train.callbacks import Callback, Position, StepMetrics, TrainingLoop
+from shardwise.train.config import RunConfig
+from shardwise.train.data_settings import BYTES
+from shardwise.train.regrouping import RegroupedEngine, settle_settings
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import RandomStates, RunState, Settings, differences
 
@@ -38,12 +36,11 @@ _TOKENIZER = "tokenizer.json"
 """Under this name readers of Hugging Face files look for the tokenizer, which an export takes along."""
 
 
-class RunKeeper:
-    """Saves a run as [checkpoint] asks. Used as a context, whose end waits for the last save.
+class RunKeeper(Callback):
+    """Saves a run as [checkpoint] asks; the last callback, so that a save has the states of all others.
 
-    data: its cursor goes along. settings: see `RunState`. on_commit: called on every rank when a save is known to be
-    committed. With saves in the background that is when the next one begins. Every rank makes the same calls; errors
-    are raised on all.
+    data: its cursor goes along. settings: see `RunState`. Saves in the background are known to be committed when the
+    next one begins. Every rank makes the same calls; errors are raised on all.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class RunKeeper:
         *,
         data: RunData,
         settings: Settings,
-        on_commit: Callable[[SaveReport], None],
         replicas: Replicas | None = None,
     ) -> None:
         self._config = config
@@ -63,97 +59,86 @@ class RunKeeper:
         self._channel = channel
         self._data = data
         self._settings = settings
-        self._on_commit = on_commit
         self._mesh = str(config.plan.mesh)
-        self._step = 0
-        self._saved_step = 0
         self._has_replica = False
-        table = config.checkpoint
-        if table.every is not None and config.data.tokenizer != BYTES:
+        self._background: AsyncSaver | None = None
+        self.report: SaveReport | None = None
+        """Of the newest save that is committed."""
+
+    def on_begin(self, loop: TrainingLoop) -> None:
+        """Open the folder of the saves, on all ranks."""
+        config, channel, table = self._config, self._channel, self._config.checkpoint
+        if table.every is None:
+            return
+        if config.data.tokenizer != BYTES:
             self._lay_tokenizer_beside()
-        self._background = (
-            AsyncSaver(config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds)
-            if table.every is not None and table.background
-            else None
-        )
+        if table.background:
+            self._background = AsyncSaver(
+                config.saves, layout=table.layout, channel=channel, timeout_seconds=config.train.timeout_seconds
+            )
         # An `AsyncSaver` of several ranks checks this by itself.
-        if table.every is not None and (self._background is None or channel.size == 1):
+        if self._background is None or channel.size == 1:
             check_shared_storage(config.saves, channel, timeout_seconds=config.train.timeout_seconds)
 
-    def after_update(self, position: Position) -> None:
-        """Save when it is time: every so many updates, and after the last one."""
-        self._step = position.step
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
+        """Save when it is time: every so many updates, and after the last one, whatever has ended the run."""
         table = self._config.checkpoint
-        if table.every is not None and (position.step % table.every == 0 or position.step == self._config.train.steps):
-            self._save(position)
+        if table.every is not None and (metrics.step % table.every == 0 or loop.is_last):
+            self._save(loop)
         # Its own calls are not counted: a copy is made at the same updates in a run that was started again. Only the
         # first is made at once, since after a loss what is left is on one host alone.
-        if self._replicas is not None and (position.step % (table.replicas or 1) == 0 or not self._has_replica):
-            self._replicas.save(self._engine, extra=self._extra(position), data=self._data.data)
+        if self._replicas is not None and (metrics.step % (table.replicas or 1) == 0 or not self._has_replica):
+            self._replicas.save(self._engine, extra=self.extra(loop), data=self._data.data)
             self._has_replica = True
+        if self._background is not None and self._background.has_failed:
+            loop.stop("a save in the background failed")  # this rank knows; all leave after the same update
 
-    def leave(self, position: Position) -> None:
-        """Save, unless this update is saved or the run has no saves: the run stops here.
-
-        Raises what a save in the background has failed with, on all ranks.
-        """
-        if self._background is not None:
-            self._committed(self._background.wait())
-        if self._config.checkpoint.every is not None and self._saved_step != position.step:
-            self._save(position)
-
-    def has_failed(self) -> bool:
-        """Whether this rank knows of a save in the background that failed: all ranks leave after the same update."""
-        return self._background is not None and self._background.has_failed
-
-    def words(self) -> str:
-        """How far the run is, and whether that is saved."""
-        words = f"after step {self._step} of {self._config.train.steps}"
-        if self._config.checkpoint.every is None:
-            return f"{words}; nothing was saved, because checkpoint.every is not set"
-        return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
-
-    def _save(self, position: Position) -> None:
-        table = self._config.checkpoint
-        self._saved_step = position.step
-        extra = self._extra(position)
-        if self._background is None:
-            self._committed(
-                save(
-                    self._config.saves,
-                    self._engine,
-                    extra=extra,
-                    layout=table.layout,
-                    channel=self._channel,
-                    data=self._data.data,
-                )
-            )
-        else:
-            self._committed(self._background.wait())
-            self._background.save(self._engine, extra=extra, data=self._data.data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
+        """Wait for the save under way. Raises what it has failed with, on all ranks."""
         if self._background is None:
             return
         # After an error in training a failed save must not hide it, so its verdict is not asked for.
         if error is None:
-            self._committed(self._background.wait())
-        self._background.__exit__(kind, error, traceback)
+            self._committed(loop, self._background.wait())
+        self._background.__exit__(None if error is None else type(error), error, None)
 
-    def _extra(self, position: Position) -> dict[str, Any]:
+    def words(self, step: int) -> str:
+        """How far the run is, and whether that is saved."""
+        words = f"after step {step} of {self._config.train.steps}"
+        if self._config.checkpoint.every is None:
+            return f"{words}; nothing was saved, because checkpoint.every is not set"
+        return f"{words}, which is saved in {self._config.saves}; --resume auto goes on from there"
+
+    def save_to(self, path: str, loop: TrainingLoop, *, extra: Mapping[str, object], keep: int | None) -> SaveReport:
+        """Save the run in another folder, at once."""
+        return save(
+            path,
+            self._engine,
+            extra={**self.extra(loop), **extra},
+            layout=self._config.checkpoint.layout,
+            channel=self._channel,
+            data=self._data.data,
+            keep=keep,
+        )
+
+    def extra(self, loop: TrainingLoop) -> dict[str, Any]:
         """The `extra` of a save, the same on all ranks."""
-        purpose = "time of a save"
-        elapsed_s = understood(
-            self._channel.exchange(repr(position.elapsed_s).encode(), purpose=purpose), float, purpose=purpose
-        )[0]
+        purpose = "time and callbacks of a save"
+        with agreed(self._channel, purpose=purpose) as agreement:
+            agreement.value = json.dumps([loop.position.elapsed_s, loop.state_dict()]).encode()
+        ((elapsed_s, states),) = understood(agreement.values[:1], a_pair, purpose=purpose)
         random = RandomStates.gathered(self._channel, self._mesh)
-        at = replace(position, elapsed_s=elapsed_s)  # of all that is saved, clocks alone differ between ranks
-        return RunState.of(at, self._data.samples, self._settings, random).to_extra()
+        # Clocks differ between ranks, and what callbacks have noted may: rank 0 decides.
+        at = replace(loop.position, elapsed_s=elapsed_s)
+        return RunState.of(at, self._data.samples, self._settings, random, states).to_extra()
+
+    def _save(self, loop: TrainingLoop) -> None:
+        if self._background is None:
+            self._committed(loop, self.save_to(self._config.saves, loop, extra={}, keep=None))
+        else:
+            extra = self.extra(loop)
+            self._committed(loop, self._background.wait())
+            self._background.save(self._engine, extra=extra, data=self._data.data)
 
     def _lay_tokenizer_beside(self) -> None:
         """Let the folder of the saves have the tokenizer; raises the same error on all ranks."""
@@ -162,12 +147,15 @@ class RunKeeper:
                 try:
                     store = store_of(self._config.saves)
                     store.delete(_TOKENIZER)  # of an earlier run
-                    store.create(_TOKENIZER, (self._config.folder / self._config.data.tokenizer).read_bytes())
+                    path = self._config.folder / self._config.data.tokenizer
+                    path = path / _TOKENIZER if path.is_dir() else path
+                    if path.is_file():  # of older tokenizers a folder has no such file
+                        store.create(_TOKENIZER, path.read_bytes())
                 except OSError as error:
                     why = error.strerror or error
                     raise CheckpointError(f"{self._config.saves}/{_TOKENIZER} cannot be written: {why}") from error
 
-    def _committed(self, report: SaveReport | None) -> None:
+    def _committed(self, loop: TrainingLoop, report: SaveReport | None) -> None:
         """Remove older saves, now that one more is committed."""
         # Before the first save there is nothing to commit.
         if report is None:
@@ -176,11 +164,11 @@ class RunKeeper:
             if self._channel.rank == 0:
                 table = self._config.checkpoint
                 prune(self._config.saves, keep=table.keep, keep_every=table.keep_every)
-        self._on_commit(report)
+        self.report = report
+        loop.saved(report)
 
 
 AUTO = "auto"
-_OF_SCHEDULE = "lr"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +229,10 @@ def take_up(
     *,
     data: RunData,
     fresh: Settings,
-) -> tuple[Position, list[str]]:
-    """Restore the engine, the place in the data and the random numbers; returns the position, and lines to print.
+) -> tuple[Position, Mapping[str, Any], list[str]]:
+    """Restore the engine, the place in the data and the random numbers.
+
+    Returns the position, the states of callbacks, and lines to print.
 
     fresh: the settings of the optimizers by the configuration. They win over other settings of the saved run. Raises
     ConfigError for a run that reads other samples, CheckpointError for a save that does not fit or is damaged.
@@ -256,16 +246,16 @@ def take_up(
             f"--resume: {start.address} was saved by a run that reads other samples: {'; '.join(found)}. Step "
             f"{state.step} is no step of this run; resume with the settings of that run, or begin another run"
         )
-    has_cursor = CURSOR_KEY in start.extra
+    has_cursor, target = CURSOR_KEY in start.extra, RegroupedEngine(engine)
     try:
         source = start.address if start.replica is None else start.replica
-        loaded = load(source, engine, channel=channel, data=data.data if has_cursor else None)
+        loaded = load(source, target, channel=channel, data=data.data if has_cursor else None)
     except CheckpointError as error:
         raise _with_way_out(error, start.older) from error
     if not has_cursor:  # of an earlier version, whose samples were counted by steps alone
         data.data.resume({**data.data.cursor(), "epoch": 0, "position": state.step * config.train.global_batch})
-    words = [start.words, *loaded.report.notes, *_settle_settings(engine, state.settings, fresh)]
-    words += _scale_words(start.plan, config.plan)
+    settled = settle_settings(engine, state.settings, fresh, has_other_groups=target.has_other_groups)
+    words = [start.words, *loaded.report.notes, *settled, *_scale_words(start.plan, config.plan)]
     reseeded = state.random.restore(channel, str(config.plan.mesh), seed=config.train.seed, step=state.step)
     if state.step >= config.train.steps:
         words.append(
@@ -273,12 +263,12 @@ def take_up(
         )
     elif reseeded:
         words.append(reseeded)
-    return state.position, words
+    return state.position, state.callbacks, words
 
 
 def _looked_up(config: RunConfig, resume: str | None) -> Start:
     address = config.saves if resume in (None, AUTO) else str(resume)
-    listing = _listing(address)
+    listing = listing_at(address)
     if resume is None:
         # Refused, not continued: the saves of a run that is started twice by mistake must not be lost.
         if listing.committed:
@@ -318,7 +308,8 @@ def _in_memory(replica: Store) -> Start:
     )
 
 
-def _listing(address: str) -> Listing:
+def listing_at(address: str) -> Listing:
+    """The saves at an address, none where nothing is there. Raises CheckpointError where they cannot be listed."""
     try:
         return list_saves(store_of(address))
     except NotADirectoryError:  # whatever is there is refused when it is needed
@@ -364,29 +355,3 @@ def _scale_words(saved: str, plan: Plan) -> list[str]:
     begins = f", beginning at {INITIAL:g}" if now == "dynamic" else ""
     then, here = ("left out" if each is None else str(each) for each in (was, now))
     return [f"precision.loss_scale was {then} in the saved run and is {here} from here on{begins}"]
-
-
-def _settle_settings(engine: Engine, then: Settings, fresh: Settings) -> list[str]:
-    """Let the configuration win where it was changed, and let the schedule begin from its learning rate.
-
-    Other settings stay as they were loaded: some optimizers count and measure in them.
-    """
-    words = []
-    if [len(groups) for groups in then] != [len(groups) for groups in fresh]:
-        words.append("optimizers have other groups than in the saved run: all of their settings but lr are the save's")
-        then = fresh
-    for number, (optimizer, before, now) in enumerate(zip(engine.optimizers, then, fresh, strict=True)):
-        for at, (group, old, new) in enumerate(zip(optimizer.param_groups, before, now, strict=True)):
-            changed = {key: value for key, value in new.items() if old.get(key) != value}
-            words += [
-                f"optimizer {number}, group {at}: {key} was {old.get(key)} in the saved run and is {value} from here on"
-                for key, value in changed.items()
-            ]
-            # What was loaded is the learning rate of the schedule at that step. The schedule multiplies the full
-            # one, so this has to be in the group before a scheduler is made.
-            take_over(group, {**changed, _OF_SCHEDULE: new[_OF_SCHEDULE]})
-            rate = group[_OF_SCHEDULE]
-            # A rate that is a tensor (`capturable` optimizers) is written in place by schedulers: without a copy the
-            # full rate would fall along with it.
-            group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
-    return words

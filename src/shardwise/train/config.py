@@ -3,8 +3,8 @@
     run.toml  -->  --set changes single keys  -->  tables (pydantic: types, unknown keys)  -->  plan  -->  RunConfig
                                                         every problem is collected, and all are raised at once
 
-The trainer itself reads [model], [data], [train] and [checkpoint], whose classes are here. The other tables are the
-strategies of a plan, and are read by `plan.specs`.
+The trainer itself reads [model], [data], [train], [checkpoint] and [generate], whose classes are here and in
+`data_settings`. The other tables are the strategies of a plan, and are read by `plan.specs`.
 """
 
 import re
@@ -12,10 +12,9 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import Field
 
 from shardwise.errors import ConfigError, PlanError
 from shardwise.plan import Merge, Plan
@@ -23,20 +22,11 @@ from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import read_strategy, unknown_setting
 from shardwise.space import Mesh
+from shardwise.train.data_settings import BYTES, DataTable, dataset_problems, source_problems
+from shardwise.train.strict_tables import Table, read_table
 
-PYTHON_DOCS = "python-docs"
-BYTES = "bytes"
 _SHIPPED = Path(__file__).parents[1] / "configs"
 Decay = Literal["cosine", "linear", "constant"]
-
-
-# `strict`: "3" or true for a whole number is a slip, which pydantic would else take for 3 or 1.
-class Table(BaseModel):
-    """One table of the file: no key it does not know, no value of another type."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class ModelTable(Table):
@@ -50,43 +40,39 @@ class ModelTable(Table):
     """"whole": `factory` gives the initial parameters, drawn one after the other. "by module": each module draws its
     own (`reset_parameters`, `_init_weights`), from `train.seed` and its name, so that no rank needs those of others.
     """
+    pretrained: str | None = None
+    """A folder that `save_pretrained` wrote, relative to the config: `factory.from_pretrained(folder, **config)` makes
+    the model. Only safetensors are read, and nothing is downloaded."""
     loss: str | None = None
-    """A callable f(output, batch) -> scalar, named like `factory`; left out: the model's output carries `.loss`."""
+    """A callable f(output, batch) -> scalar, named like `factory`, or a class of such callables. Left out: the model's
+    output carries `.loss`."""
+    loss_options: dict[str, object] = Field(default_factory=dict)
+    """Further keyword arguments of `loss`; of the constructor, where it is a class."""
+    loss_weight: str | None = None
+    """A callable f(batch) -> by what a microbatch counts in the mean, such as its target tokens, named like `factory`.
+    Left out: its rows."""
 
 
-class DataTable(Table):
-    """[data]: what it is trained on."""
+class GroupTable(Table):
+    """[[train.groups]]: parameters whose optimizer has other settings. The first group that names one wins."""
 
-    source: str = PYTHON_DOCS
-    """A text file, a directory, a glob such as "texts/**/*.md", or "python-docs": the documentation and the standard
-    library that ship inside CPython. Paths are relative to the config."""
-    tokenizer: str = BYTES
-    """"bytes" (256 tokens), or the JSON file of a `tokenizers` tokenizer."""
-    sequence_length: int = Field(default=256, ge=2)
-    """Tokens in a row of a batch."""
-    held_out: float = Field(default=0.05, gt=0, le=0.5)
-    """Fraction of the text, or of `dataset`, that is never trained on and serves for evaluation."""
-    dataset: str | None = None
-    """In the place of a text: a callable f(**dataset_options) -> any dataset of `sw.Data`, named like `model.factory`.
-    """
-    dataset_options: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of `dataset`."""
-    held_out_dataset: str | None = None
-    """A callable like `dataset`, with the same arguments, whose samples serve for evaluation; left out: `held_out`."""
-    collate: str | None = None
-    """A callable f(list of samples) -> a dict of tensors, named like `model.factory`; left out: torch's
-    `default_collate`."""
-    num_workers: int = Field(default=0, ge=0)
-    """Processes per rank that read ahead."""
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    """Decides the order of the samples; left out: `train.seed`."""
+    parameters: list[str] = Field(min_length=1)
+    """Names or globs of parameters, or of modules that contain them, such as ["*.bias", "*norm*"]."""
+    learning_rate: float | None = Field(default=None, ge=0)
+    """In the place of `train.learning_rate`; schedules multiply it."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """In the place of `train.weight_decay`, whatever the dims."""
+    frozen: bool = False
+    """Not trained at all: no gradient, no optimizer state."""
 
-    @property
-    def unit(self) -> str:
-        """What a run reads: a token of a text, or a row of another dataset."""
-        if self.dataset is not None:
-            return "row"
-        return "byte" if self.tokenizer == BYTES else "token"
+
+class CallbackTable(Table):
+    """[[train.callbacks]]: something that happens around updates."""
+
+    factory: str
+    """A callable f(**options) -> a callback, named like `model.factory`; "shardwise.train:EarlyStopping"."""
+    options: dict[str, object] = Field(default_factory=dict)
+    """Keyword arguments of `factory`."""
 
 
 class TrainTable(Table):
@@ -122,6 +108,13 @@ class TrainTable(Table):
     """Updates between two evaluations on held-out text; there is always one at the end."""
     evaluate_batches: int = Field(default=4, ge=1)
     """Global batches of held-out rows that one evaluation reads, at most; always the same ones."""
+    evaluate_first: bool = False
+    """Evaluate before the first update too."""
+    evaluate_average: bool = True
+    """Evaluate with the averages of the weights, where [average] asks for some."""
+    callbacks: list[CallbackTable] = Field(default_factory=list)
+    """What happens around updates: a [[train.callbacks]] for each, with a `factory` and `options`. The factory is a
+    callable f(**options) -> a callback, named like `model.factory`, such as "shardwise.train:EarlyStopping"."""
     log_every: int = Field(default=10, ge=1)
     """Updates between two lines of progress where there is no terminal."""
     device: str = "auto"
@@ -146,6 +139,21 @@ class TrainTable(Table):
     """Ports on which ranks listen, such as "20000-20100". SHARDWISE_PORTS of the environment comes first. Left out:
     free ones that the kernel chooses.
     """
+    groups: list[GroupTable] = Field(default_factory=list)
+    """Learning rate and weight decay by name, as [[train.groups]]: see below."""
+    schedule: str | None = None
+    """In the place of `decay`: a name of transformers' `get_scheduler`; a scheduler class of torch; or a callable
+    f(optimizer, steps) -> scheduler, named like `model.factory`."""
+    schedule_options: dict[str, object] = Field(default_factory=dict)
+    """Further keyword arguments of `schedule`."""
+    metrics: dict[str, str] = Field(default_factory=dict)
+    """Name -> a callable f(output, batch) -> tensor, or a class of torchmetrics, named like `model.factory`: computed
+    in evaluations."""
+    metric_options: dict[str, dict[str, object]] = Field(default_factory=dict)
+    """Name of a metric -> its further keyword arguments; of the constructor, where it is a class."""
+    metric_inputs: dict[str, str] = Field(default_factory=dict)
+    """Name of a torchmetrics metric -> a callable f(output, batch) -> what its `update` takes. Left out: the output, or
+    its `.logits`, and the batch's `labels`."""
 
 
 class CheckpointTable(Table):
@@ -169,28 +177,34 @@ class CheckpointTable(Table):
     it. Left out: "checkpoints" in `train.output`."""
 
 
-def dataset_problems(data: DataTable | None) -> list[str]:
-    """Settings of [data] that another one makes meaningless."""
-    if data is None:
-        return []
-    given = data.model_fields_set
-    if data.dataset is None:
-        needing = [key for key in ("dataset_options", "held_out_dataset", "collate") if key in given]
-        return [f"data.{key}: given without data.dataset, which it belongs to" for key in needing]
-    of_text = [key for key in ("source", "tokenizer", "sequence_length") if key in given]
-    problems = [f"data.{key}: given with data.dataset, which is no text; leave one out" for key in of_text]
-    if data.held_out_dataset is not None and "held_out" in given:
-        problems.append("data.held_out: given with data.held_out_dataset; leave one out")
-    return problems
+class GenerateTable(Table):
+    """[generate]: texts that the model goes on with, which are printed, and recorded in `samples.jsonl`."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Updates between two samples; there is one at the end too. Left out: only that one."""
+    prompts: list[str] = Field(default_factory=list)
+    """Texts to go on with; left out: the beginning of a held-out row."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the model adds, at most. Left out: 160, or what is left of `data.sequence_length` without prompts."""
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    """Decides what is drawn, the same in each sample; left out: `train.seed`."""
+    options: dict[str, object] = Field(default_factory=dict)
+    """Further arguments of the model's `generate`, such as { do_sample = true, top_k = 50 }. Left out: sampling at
+    temperature 0.7."""
 
 
 def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path) -> list[str]:
-    """Problems of files that the tables name and the disk does not have."""
+    """Problems of files that the tables name and the disk does not have, or that show at their beginning."""
     problems: list[str] = []
-    if data is not None and data.dataset is None:
-        if data.source != PYTHON_DOCS and "*" not in data.source and not (folder / data.source).exists():
-            problems.append(f'data.source: no file or directory {folder / data.source}; "{PYTHON_DOCS}" needs none')
-        if data.tokenizer != BYTES and not (folder / data.tokenizer).is_file():
+    if model is not None and model.pretrained is not None and not (folder / model.pretrained / "config.json").is_file():
+        problems.append(
+            f"model.pretrained: no config.json in {folder / model.pretrained}; give a folder that save_pretrained wrote"
+        )
+    if data is None:
+        return problems
+    problems += source_problems(data, folder)
+    if data.reads_tokens:
+        if data.tokenizer != BYTES and not (folder / data.tokenizer).exists():
             problems.append(
                 f'data.tokenizer: no file {folder / data.tokenizer}; give the JSON of a tokenizer or "{BYTES}"'
             )
@@ -201,15 +215,46 @@ def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path
     return problems
 
 
+def schedule_problems(train: TrainTable | None) -> list[str]:
+    """Settings of [train] that another one makes meaningless, or that say nothing."""
+    if train is None:
+        return []
+    given, problems = train.model_fields_set, []
+    if train.warmup_steps > train.steps:
+        problems.append(
+            f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
+        )
+    if train.schedule is not None:
+        has_warmup = ":" not in train.schedule and train.schedule not in ("constant", "reduce_lr_on_plateau")
+        others = ("decay", "min_learning_rate", *(() if has_warmup else ("warmup_steps",)))
+        problems += [f"train.{key}: given with train.schedule; leave one out" for key in others if key in given]
+    elif "schedule_options" in given:
+        problems.append("train.schedule_options: given without train.schedule, which they belong to")
+    problems += [
+        unknown_setting(f"train.{key}.{name}", [f"train.{key}.{each}" for each in train.metrics])
+        for key in ("metric_options", "metric_inputs")
+        for name in getattr(train, key)
+        if name not in train.metrics
+    ]
+    for number, group in enumerate(train.groups):
+        settings = [name for name in ("learning_rate", "weight_decay") if getattr(group, name) is not None]
+        if group.frozen and settings:
+            problems.append(f"train.groups.{number}.{settings[0]}: given with frozen = true; leave one out")
+        elif not group.frozen and not settings:
+            problems.append(
+                f"train.groups.{number}: says nothing of its parameters; give learning_rate, weight_decay or frozen"
+            )
+    return problems
+
+
 _TABLES: dict[str, type[Table]] = {
     "model": ModelTable,
     "data": DataTable,
     "train": TrainTable,
     "checkpoint": CheckpointTable,
+    "generate": GenerateTable,
 }
 _KNOWN = [*_TABLES, "mesh", "sharding", "precision", "pipeline", "tensor", "average", "activations"]
-
-SomeTable = TypeVar("SomeTable", bound=Table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +267,7 @@ class RunConfig:
     data: DataTable
     train: TrainTable
     checkpoint: CheckpointTable
+    generate: GenerateTable
     plan: Plan
     """The layout, with the microbatches per rank that `train.global_batch` asks for."""
 
@@ -244,6 +290,12 @@ class RunConfig:
     def output(self) -> Path:
         """Where the run writes."""
         return Path(self.train.output) if self.train.output is not None else Path("runs") / self.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, as JSON values; the layout as text."""
+        tables = {name: getattr(self, name).model_dump(mode="json") for name in _TABLES}
+        return {**tables, "plan": self.plan.text()}
 
     @property
     def saves(self) -> str:
@@ -277,24 +329,36 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     problems: list[str] = []
     tables = _with_overrides(_read_toml(path), overrides, problems)
     problems += [unknown_setting(name, _KNOWN) for name in tables if name not in _KNOWN]
-    model = _table(ModelTable, "model", tables, problems)
-    data = _table(DataTable, "data", tables, problems)
-    train = _table(TrainTable, "train", tables, problems)
-    checkpoint = _table(CheckpointTable, "checkpoint", tables, problems)
+    model = read_table(ModelTable, "model", tables, problems)
+    data = read_table(DataTable, "data", tables, problems)
+    train = read_table(TrainTable, "train", tables, problems)
+    checkpoint = read_table(CheckpointTable, "checkpoint", tables, problems)
+    generate = read_table(GenerateTable, "generate", tables, problems)
     plan = _plan(tables, train, num_processes, problems)
     # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
-    problems += dataset_problems(data) + file_problems(model, data, path.parent)
-    if train is not None and train.warmup_steps > train.steps:
-        problems.append(
-            f"train.warmup_steps: {train.warmup_steps} given; train.steps is only {train.steps}; give at most that"
-        )
+    clashes = dataset_problems(data)
+    # What the files have is asked only where it is clear which are meant.
+    problems += clashes + file_problems(model, None if clashes else data, path.parent)
+    problems += schedule_problems(train)
+    if data is not None and generate is not None and "generate" in tables:
+        problems += _generation_problems(data, generate)
     problems += _device_problems(train, num_processes or 1)
     if plan is not None and train is not None:
         # Only a plan that holds has a schedule to check: its faults would be explained twice otherwise.
         problems += _pipeline_problems(plan)
-    if problems or model is None or data is None or train is None or checkpoint is None or plan is None:
+    if (
+        problems
+        or model is None
+        or data is None
+        or train is None
+        or checkpoint is None
+        or generate is None
+        or plan is None
+    ):
         raise ConfigError(*problems)
-    return RunConfig(path=path, model=model, data=data, train=train, checkpoint=checkpoint, plan=plan)
+    return RunConfig(
+        path=path, model=model, data=data, train=train, checkpoint=checkpoint, generate=generate, plan=plan
+    )
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -340,35 +404,6 @@ def _toml_value(text: str) -> object:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], problems: list[str]) -> SomeTable | None:
-    given = tables.get(name, {})
-    if not isinstance(given, dict):
-        problems.append(f"{name}: {given!r} is not a table of settings; write [{name}]")
-        return None
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        problems += [_explained(kind, name, detail) for detail in error.errors()]
-        return None
-
-
-def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
-    key = ".".join([name, *map(str, detail["loc"])])
-    if detail["type"] == "extra_forbidden":
-        return unknown_setting(key, [f"{name}.{each}" for each in kind.model_fields])
-    if detail["type"] == "missing":
-        wanted = kind.model_fields[str(detail["loc"][0])].description or ""
-        return f"{key}: missing; {' '.join(wanted.split())}"
-    # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
-    needed = (
-        detail["msg"]
-        .removeprefix("Input should be ")
-        .replace("a valid integer", "a whole number")
-        .replace("valid ", "")
-    )
-    return f"{key}: {detail['input']!r} given; it must be {needed}"
 
 
 def _spec(name: str, tables: Mapping[str, Any], problems: list[str]) -> Any:
@@ -417,6 +452,19 @@ def _plan(
         # A plan calls it by its own name; in the file the key is in [train].
         problems += [f"train.{each}" if each.startswith("clip_grad_") else each for each in error.problems]
         return None
+
+
+def _generation_problems(data: DataTable, generate: GenerateTable) -> list[str]:
+    problems = [
+        f"generate.options.{key}: given twice; give generate.{key}"
+        for key in ("max_new_tokens", "seed")
+        if key in generate.options
+    ]
+    if not data.reads_tokens:
+        problems.append("generate: the data are no text, so there is nothing to go on with; leave the table out")
+    elif not data.is_text and not generate.prompts:
+        problems.append("generate.prompts: missing; rows have no text that is held out, so give texts to go on with")
+    return problems
 
 
 def _device_problems(train: TrainTable | None, num_processes: int) -> list[str]:

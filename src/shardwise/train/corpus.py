@@ -12,9 +12,8 @@ windows of the training text, computed element by element, so no shuffled list i
 """
 
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -26,9 +25,11 @@ import torch
 
 from shardwise.data.permutation import NUM_ROUNDS, Indices, epoch_key, mixed, permuted
 from shardwise.errors import DataError
-from shardwise.train.config import BYTES, PYTHON_DOCS, DataTable
+from shardwise.train.data_settings import PYTHON_DOCS, DataTable
+from shardwise.train.row_encoding import RowEncoder
+from shardwise.train.row_files import files_of
+from shardwise.train.run_tokenizer import RunTokenizer, Tokens, tokenizer_of
 
-Tokens = npt.NDArray[np.integer[Any]]
 Row = npt.NDArray[np.int64]
 _MAX_BLOCKS = 64
 _WINDOWS_PER_BLOCK = 4
@@ -57,8 +58,7 @@ class Corpus:
     """[num_windows, sequence_length], in the order of the text."""
     vocabulary_size: int
     """Tokens are below this."""
-    tokenizer: Any
-    """A `tokenizers.Tokenizer`, or None for bytes."""
+    tokenizer: RunTokenizer
 
     @property
     def sequence_length(self) -> int:
@@ -74,32 +74,59 @@ class Corpus:
 
     def text(self, tokens: list[int]) -> str:
         """The text of the tokens; bytes that are not UTF-8 become replacement marks."""
-        if self.tokenizer is None:
-            return bytes(tokens).decode("utf-8", errors="replace")
-        return str(self.tokenizer.decode(tokens))
+        return self.tokenizer.decode(tokens)
 
 
 def read_corpus(data: DataTable, folder: Path) -> Corpus:
     """Read, tokenize and split the text of [data]. Raises `DataError`: nothing there, not text, or too little."""
-    tokenizer = None if data.tokenizer == BYTES else _tokenizer(folder / data.tokenizer)
+    tokenizer = tokenizer_of(data, folder)
+    held_out = None
+    if data.held_out_source is not None:
+        held_out = _tokens_of_files(data.held_out_source, folder, tokenizer, key="data.held_out_source")
+    return corpus_of(data, tokenizer, _tokens_of_files(data.source, folder, tokenizer, key="data.source"), held_out)
+
+
+def corpus_of(data: DataTable, tokenizer: RunTokenizer, tokens: Tokens, held_out: Tokens | None) -> Corpus:
+    """The corpus of a text. held_out: of another one to evaluate on; None: a part of this one. Raises `DataError`."""
+    window = data.sequence_length
+    if held_out is None:
+        training, windows = split(tokens, fraction=data.held_out, window=window)
+    else:
+        for name, each in (("to train on", tokens), ("for evaluation", held_out)):
+            if len(each) < window:
+                raise DataError(f"data: {len(each)} tokens {name} are too few for a row of {window}")
+        training, windows = tokens, held_out[: len(held_out) // window * window].reshape(-1, window)
+    return Corpus(training=training, held_out=windows, vocabulary_size=tokenizer.size, tokenizer=tokenizer)
+
+
+def _tokens_of_files(source: str, folder: Path, tokenizer: RunTokenizer, *, key: str) -> Tokens:
     parts: list[Tokens] = []
-    for name, raw in _documents(data.source, folder):
+    for name, raw in _documents(source, folder, key):
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"data.source: {name} is not UTF-8 text (byte {error.start}); name the text files by a glob such as "
+                f"{key}: {name} is not UTF-8 text (byte {error.start}); name the text files by a glob such as "
                 '"texts/**/*.txt"'
             ) from error
-        if tokenizer is None:
-            parts.append(np.frombuffer(raw, dtype=np.uint8))
-        else:
-            parts.append(np.asarray(tokenizer.encode(text).ids, dtype=np.int32))
+        parts += [tokenizer.encode(text), np.asarray(tokenizer.end, dtype=np.int32)]
     if sum(map(len, parts)) == 0:
-        raise DataError(f"data.source: {data.source} holds no text ({len(parts)} files found)")
-    size = 256 if tokenizer is None else int(tokenizer.get_vocab_size())
-    training, held_out = split(np.concatenate(parts), fraction=data.held_out, window=data.sequence_length)
-    return Corpus(training=training, held_out=held_out, vocabulary_size=size, tokenizer=tokenizer)
+        raise DataError(f"{key}: {source} holds no text ({len(parts) // 2} files found)")
+    return np.concatenate([part for part in parts if len(part)])
+
+
+def packed(rows: Any, encoder: RowEncoder, tokenizer: RunTokenizer) -> Tokens:
+    """The tokens of all rows, one after the other. Raises DataError."""
+    end = np.asarray(tokenizer.end, dtype=np.int32)
+    parts: list[Tokens] = []
+    for number in range(len(rows)):
+        row = rows[number]
+        problem = encoder.problem(row) if isinstance(row, Mapping) else f"a row is a {type(row).__name__}, not a dict"
+        if problem is not None:
+            raise DataError(f"data: {getattr(rows, 'where', 'row {}'.format)(number)}: {problem}")
+        # Tokenizers without a token for the end of a text get the end of a line.
+        parts += [encoder.tokens(row), end] if len(end) else [encoder.tokens(row), tokenizer.encode("\n")]
+    return np.concatenate([part for part in parts if len(part)] or [end])
 
 
 def split(tokens: Tokens, *, fraction: float, window: int) -> tuple[Tokens, Tokens]:
@@ -147,35 +174,16 @@ def frequency_loss(training: Tokens, held_out: npt.NDArray[np.int64], vocabulary
     return float(-log_frequencies[held_out[:, 1:]].mean())
 
 
-def _tokenizer(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise DataError(
-            "data.tokenizer: a tokenizer file needs the package tokenizers; pip install tokenizers"
-        ) from error
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception for every fault of a file
-        raise DataError(f"data.tokenizer: {path} is not the JSON of a tokenizer: {error}") from error
-
-
-def _documents(source: str, folder: Path) -> Iterator[tuple[str, bytes]]:
+def _documents(source: str, folder: Path, key: str) -> Iterator[tuple[str, bytes]]:
     """Name and content of each document, always in the same order."""
     if source == PYTHON_DOCS:
         yield from _python_docs()
         return
-    root = folder / source
-    if "*" in source:
-        files = sorted(folder / found for found in glob(source, root_dir=folder, recursive=True))
-    else:
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
-    for file in files:
-        if root.is_file() or file.is_file():
-            try:
-                yield str(file), file.read_bytes()
-            except OSError as error:
-                raise DataError(f"data.source: {file} cannot be read: {error.strerror}") from error
+    for file in files_of(source, folder):
+        try:
+            yield str(file), file.read_bytes()
+        except OSError as error:
+            raise DataError(f"{key}: {file} cannot be read: {error.strerror}") from error
 
 
 def _python_docs() -> Iterator[tuple[str, bytes]]:

@@ -1,18 +1,15 @@
-"""The observers of a run: the files of metrics, the loss curve and the line of progress. Rank 0 alone has them.
+"""The observers of a run: the files of metrics, the loss curve and the line of progress, callbacks that rank 0 has.
 
-An observer gets every update (`on_step`) and is closed at the end. `Audience` opens all of them, on rank 0, once the
-first step is known. A run that goes on continues its files; one that is over leaves them alone.
+A run that goes on continues its files; one that is over leaves them alone.
 """
 
 import dataclasses
 import importlib.util
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -20,20 +17,25 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from shardwise.checkpoint import SaveReport
 from shardwise.engine.rank_times import slowest
 from shardwise.errors import ConfigError
+from shardwise.train.callbacks import BEGINNING, Callback, EvaluationValues, Position, StepMetrics, TrainingLoop
 from shardwise.train.config import RunConfig
-from shardwise.train.loop import BEGINNING, Observer, Position, StepMetrics
-from shardwise.train.quantities import clock, count, size
+from shardwise.train.json_lines import JsonLines, lines_up_to
+from shardwise.train.quantities import clock, count
 from shardwise.train.run_folder import METRICS, RunMark
 
 _MAY_BE_NAN = frozenset({"loss", "grad_norm"})
+_IF_GIVEN = ("loss_scale", "losses", "held_out", "learning_rates", "ranks")
+"""Lines of runs without them are as they were."""
 _MOST_RANKS = 64
 """In a line of metrics."""
 _MOST_CURVES = 16
 """Ranks that get curves."""
 
 
-class MetricsFile:
+class MetricsFile(Callback):
     """`metrics.jsonl`: one JSON object per update, on disk as soon as the update is done.
+
+    An evaluation before the first update has a line too, of its step, its losses and metrics alone.
 
     `ranks` has the times of the ranks: of those that were busy longest, where there are more than 64.
     after_step: the file is continued: lines of updates up to this one stay, others go. 0: it begins anew.
@@ -41,50 +43,63 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, after_step: int = 0) -> None:
         lines = _lines_of(path, after_step) if after_step else {}
-        self.kept: Sequence[StepMetrics] = list(lines.values())
-        """The updates before, as far as the file has them."""
-        # In one act: a run that is stopped here has the old file or the new one.
-        begun = path.with_name(f"{path.name}.part")
-        begun.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        begun.replace(path)
-        # A line is handed to the system as soon as it is written: a killed run keeps the updates that it made.
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.kept: Sequence[StepMetrics | EvaluationValues] = list(lines.values())
+        """The updates before, and the evaluation before them, as far as the file has them."""
+        self._path, self._lines = path, list(lines)
 
-    def on_step(self, metrics: StepMetrics) -> None:
+    def on_begin(self, loop: TrainingLoop) -> None:
+        """Open the file."""
+        self._file = JsonLines(self._path, kept=self._lines)
+
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
+        """Write a line, where no update comes with it."""
+        if evaluation.step == 0:
+            held_out = {name: value for name, value in evaluation.values.items() if name != "loss"}
+            self._file.add(
+                {"step": 0, "held_out_loss": evaluation.loss, **({"held_out": held_out} if held_out else {})}
+            )
+
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Write one line; a number that is not finite has no JSON and becomes null."""
-        values = _without_ranks(metrics)
-        if metrics.loss_scale is None:
-            del values["loss_scale"]  # lines of plans without one are as they were
+        values = dataclasses.asdict(dataclasses.replace(metrics, ranks=()))
+        for name in _IF_GIVEN:
+            if not values[name]:
+                del values[name]
         if metrics.ranks:
             shown = sorted(metrics.ranks, key=lambda each: -each.busy_s)[:_MOST_RANKS]
             shown.sort(key=lambda each: each.rank)
-            values["ranks"] = [_finite(dataclasses.asdict(each)) for each in shown]
+            values["ranks"] = [dataclasses.asdict(each) for each in shown]
             values["slowest"] = slowest(metrics.ranks)
-        self._file.write(json.dumps(_finite(values), allow_nan=False) + "\n")
+        self._file.add(values)
 
-    def close(self) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Close the file."""
         self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(Callback):
     """Curves for TensorBoard, in a separate folder."""
 
     def __init__(self, folder: Path, *, after_step: int = 0) -> None:
+        self._folder, self._after_step = folder, after_step
+
+    def on_begin(self, loop: TrainingLoop) -> None:
+        """Open the folder."""
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier run wrote into the same folder from there on.
-        self._writer: Any = SummaryWriter(log_dir=str(folder), purge_step=after_step + 1)
+        self._writer: Any = SummaryWriter(log_dir=str(self._folder), purge_step=self._after_step + 1)
 
-    def on_step(self, metrics: StepMetrics) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
+        """Add the first points, where no update comes with them."""
+        if evaluation.step == 0:
+            for name, value in evaluation.curves().items():
+                self._writer.add_scalar(name, value, 0)
+
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Add one point to each curve."""
-        values = _without_ranks(metrics)
-        names = ["loss", "learning_rate", "grad_norm", "tokens_per_second", "held_out_loss", "loss_scale"]
-        if metrics.loss_scale is not None:
-            names.append("skipped")  # 1 or 0: a dynamic scale is halved where it is 1
-        for name in names:
-            if values[name] is not None:
-                self._writer.add_scalar(name, values[name], metrics.step)
+        for name, value in metrics.curves().items():
+            self._writer.add_scalar(name, value, metrics.step)
         # One card for each figure: the rank that computed longest, and waits and memory of the rank with the most.
         for name in ("compute_s", "waiting_s", "outside_s", "peak_bytes") if metrics.ranks else ():
             self._writer.add_scalar(
@@ -94,19 +109,9 @@ class TensorBoard:
             self._writer.add_scalar(f"ranks/compute_s of {each.rank}", each.compute_s, metrics.step)
             self._writer.add_scalar(f"ranks/waiting_s of {each.rank}", each.waiting_s, metrics.step)
 
-    def close(self) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Write the buffered points."""
         self._writer.close()
-
-
-def _without_ranks(metrics: StepMetrics) -> dict[str, Any]:
-    values = dataclasses.asdict(dataclasses.replace(metrics, ranks=()))
-    del values["ranks"]
-    return values
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def tensorboard_installed() -> bool:
@@ -114,20 +119,19 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics]:
-    """The whole lines of a file of metrics, up to an update. A run that was killed may have left a torn one."""
-    lines = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics | EvaluationValues]:
+    """The lines of a file of metrics that mean something, up to an update."""
+    lines: dict[str, StepMetrics | EvaluationValues] = {}
+    for line, values in lines_up_to(path, last_step).items():
         try:
-            values: dict[str, Any] = json.loads(line)
-            values = {key: value for key, value in values.items() if key not in ("ranks", "slowest")}
-            metrics = StepMetrics(**values | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
+            if values["step"] == 0:
+                loss = values["held_out_loss"]
+                lines[line] = EvaluationValues(step=0, values={"loss": math.nan if loss is None else loss})
+            else:
+                known = {key: value for key, value in values.items() if key not in ("ranks", "slowest")}
+                lines[line] = StepMetrics(**known | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
+        except (KeyError, TypeError):
             continue
-        # Updates after the save were made by the earlier run too, but are made again now: their lines would be there
-        # twice.
-        if metrics.step <= last_step:
-            lines[line] = metrics
     return lines
 
 
@@ -135,26 +139,41 @@ _INK, _MUTED, _GRID = "#22252b", "#8a8f98", "#e6e8eb"
 _TRAINING, _SMOOTHED, _HELD_OUT = "#9db4d3", "#2f5d9b", "#c8452f"
 
 
-class LossCurve:
+class LossCurve(Callback):
     """Collects the losses of a run and draws them."""
 
     def __init__(self, path: Path, *, title: str, baseline: float | None, unit: str) -> None:
         """unit: what a loss is a mean over. baseline: the loss of a model that knows frequencies alone, of a text."""
         self.path = path
-        self._title, self._baseline, self._unit = title, baseline, unit
+        self.baseline = baseline
+        self._title, self._unit = title, unit
         self._training: list[tuple[int, float]] = []
-        self._held_out: list[tuple[int, float]] = []
+        self._held_out: dict[int, float] = {}
         self._elapsed_s = 0.0
 
-    def on_step(self, metrics: StepMetrics) -> None:
-        """Remember one update."""
-        self._training.append((metrics.step, metrics.loss))
-        self._elapsed_s = metrics.elapsed_s
-        if metrics.held_out_loss is not None:
-            self._held_out.append((metrics.step, metrics.held_out_loss))
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
+        """Remember it."""
+        self.remember(evaluation)
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
+        """Remember one update."""
+        self.remember(metrics)
+
+    def remember(self, seen: StepMetrics | EvaluationValues) -> None:
+        """Take an update or an evaluation into the curve."""
+        if isinstance(seen, EvaluationValues):
+            if seen.loss is not None:
+                self._held_out[seen.step] = seen.loss
+            return
+        self._training.append((seen.step, seen.loss))
+        self._elapsed_s = seen.elapsed_s
+        if seen.held_out_loss is not None:
+            self._held_out[seen.step] = seen.held_out_loss
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether there is something to draw."""
+        return bool(self._training)
 
     def words(self) -> str:
         """What was trained, for how long, and how far the loss fell."""
@@ -175,22 +194,22 @@ class LossCurve:
         axes.plot(steps, losses, color=_TRAINING, linewidth=0.8, alpha=0.6)
         axes.plot(steps, _smoothed(losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
         if self._held_out:
-            at, values = zip(*self._held_out, strict=True)
+            at, values = zip(*self._held_out.items(), strict=True)
             axes.plot(at, values, "o-", color=_HELD_OUT, linewidth=1.6, markersize=4.5, label="held-out")
             axes.annotate(
                 f"{values[-1]:.3f}", (at[-1], values[-1]), xytext=(0, 9), textcoords="offset points", ha="center",
                 color=_HELD_OUT, fontweight="bold",
             )  # fmt: skip
-        if self._baseline is not None:
-            axes.axhline(self._baseline, color=_MUTED, linewidth=1.2, linestyle=(0, (5, 4)))
+        if self.baseline is not None:
+            axes.axhline(self.baseline, color=_MUTED, linewidth=1.2, linestyle=(0, (5, 4)))
             axes.annotate(
-                f"{self._unit}-frequency model {self._baseline:.3f}", (1.0, self._baseline),
+                f"{self._unit}-frequency model {self.baseline:.3f}", (1.0, self.baseline),
                 xycoords=("axes fraction", "data"), xytext=(-4, 4), textcoords="offset points", ha="right",
                 color=_MUTED,
             )  # fmt: skip
         axes.set_title(self._title, loc="left", color=_INK, fontsize=12)
         axes.set_xlabel("update", color=_INK)
-        axes.set_ylabel("loss" if self._baseline is None else f"loss (nats per {self._unit})", color=_INK)
+        axes.set_ylabel("loss" if self.baseline is None else f"loss (nats per {self._unit})", color=_INK)
         axes.grid(axis="y", color=_GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -217,98 +236,123 @@ class _Pace:
 
     num_steps: int
     begin: Position
-    held_out_loss: float | None
+    held_out: Mapping[str, float]
     rows: str = "tokens"
     saved_step: int | None = None
 
-    def words(self, metrics: StepMetrics) -> list[str]:
-        if metrics.held_out_loss is not None:
-            self.held_out_loss = metrics.held_out_loss
+    def words(self, metrics: StepMetrics) -> dict[str, str]:
+        """Words about an update by what they are about, in their order."""
+        if metrics.held_out_loss is not None or metrics.held_out:
+            self.held_out = {name: value for name, value in metrics.curves().items() if name.startswith("held_out")}
         # Of this run alone: an earlier part may have run on another number of ranks.
         pace_s = (metrics.elapsed_s - self.begin.elapsed_s) / (metrics.step - self.begin.step)
         eta_s = pace_s * (self.num_steps - metrics.step)
-        return [
-            f"step {metrics.step}/{self.num_steps}",
-            f"loss {metrics.loss:.4f}",
-            *([] if self.held_out_loss is None else [f"held-out {self.held_out_loss:.4f}"]),
-            f"{count(metrics.tokens_per_second)} {self.rows}/s",
-            f"eta {clock(eta_s)}",
-            *([] if self.saved_step is None else [f"saved {self.saved_step}"]),
-            *(["update skipped: gradient not finite"] if metrics.skipped else []),
-        ]
+        words = {
+            "step": f"step {metrics.step}/{self.num_steps}",
+            "loss": f"loss {metrics.loss:.4f}",
+            **self.evaluation_words(),
+            "rate": f"lr {metrics.learning_rate:.3g}",
+            "pace": f"{count(metrics.tokens_per_second)} {self.rows}/s",
+            "eta": f"eta {clock(eta_s)}",
+        }
+        if self.saved_step is not None:
+            words["saved"] = f"saved {self.saved_step}"
+        if metrics.skipped:
+            words["skipped"] = "update skipped: gradient not finite"
+        return words
+
+    def evaluation_words(self) -> dict[str, str]:
+        """The held-out loss, and up to two metrics, by the names of their curves."""
+        shown = sorted(self.held_out.items(), key=lambda each: each[0] != _LOSS)[: 1 + _SHOWN_METRICS]
+        titles = {name: "held-out" if name == _LOSS else name.removeprefix("held_out/") for name, _ in shown}
+        return {name: f"{titles[name]} {value:.4f}" for name, value in shown}
 
 
-class ProgressLine(Observer, Protocol):
-    """An observer that shows how far a run is."""
-
-    def on_save(self, step: int) -> None:
-        """The save of an update is committed."""
+def _pace(num_steps: int, begin: Position, rows: str) -> _Pace:
+    return _Pace(num_steps, begin, {} if begin.held_out_loss is None else {_LOSS: begin.held_out_loss}, rows)
 
 
+_LOSS = "held_out_loss"
+_SHOWN_METRICS = 2
 _LONGEST_BAR, _SHORTEST_BAR = 24, 8
-_SPARED_WORDS = ("saved ", "held-out ")
-"""What a narrow line leaves out, the first one first; both are said again at the end of the run."""
 
 
-class LiveLine:
+class LiveLine(Callback):
     """One line, redrawn in place, as wide as the terminal."""
 
     def __init__(self, console: Console, num_steps: int, *, begin: Position = BEGINNING, rows: str = "tokens") -> None:
-        self._pace, self._console = _Pace(num_steps, begin, begin.held_out_loss, rows), console
+        self._pace, self._console = _pace(num_steps, begin, rows), console
         self._bar = BarColumn(_LONGEST_BAR)
         self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console)
         self._task: TaskID = self._progress.add_task("", total=num_steps, completed=begin.step)
+
+    def on_begin(self, loop: TrainingLoop) -> None:
+        """Draw it."""
         self._progress.start()
 
-    def on_step(self, metrics: StepMetrics) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
+        """Show one that no update comes with."""
+        if evaluation.step == 0:
+            self._pace.held_out = evaluation.curves()
+            self._progress.update(self._task, description="  ".join(self._pace.evaluation_words().values()))
+
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Redraw."""
         words = self._pace.words(metrics)
         # One column stays free: in the last one some terminals go on to the next line.
         room = self._console.width - len(" ") - 1
-        for spared in _SPARED_WORDS:
-            if len("  ".join(words)) > room - _SHORTEST_BAR:
-                words = [word for word in words if not word.startswith(spared)]
-        line = "  ".join(words)
-        self._bar.bar_width = min(_LONGEST_BAR, max(_SHORTEST_BAR, room - len(line)))
+        # What a narrow line leaves out, in this order: files and the end of the run have it. Then the bar shrinks.
+        spared = dict.fromkeys(("saved", "rate", *reversed(self._pace.evaluation_words())), _SHORTEST_BAR) | {"pace": 1}
+        for name, bar in spared.items():
+            if len("  ".join(words.values())) > room - bar:
+                words.pop(name, None)
+        line = "  ".join(words.values())
+        self._bar.bar_width = min(_LONGEST_BAR, max(1, room - len(line)))
         self._progress.update(self._task, completed=metrics.step, description=line)
 
-    def on_save(self, step: int) -> None:
+    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
         """Say so from the next update on."""
-        self._pace.saved_step = step
+        self._pace.saved_step = report.step
 
-    def close(self) -> None:
+    def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Leave the last state on the screen and give the cursor back."""
         self._progress.stop()
 
 
-class PlainLines:
+class PlainLines(Callback):
     """A line every `every` updates, and for each one that was evaluated or skipped."""
 
     def __init__(
         self, console: Console, num_steps: int, *, every: int, begin: Position = BEGINNING, rows: str = "tokens"
     ) -> None:
         self._console, self._every = console, every
-        self._pace, self._first_step = _Pace(num_steps, begin, begin.held_out_loss, rows), begin.step + 1
+        self._pace, self._first_step = _pace(num_steps, begin, rows), begin.step + 1
 
-    def on_step(self, metrics: StepMetrics) -> None:
+    def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
+        """Print one that no update comes with."""
+        if evaluation.step == 0:
+            self._pace.held_out = evaluation.curves()
+            self._print([f"step 0/{self._pace.num_steps}", *self._pace.evaluation_words().values()])
+
+    def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Print, when it is time."""
-        words = self._pace.words(metrics)
         # The first line comes at once, so that a slow run is seen to run.
         due = metrics.step % self._every == 0 or metrics.step in (self._first_step, self._pace.num_steps)
-        if due or metrics.skipped or metrics.held_out_loss is not None:
-            self._console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
+        words = self._pace.words(metrics)
+        if due or metrics.skipped or metrics.held_out_loss is not None or metrics.held_out:
+            self._print(words.values())
 
-    def on_save(self, step: int) -> None:
+    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
         """Say so from the next line on."""
-        self._pace.saved_step = step
+        self._pace.saved_step = report.step
 
-    def close(self) -> None:
-        """Nothing is left to do."""
+    def _print(self, words: Iterable[str]) -> None:
+        self._console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
 
 
 def progress(
     console: Console, num_steps: int, *, every: int, begin: Position = BEGINNING, rows: str = "tokens"
-) -> ProgressLine:
+) -> Callback:
     """The live line on a terminal that can redraw one, plain lines elsewhere; the run goes on from `begin`.
 
     rows: what a run reads so many of per second.
@@ -318,68 +362,36 @@ def progress(
     return PlainLines(console, num_steps, every=every, begin=begin, rows=rows)
 
 
-class Audience:
-    """The observers of a run, closed when the context ends; none until `open`."""
+def observers_of(config: RunConfig, console: Console, begin: Position, curve: LossCurve) -> list[Callback]:
+    """Those of a run that begins or goes on; for rank 0. They open their files when it begins."""
+    file = MetricsFile(config.output / METRICS, after_step=begin.step)
+    # The curve of the whole run, with what an earlier process made of it.
+    for seen in file.kept:
+        curve.remember(seen)
+    board = [TensorBoard(config.output / "tensorboard", after_step=begin.step)] if tensorboard_installed() else []
+    line = progress(console, config.train.steps, every=config.train.log_every, begin=begin, rows=rows_of(config))
+    return [file, curve, *board, line]
 
-    def __init__(self) -> None:
-        self.observers: list[Observer] = []
-        self._line: ProgressLine | None = None
-        self._curve: LossCurve | None = None
-        self._saved: SaveReport | None = None
-        self._mark: RunMark | None = None
 
-    def open(self, config: RunConfig, console: Console, begin: Position, *, title: str, baseline: float | None) -> None:
-        """Open the files of a run that begins or goes on; a run that is over already leaves them alone.
+def mark_of(config: RunConfig) -> RunMark:
+    """Begin the folder of a run. Raises ConfigError when it cannot be written to."""
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        return RunMark(config.output, steps=config.train.steps, num_ranks=config.plan.mesh.size, rows=rows_of(config))
+    except OSError as error:
+        raise ConfigError(
+            f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
+        ) from error
 
-        Raises ConfigError when the output folder cannot be written to.
-        """
-        if begin.step >= config.train.steps:
-            return
-        rows = "rows" if config.data.unit == "row" else "tokens"
-        self._curve = LossCurve(config.output / "loss.png", title=title, baseline=baseline, unit=config.data.unit)
-        try:
-            config.output.mkdir(parents=True, exist_ok=True)
-            file = MetricsFile(config.output / METRICS, after_step=begin.step)
-            self._mark = RunMark(config.output, steps=config.train.steps, num_ranks=config.plan.mesh.size, rows=rows)
-        except OSError as error:
-            raise ConfigError(
-                f"train.output: the folder {config.output} cannot be written to ({error.strerror}); name another one"
-            ) from error
-        self.observers += [file, self._curve]
-        # The curve of the whole run, with what an earlier process made of it.
-        for metrics in file.kept:
-            self._curve.on_step(metrics)
-        if tensorboard_installed():
-            self.observers.append(TensorBoard(config.output / "tensorboard", after_step=begin.step))
-        self._line = progress(console, config.train.steps, every=config.train.log_every, begin=begin, rows=rows)
-        self.observers.append(self._line)
 
-    def on_commit(self, report: SaveReport) -> None:
-        """A save is committed."""
-        self._saved = report
-        if self._line is not None and report.step is not None:
-            self._line.on_save(report.step)
+def rows_of(config: RunConfig) -> str:
+    """What a run reads so many of per second."""
+    return "rows" if config.data.unit == "row" else "tokens"
 
-    def last_words(self, config: RunConfig) -> list[str]:
-        """Draw the picture, and say what was trained and where everything is."""
-        lines = [] if self._curve is None else [self._curve.words()]
-        if self._saved is not None:
-            lines.append(f"saved step {self._saved.step} to {config.saves} ({size(self._saved.num_bytes)})")
-        if self._curve is None:
-            return lines
-        if importlib.util.find_spec("matplotlib") is None:
-            return [*lines, "no picture of the loss: matplotlib is not installed"]
-        self._curve.draw()
-        return [*lines, f"loss curve: {self._curve.path}"]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        # Also after an error: a live line must give the cursor back before a message is printed.
-        for observer in reversed(self.observers):
-            observer.close()
-        if self._mark is not None:
-            self._mark.end(error)
+def picture_words(curve: LossCurve) -> str:
+    """Draw the picture of the loss, and say where it is."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no picture of the loss: matplotlib is not installed"
+    curve.draw()
+    return f"loss curve: {curve.path}"

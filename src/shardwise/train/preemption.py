@@ -29,8 +29,7 @@ class _AskedEngine:
     """What is known of one engine. Simulated ranks have one each."""
 
     engine: Engine[nn.Module]
-    asked_before: Callable[[], bool] | None
-    """What its steps have asked before, which they ask again afterwards."""
+    stop_asking: Callable[[], None]
     thread: int
     """Of the loop."""
     answered_steps: int = -1
@@ -69,9 +68,8 @@ class Preemption:
     ) -> None:
         self._is_open = False
         self._signals.__exit__(kind, error, traceback)
-        # Backwards: an engine that was asked twice is asked at last what it was asked before.
-        for asked in reversed(self._asked.values()):
-            asked.engine.ask_in_steps(asked.asked_before)
+        for asked in self._asked.values():
+            asked.stop_asking()
         # The context around this one sees the signal as well, and goes on to ask.
         if not self.exit_code and not self._signals.is_nested:
             self._tell_of_late_signal(error)
@@ -92,8 +90,8 @@ class Preemption:
                 "requested was asked outside of its context; put the loop into `with sw.Preemption() as preemption:`"
             )
         if (asked := self._asked.get(id(engine))) is None:
-            before = engine.ask_in_steps(self._signals.has_come)
-            asked = self._asked[id(engine)] = _AskedEngine(engine, before, threading.get_ident())
+            stop_asking = engine.ask_in_steps(self._signals.has_come)
+            asked = self._asked[id(engine)] = _AskedEngine(engine, stop_asking, threading.get_ident())
             self._signals.channel = engine.channel
         if asked.is_to_end:
             return True

@@ -5,18 +5,19 @@
     _built       data, model                         `agreed`: one rank's error is raised on all
     parallelize  the engine under the plan
     take_up      load, if there is a save            position, settings, random numbers
-    fit          the loop, with observers and keeper
+    fit          the loop, with its callbacks: observers (rank 0), those of [[train.callbacks]], the keeper
     the end      trace, picture, a sample of text    all ranks compute, rank 0 prints
 
 Every rank makes every call that exchanges something. Only printing and writing files is left to rank 0.
 """
 
-import textwrap
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 from torch import nn
 
 from shardwise.checkpoint import Replicas
@@ -24,21 +25,24 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
-from shardwise.engine import parallelize
+from shardwise.engine import Engine, parallelize
 from shardwise.engine.batches import Batch
-from shardwise.train.announcement import announcement, changed_schedule, continued, sizes_of
+from shardwise.train.announcement import announcement, changed_schedule, sizes_of
+from shardwise.train.callback_tables import build_callbacks
+from shardwise.train.callbacks import BEGINNING, Callback, Position, TrainingLoop
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
-from shardwise.train.corpus import Corpus, frequency_loss
-from shardwise.train.loop import BEGINNING, fit
-from shardwise.train.observers import Audience
-from shardwise.train.quantities import count
-from shardwise.train.run_build import build_loss, build_model, optimizer_factory
+from shardwise.train.continuations import Continuations
+from shardwise.train.corpus import frequency_loss
+from shardwise.train.learning_rates import SchedulerMaker, scheduler_maker
+from shardwise.train.loop import fit
+from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
+from shardwise.train.plateau_rates import plateau_of
+from shardwise.train.quantities import count, size
+from shardwise.train.run_build import build_loss, build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
-
-_SHOWN_TOKENS, _SAMPLE_TOKENS = 64, 160
 
 
 def run(
@@ -71,6 +75,92 @@ def run(
         _train(config, channel, console, resume, signals, replicas)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PreparedRun:
+    """A run before its first update, on one rank."""
+
+    config: RunConfig
+    channel: Channel
+    engine: Engine[nn.Module]
+    data: RunData
+    held_out: Sequence[Batch]
+    """This rank's rows of each batch of an evaluation."""
+    scheduler: SchedulerMaker
+    by_step: bool
+    """Whether schedules are functions of the step; else callbacks decide."""
+    metrics: Mapping[str, Any]
+    """What evaluations compute besides losses."""
+    callbacks: Sequence[Callback]
+    begin: Position
+    states: Mapping[str, Any]
+    """Of callbacks, in the save that the run goes on from."""
+    lines: Sequence[str]
+    """To print before the first update."""
+    title: str
+    keeper: RunKeeper
+    continuations: Continuations | None
+    """None where the data are no text."""
+    tracer: Tracer | None
+
+    @property
+    def is_over(self) -> bool:
+        """A save of the last update was resumed: nothing is written any more."""
+        return self.begin.step >= self.config.train.steps
+
+
+def _prepare(
+    config: RunConfig, channel: Channel, console: Console, resume: str | None, replicas: Replicas | None
+) -> _PreparedRun:
+    start = find_start(config, resume, channel, replicas=replicas)
+    # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
+    with agreed(channel, purpose="building the run"):
+        data, model, sample, held_out = _built(config, channel.rank)
+        optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
+        metrics, plateau = build_metrics(config), plateau_of(config)
+        callbacks = [*([] if plateau is None else [plateau]), *build_callbacks(config)]
+        goes_on = data.corpus is not None or config.generate.prompts
+        continuations = Continuations(config, data, model, console) if goes_on else None
+    sizes = sizes_of(model)
+    engine = parallelize(
+        model,
+        config.plan,
+        optimizer=optimizer,
+        loss=build_loss(config),
+        loss_weight=build_loss_weight(config),
+        channel=channel,
+        seed=config.train.seed,
+        sample=sample,
+    )
+    # Before `take_up`: loading puts the settings of the save in the place of those that the configuration made.
+    settings = settings_of(engine)
+    begin, words = BEGINNING, [start.words] if start.words else []
+    states: Mapping[str, Any] = {}
+    if not start.is_fresh:
+        begin, states, words = take_up(start, config, engine, channel, data=data, fresh=settings)
+    if replicas is not None:
+        words.append(replicas.words)
+    placement = None if engine.pipeline is None else engine.pipeline.placement
+    num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
+    return _PreparedRun(
+        config=config,
+        channel=channel,
+        engine=engine,
+        data=data,
+        held_out=held_out,
+        scheduler=scheduler,
+        by_step=plateau is None,
+        metrics=metrics,
+        callbacks=callbacks,
+        begin=begin,
+        states=states,
+        lines=[*announcement(config, model, sizes, data, placement=placement), *engine.activations.lines(), *words],
+        title=f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}",
+        keeper=RunKeeper(config, engine, channel, data=data, settings=settings, replicas=replicas),
+        continuations=continuations,
+        tracer=Tracer(engine, channel) if isinstance(channel, Timed) else None,
+    )
+
+
 def _train(
     config: RunConfig,
     channel: Channel,
@@ -79,84 +169,79 @@ def _train(
     signals: StopSignals,
     replicas: Replicas | None,
 ) -> None:
-    start = find_start(config, resume, channel, replicas=replicas)
-    # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
-    with agreed(channel, purpose="building the run"):
-        data, model, sample, held_out = _built(config, channel.rank)
-    sizes = sizes_of(model)
-    engine = parallelize(
-        model,
-        config.plan,
-        optimizer=optimizer_factory(config),
-        loss=build_loss(config),
-        channel=channel,
-        seed=config.train.seed,
-        sample=sample,
-    )
-    # Before `take_up`: loading puts the settings of the save in the place of those that the configuration made.
-    settings = settings_of(engine)
-    begin, words = BEGINNING, [start.words] if start.words else []
-    if not start.is_fresh:
-        begin, words = take_up(start, config, engine, channel, data=data, fresh=settings)
-    baseline = _baseline(data)
-    if replicas is not None:
-        words.append(replicas.words)
-    num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
-    title = f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}"
-    tracer = Tracer(engine, channel) if isinstance(channel, Timed) else None
-    # The order of these contexts is that of their ends: the keeper waits for its save first, then signals end the
-    # process at once again, then files are closed.
-    with Audience() as audience, signals.noted(channel) as stop:
-        with RunKeeper(
-            config,
-            engine,
-            channel,
-            data=data,
-            settings=settings,
-            on_commit=audience.on_commit,
-            replicas=replicas,
-        ) as keeper:
-            # A signal during the long set-up: nothing has been trained, so nothing is saved. All ranks take part in
-            # the exchange, because a signal may reach some of them only.
-            if number := signals.of_all(channel):
-                raise Stopped(number, "before the first update")
-            if channel.rank == 0:
-                placement = None if engine.pipeline is None else engine.pipeline.placement
-                words = [*engine.activations.lines(), *words]
-                _say(console, *announcement(config, model, sizes, data, placement=placement), *words)
-                audience.open(config, console, begin, title=title, baseline=baseline)
-            loss = fit(
-                tracer or engine,
+    run = _prepare(config, channel, console, resume, replicas)
+    unit = config.data.unit
+    curve = LossCurve(config.output / "loss.png", title=run.title, baseline=_baseline(run.data), unit=unit)
+    # The order of these contexts is that of their ends: signals end the process at once again, then the mark says how
+    # the run has ended.
+    with contextlib.ExitStack() as mark, signals.noted(channel) as stop:
+        # A signal during the long set-up: nothing has been trained, so nothing is saved. All ranks take part in the
+        # exchange, because a signal may reach some of them only.
+        if number := signals.of_all(channel):
+            raise Stopped(number, "before the first update")
+        run.engine.ask_in_steps(stop)
+        observers: list[Callback] = []
+        generation = [] if run.continuations is None else [run.continuations]
+        if channel.rank == 0:
+            _say(console, *run.lines)
+            if not run.is_over:
+                mark.enter_context(mark_of(config))
+                observers = observers_of(config, console, run.begin, curve)
+        loop = TrainingLoop(
+            run.engine,
+            [] if run.is_over else [*observers, *generation, *run.callbacks, run.keeper],
+            steps=config.train.steps,
+            begin=run.begin,
+            is_fresh=resume is None,
+            folder=config.output,
+            saves=config.saves,
+            save_with=lambda path, **given: run.keeper.save_to(path, loop, **given),
+            say_with=lambda line: _say(console, line),
+            settings=config.settings,
+        )
+        if run.begin.step and not run.is_over:
+            loop.say(*loop.load_state_dict(run.states))
+        with loop:
+            fit(
+                run.tracer or run.engine,
                 config.train,
-                batches_of(data.data, engine),
-                held_out,
-                tokens_per_row=data.tokens_per_row,
-                observers=audience.observers,
-                begin=begin,
-                keeper=keeper,
-                stop=lambda: stop() or keeper.has_failed(),
+                batches_of(run.data.data, run.engine),
+                run.held_out,
+                loop,
+                tokens_per_row=run.data.tokens_per_row,
+                scheduler=run.scheduler,
+                by_step=run.by_step,
+                metrics=run.metrics,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.
         if number := signals.of_all(channel):
             if replicas is not None and config.checkpoint.every is not None:
                 replicas.close()  # all is saved in files, and the memory of the hosts is given back
-            raise Stopped(number, keeper.words())
-    assert loss is not None, "only a signal ends the loop before the last update"
-    trace = None if tracer is None else tracer.gathered()
-    row = [] if data.corpus is None else data.held_out[0].tolist()
-    # On all ranks, although rank 0 alone prints it: the stages of the model are on several.
-    goes_on = continued(engine, model, row, num_tokens=_SAMPLE_TOKENS, seed=config.train.seed) if row else None
-    if channel.rank == 0:
-        if trace is not None:
-            _say(console, *leave(trace, config.output, title=title, width=console.width))
-        chosen = [] if engine.activations.budget is None else engine.activations.lines()
-        _say(console, *changed_schedule(engine.pipeline), *chosen, *audience.last_words(config))
-        known = (
-            "" if baseline is None else f"; of a model that knows only {config.data.unit} frequencies: {baseline:.4f}"
-        )
-        if data.corpus is not None:
-            _show_sample(console, data.corpus, row, goes_on)
-        _say(console, f"held-out loss {loss:.4f}{known}")
+            raise Stopped(number, run.keeper.words(loop.step))
+    _end(run, console, loop, curve)
+
+
+def _end(run: _PreparedRun, console: Console, loop: TrainingLoop, curve: LossCurve) -> None:
+    """Say what was trained, where everything is, and how the model goes on with a text."""
+    trace = None if run.tracer is None else run.tracer.gathered()
+    if run.channel.rank == 0 and trace is not None:
+        loop.say(*leave(trace, run.config.output, title=run.title, width=console.width))
+    chosen = run.engine.activations
+    loop.say(*changed_schedule(run.engine.pipeline), *([] if chosen.budget is None else chosen.lines()))
+    if loop.stopped_by:
+        loop.say(f"ended after step {loop.step}: {loop.stopped_by}")
+    if curve.has_updates:
+        loop.say(curve.words())
+    if (saved := run.keeper.report) is not None:
+        loop.say(f"saved step {saved.step} to {run.config.saves} ({size(saved.num_bytes)})")
+    if curve.has_updates:
+        loop.say(picture_words(curve))
+    if run.continuations is not None:
+        run.continuations.show(loop)  # on all ranks: the stages of the model are on several
+    if (loss := loop.position.held_out_loss) is not None:
+        unit, known = run.config.data.unit, curve.baseline
+        words = "" if known is None else f"; of a model that knows only {unit} frequencies: {known:.4f}"
+        loop.say(f"held-out loss {loss:.4f}{words}")
 
 
 def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, list[Batch]]:
@@ -165,8 +250,10 @@ def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, lis
     mesh = config.plan.mesh
     place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
-    sample, held_out = sample_batch(data.data, place), data.evaluation(place, config.train.global_batch)
-    return data, build_model(config), sample, held_out
+    sample, train = sample_batch(data.data, place), config.train
+    # With metrics all rows are evaluated in one call, of which each batch is a microbatch.
+    rows = train.microbatch * mesh.num_data_ranks if train.metrics else train.global_batch
+    return data, build_model(config), sample, data.evaluation(place, rows)
 
 
 def _baseline(data: RunData) -> float | None:
@@ -180,16 +267,3 @@ def _say(console: Console, *lines: str) -> None:
     for line in lines:
         # A terminal breaks lines between words; a file keeps them whole.
         console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-
-
-def _show_sample(console: Console, corpus: Corpus, row: Sequence[int], sample: Sequence[int] | None) -> None:
-    """The end of a held-out row, and how the model goes on."""
-    if sample is None:
-        console.print("no sample: the model called on tokens gives no finite logits [rows, tokens, vocabulary]")
-        return
-    end = row[-_SHOWN_TOKENS:]
-    for title, tokens, style in (("held-out text:", end, "dim"), ("the model goes on:", sample, "bold")):
-        console.print(title)
-        # A model may give any byte: control characters would change the terminal of the user.
-        shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in corpus.text(list(tokens)))
-        console.print(Text(textwrap.indent(shown, "    "), style=style), soft_wrap=True)

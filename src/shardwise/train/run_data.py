@@ -1,11 +1,11 @@
-"""The data of a run: the text of [data], or the dataset that it names, and the rows that every evaluation reads.
+"""The data of a run: the text of [data], its rows or the dataset that it names, and the rows that evaluations read.
 
-    [data]                    trained on                       evaluated on
-    source                    windows of the text              windows of blocks that are held out
-    dataset                   its samples but some             those, spread evenly
-    dataset, held_out_dataset all samples of the one           samples of the other, spread evenly
+    [data]                              trained on                 evaluated on
+    a text, or rows that are packed     windows of the text        windows of blocks that are held out, or of another
+    rows, or a dataset                  its samples but some       those, spread evenly
+    and one for evaluation              all samples of the one     samples of the other, spread evenly
 
-`sw.Data` reads what is trained on. It knows nothing of texts.
+`sw.Data` reads what is trained on. It knows nothing of texts and rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import default_collate
 
 from shardwise.data import Data, DataPlace, EngineOfData, first_batches
-from shardwise.data.row_sources import TensorRows, has_items
+from shardwise.data.row_sources import as_opened, has_items
 from shardwise.engine.batches import Batch
 from shardwise.errors import DataError
 from shardwise.train.config import RunConfig
-from shardwise.train.corpus import Corpus, TextSamples, evaluation_rows, read_corpus, text_batch
+from shardwise.train.corpus import Corpus, TextSamples, corpus_of, evaluation_rows, packed, read_corpus, text_batch
 from shardwise.train.held_out_split import HeldOutSamples, TrainingSamples
-from shardwise.train.references import resolve
+from shardwise.train.run_rows import read_rows
 from shardwise.train.run_state import OtherSamples, Samples
 
 
@@ -67,8 +67,8 @@ class RunData:
 def build_data(config: RunConfig) -> RunData:
     """The data that [data] asks for. Raises ConfigError or DataError for what cannot be read."""
     num_rows = config.train.global_batch * config.train.evaluate_batches
-    if config.data.dataset is None:
-        corpus = read_corpus(config.data, config.folder)
+    if config.data.is_text:
+        corpus = _corpus(config)
         return RunData(
             data=_ordered(config, TextSamples(corpus=corpus, seed=config.order_seed), text_batch),
             samples=Samples.of(config, corpus),
@@ -77,28 +77,43 @@ def build_data(config: RunConfig) -> RunData:
             tokens_per_row=corpus.sequence_length,
             corpus=corpus,
         )
-    dataset, held_out = _named_dataset(config, "dataset", config.data.dataset), None
-    if config.data.held_out_dataset is not None:
-        held_out = _named_dataset(config, "held_out_dataset", config.data.held_out_dataset)
-    else:
+    rows = read_rows(config)
+    dataset, held_out = rows.samples(rows.training), rows.samples(rows.held_out)
+    if held_out is None:
         if not _has_size(dataset):
+            way_out = "held_out_dataset" if config.data.dataset is not None else "held_out_options"
             raise DataError(
-                f"data.dataset: a {type(dataset).__name__} has no __len__ and __getitem__, so no part of it can be "
-                "held out. Name the samples of evaluations: data.held_out_dataset"
+                f"data.{'dataset' if config.data.dataset is not None else 'source'}: a "
+                f"{type(rows.training).__name__} has no __len__ and __getitem__, so no part of it can be held out. "
+                f"Name the samples of evaluations: data.{way_out}"
             )
         fraction = config.data.held_out
         dataset, held_out = TrainingSamples(dataset, fraction), HeldOutSamples(dataset, fraction)
-    collate = config.data.collate
-    found = None if collate is None else resolve(collate, folder=config.folder, key="data.collate")
-    data = _ordered(config, dataset, found)
+    data = _ordered(config, dataset, rows.collate)
     return RunData(
         data=data,
         samples=OtherSamples.of(config, num_samples=data.num_samples),
         held_out=_evaluated(held_out, num_rows),
-        collate=found or default_collate,
+        collate=rows.collate or default_collate,
         tokens_per_row=1,
         corpus=None,
     )
+
+
+def _corpus(config: RunConfig) -> Corpus:
+    """The text, or the rows that are packed into one."""
+    if not config.data.has_rows:
+        return read_corpus(config.data, config.folder)
+    rows = read_rows(config)
+    for each in (rows.training, rows.held_out):
+        if each is not None and not _has_size(each):
+            raise DataError(f'data.collate: "packing" reads all rows, and a {type(each).__name__} has no known end')
+    assert rows.tokenizer is not None, "a configuration that packs names a column of text"
+    tokens, held_out = (
+        None if each is None else packed(each, rows.encoder, rows.tokenizer) for each in (rows.training, rows.held_out)
+    )
+    assert tokens is not None
+    return corpus_of(config.data, rows.tokenizer, tokens, held_out)
 
 
 def batches_of(data: Data, engine: EngineOfData) -> Iterator[Batch]:
@@ -121,19 +136,6 @@ def _ordered(config: RunConfig, dataset: object, collate: Callable[[list[Any]], 
         collate=collate,
         num_workers=config.data.num_workers,
     )
-
-
-def _named_dataset(config: RunConfig, key: str, reference: str) -> Any:
-    factory = resolve(reference, folder=config.folder, key=f"data.{key}")
-    # Each rank makes the dataset for itself: one that draws its samples has to draw the same.
-    torch.manual_seed(config.train.seed)
-    try:
-        dataset = factory(**config.data.dataset_options)
-    except (Exception, SystemExit) as error:  # a factory that calls exit() would end the rank without a word
-        raise DataError(f"data.{key}: {reference} raised {type(error).__name__}: {error}") from error
-    if dataset is None:
-        raise DataError(f"data.{key}: {reference} returned None; it must return the dataset")
-    return TensorRows(dataset) if isinstance(dataset, Mapping) else dataset
 
 
 def _has_size(dataset: Any) -> bool:
@@ -160,8 +162,8 @@ def _evaluated(dataset: Any, max_rows: int) -> SampleSequence:
     rows: SampleSequence = []
     if _has_size(dataset):
         rows = _Spread(dataset, len(dataset), max_rows)
-    elif callable(getattr(dataset, "open", None)):
-        rows = list(islice(dataset.open(0), max_rows))
+    elif (opened := as_opened(dataset)) is not None:
+        rows = list(islice(opened.open(0), max_rows))
     elif has_items(dataset):
         rows = _Spread(dataset, max_rows, max_rows)
     if not len(rows):
@@ -169,7 +171,13 @@ def _evaluated(dataset: Any, max_rows: int) -> SampleSequence:
     return rows
 
 
-def _without_rows(batch: Any) -> Batch:
-    return {
-        name: value[:0] if isinstance(value, torch.Tensor) and value.ndim else value for name, value in batch.items()
-    }
+def _without_rows(batch: Any) -> Any:
+    """The same nesting of tensors, without rows."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {name: _without_rows(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = map(_without_rows, batch)
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

@@ -17,7 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from shardwise.errors import ConfigError, in_words
 
@@ -44,6 +45,14 @@ class RunMark:
             "ended": None,
         }
         self._write()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(error)
 
     def end(self, error: BaseException | None) -> None:
         """Say how it ended; None: after its last update."""
@@ -108,7 +117,8 @@ def view(folder: Path, *, num_lines: int = 10, now_s: float | None = None) -> Ru
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); give the folder of a run of shardwise train, such as runs/demo"
         ) from error
-    lines = [found for line in whole[-num_lines:] if (found := _parsed(line)) is not None]
+    found = [_parsed(line) for line in whole[-num_lines:]]
+    lines = [line for line in found if line is not None and line.get("step") != 0]  # 0: an evaluation before updates
     try:
         mark = _parsed((folder / _MARK).read_text(encoding="utf-8")) or {}
     except OSError:

@@ -20,9 +20,9 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_states, set_random_states
 from shardwise.comm.agreement import a_table, understood
 from shardwise.errors import ConfigError
+from shardwise.train.callbacks import Position
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus
-from shardwise.train.loop import Position
 
 Settings = list[list[dict[str, Any]]]
 """For each optimizer and each of its groups: learning rate, weight decay and the like."""
@@ -158,10 +158,17 @@ class RunState(_StatePart):
     settings: Settings
     """As the configuration made the optimizers, before any schedule."""
     random: RandomStates
+    callbacks: dict[str, Any] = {}
+    """Their states by name."""
 
     @classmethod
     def of(
-        cls, position: Position, samples: Samples | OtherSamples, settings: Settings, random: RandomStates
+        cls,
+        position: Position,
+        samples: Samples | OtherSamples,
+        settings: Settings,
+        random: RandomStates,
+        callbacks: dict[str, Any],
     ) -> "RunState":
         """The state of a run that is at `position`."""
         loss = position.held_out_loss
@@ -175,6 +182,7 @@ class RunState(_StatePart):
             samples=samples,
             settings=settings,
             random=random,
+            callbacks=callbacks,
         )
 
     @property
@@ -191,7 +199,7 @@ class RunState(_StatePart):
     def to_extra(self) -> dict[str, Any]:
         """As the `extra` of a save."""
         # `step` stands alone at the top, where every reader of a save looks for it.
-        values = self.model_dump()
+        values = self.model_dump(exclude={"callbacks"} if not self.callbacks else None)
         return {"step": values.pop("step"), _KEY: values}
 
     @classmethod

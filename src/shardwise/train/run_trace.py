@@ -13,10 +13,10 @@ import importlib.util
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,7 +89,7 @@ class Tracer:
         """See `loop.Trainee`."""
         return self._engine.optimizers
 
-    def step(self, batch: Batch, *, stop: Callable[[], bool] | None = None) -> StepReport:
+    def step(self, batch: Batch) -> StepReport:
         """One update, recorded on this rank."""
         # Lists switch the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans: list[TimeSpan] = []
@@ -101,7 +101,7 @@ class Tracer:
             self._units.notes = notes
         start_s = self._recorder.now_s()
         try:
-            report = self._engine.step(batch, stop=stop)
+            report = self._engine.step(batch)
             stop_s = self._recorder.now_s()
         finally:
             self._recorder.spans = self._recorder.updates = self._channel.log.spans = None
@@ -114,9 +114,9 @@ class Tracer:
         self._updates.append(_TracedUpdate(spans, bars))
         return report
 
-    def evaluate(self, batch: Batch) -> EvaluationReport:
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
         """See `loop.Trainee`."""
-        return self._engine.evaluate(batch)
+        return self._engine.evaluate(batch, **({"metrics": metrics} if metrics else {}))
 
     def gathered(self) -> RunTrace | None:
         """The last updates on all ranks, which call this together; None when none was made."""

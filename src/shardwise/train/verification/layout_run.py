@@ -99,7 +99,7 @@ def run_layout(program: Program, channel: Channel, folder: Path) -> None:
     engine = parallelize(
         model,
         plan,
-        optimizer=program.optimizer,
+        optimizer=program.optimizer_for(model),
         loss=loss,
         loss_weight=program.loss_weight,
         channel=channel,

@@ -74,7 +74,7 @@ class OneProcess:
         self._engine = parallelize(
             self.model,
             program.one_process_plan,
-            optimizer=program.optimizer,
+            optimizer=program.optimizer_for(self.model),
             loss=loss,
             loss_weight=program.loss_weight,
             channel=self._channel,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.data import DataPlace, first_batches
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
@@ -20,8 +20,9 @@ from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
-from shardwise.train.loop import LearningRateSchedule
-from shardwise.train.run_build import build_loss, build_model, optimizer_factory
+from shardwise.train.learning_rates import scheduler_maker
+from shardwise.train.plateau_rates import plateau_of
+from shardwise.train.run_build import build_loss, build_loss_weight, build_model, optimizer_factory
 from shardwise.train.run_data import build_data
 
 Scheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -38,11 +39,20 @@ class Program:
     """The layout. Its microbatches are those of one data rank."""
     batches: Sequence[Batch]
     """The rows of all data ranks, one batch per update."""
-    optimizer: OptimizerFunction
+    optimizer: OptimizerFunction | None = None
+    """None: `optimizer_of` gives it."""
     loss: LossFunction | None = None
     loss_weight: LossWeight | None = None
     scheduler: Scheduler | None = None
     seed: int = 0
+    optimizer_of: Callable[[nn.Module], OptimizerFunction] | None = None
+    """f(the model) -> its optimizer function, where that has to know the names of parameters."""
+
+    def optimizer_for(self, model: nn.Module) -> OptimizerFunction:
+        """The optimizer function of a model that `make_model` has made."""
+        found = self.optimizer if self.optimizer_of is None else self.optimizer_of(model)
+        assert found is not None, "`check` has looked"
+        return found
 
     def __post_init__(self) -> None:
         # Gradients are compared as they are before these clips, which would hide faults: a value at its limit is right
@@ -88,7 +98,9 @@ class Program:
             )
         if not isinstance(self.plan, Plan):
             raise PlanError(f"plan is a {type(self.plan).__name__}; give sw.Plan(mesh=sw.Mesh(..))")
-        if isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer):
+        if self.optimizer_of is None and (
+            isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer)
+        ):
             raise OptimizerError(
                 f"optimizer is a {type(self.optimizer).__name__}; give a function from parameters to an optimizer"
             )
@@ -127,13 +139,15 @@ def rows_of(batch: Batch, start: int, stop: int) -> dict[str, Any]:
 
 def configured(config: RunConfig, *, steps: int) -> Program:
     """The first updates of the run, under the plan of `config`."""
-    schedule = LearningRateSchedule.of(config.train)
+    make_scheduler = scheduler_maker(config)
     return Program(
         make_model=lambda: build_model(config),
         plan=config.plan,
         batches=first_batches(build_data(config).data, DataPlace(), steps),
-        optimizer=optimizer_factory(config),
+        optimizer_of=lambda model: optimizer_factory(config, model),
         loss=build_loss(config),
-        scheduler=lambda optimizer: LambdaLR(optimizer, schedule),
+        loss_weight=build_loss_weight(config),
+        # Without evaluations a plateau changes nothing.
+        scheduler=(lambda optimizer: make_scheduler(optimizer, 0)) if plateau_of(config) is None else None,
         seed=config.train.seed,
     )

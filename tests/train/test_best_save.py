@@ -1,0 +1,183 @@
+"""The best save of a loop: which it is, that it stays, and that nothing of others goes for it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import Channel, alone, simulate
+from shardwise.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.train import BestSave, TrainingLoop
+from tests.train.runs import finished, small_run, without_times
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.0}
+"""Evaluations by step; the tie of the last one is no improvement."""
+
+
+def engine_on(channel: Channel, mesh: sw.Mesh, stage: int) -> Engine[nn.Module]:
+    torch.manual_seed(0)
+    return sw.parallelize(
+        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)),
+        sw.Plan(mesh=mesh, sharding=sw.Sharding(stage=stage)),
+        optimizer=lambda each: torch.optim.AdamW(each, lr=0.1),
+        loss=lambda output, batch: output.square().mean(),
+        channel=channel,
+        sample={"input": torch.ones(4, 3)},
+    )
+
+
+def trained(engine: Engine[nn.Module], loop: TrainingLoop, steps: int = 9) -> list[dict[str, torch.Tensor]]:
+    """The weights after each step, whole."""
+    weights = []
+    for step in range(1, steps + 1):
+        report = engine.step({"input": torch.ones(4, 3)})
+        weights.append({name: tensor.clone() for name, tensor in sw.full(engine)})
+        loop.after_step(report, {"loss": LOSSES[step]} if step in LOSSES else None)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [(sw.Mesh(), 0), (sw.Mesh(dp_shard=2), 1), (sw.Mesh(dp_shard=2), 3), (sw.Mesh(pp=2), 1)],
+)
+@pytest.mark.parametrize("load_at_end", [False, True])
+def test_the_best_save_is_the_weights_of_the_best_evaluation_and_is_loaded_if_asked(
+    tmp_path: Path, mesh: sw.Mesh, stage: int, load_at_end: bool
+) -> None:
+    def body(channel: Channel) -> None:
+        engine = engine_on(channel, mesh, stage)
+        with TrainingLoop(engine, [BestSave(str(tmp_path / "best"), load_at_end=load_at_end)]) as loop:
+            weights = trained(engine, loop)
+        assert sw.checkpoint.open(tmp_path / "best").step == 4
+        now = dict(sw.full(engine))
+        expected = weights[3 if load_at_end else -1]
+        assert all(torch.equal(now[name], expected[name]) for name in expected)
+        other = engine_on(channel, mesh, stage)
+        assert sw.load(tmp_path / "best", other)["best"] == {"metric": "loss", "value": 1.0}
+        loaded = dict(sw.full(other))
+        assert all(torch.equal(loaded[name], weights[3][name]) for name in loaded)
+
+    simulate(mesh.size, body)
+    assert [folder.name for folder in (tmp_path / "best").iterdir()] == ["save-00000002"], "one save is kept"
+
+
+def test_nothing_is_loaded_after_an_error(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def failing() -> None:
+        with TrainingLoop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
+            weights.extend(trained(engine, loop))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert all(torch.equal(tensor, weights[-1][name]) for name, tensor in sw.full(engine))
+
+
+def test_a_metric_may_have_to_be_large(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+    with TrainingLoop(engine, [BestSave(str(tmp_path), mode="max", min_delta=0.5)]) as loop:
+        trained(engine, loop)
+    assert sw.checkpoint.open(tmp_path).step == 2
+
+
+TABLE = 'train.callbacks=[{factory = "shardwise.train:BestSave"}]'
+MANY = ("train.steps=12", "train.evaluate_every=1", "train.decay=constant", "train.learning_rate=0.5")
+
+
+def best_of(done: Any) -> tuple[float, int]:
+    curve = done.curve("held_out_loss")
+    return min(curve), curve.index(min(curve)) + 1
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_run_keeps_its_best_save_among_its_saves_and_can_go_on_from_it(tmp_path: Path, num_processes: int) -> None:
+    words = [*MANY, "checkpoint.every=1", "checkpoint.keep=1"]
+    whole = finished(small_run(tmp_path, *words, TABLE, num_processes=num_processes))
+    value, step = best_of(whole)
+    best = tmp_path / "out" / "checkpoints" / "best"
+    assert 0 < step < 12, "the run gets worse at its end, else this shows nothing"
+    assert sw.checkpoint.open(best).step == step
+    assert sw.checkpoint.open(tmp_path / "out" / "checkpoints").step == 12
+    assert f"best save: loss {value:.6g} at step {step}, in {best}" in whole.printed
+    branch = small_run(tmp_path, *words, f"train.output={tmp_path / 'branch'}", num_processes=num_processes)
+    resumed = finished(branch, resume=str(best))
+    assert without_times(resumed.metrics) == without_times(whole.metrics)[step:]
+
+
+def test_a_run_that_goes_on_keeps_the_best_save_of_before_until_there_is_a_better_one(tmp_path: Path) -> None:
+    words = [*MANY, "checkpoint.every=2"]
+    best = tmp_path / "out" / "checkpoints" / "best"
+    first = finished(small_run(tmp_path, *words, TABLE, "train.steps=10"))
+    value, step = best_of(first)
+    again = finished(small_run(tmp_path, *words, TABLE), resume="auto")
+    assert f"best save so far: loss {value:.6g} at step {step}, in {best}" in again.printed
+    value, step = best_of(again)
+    assert sw.checkpoint.open(best).step == step
+
+
+def test_best_saves_alone_need_no_other_saves_and_a_fresh_run_does_not_overwrite_them(tmp_path: Path) -> None:
+    config = small_run(tmp_path, *MANY, TABLE)
+    done = finished(config)
+    saves = tmp_path / "out" / "checkpoints"
+    assert [each.name for each in saves.iterdir()] == ["best"]
+    with pytest.raises(ConfigError, match=r"best holds the best save of another run\. Give another path"):
+        finished(config)
+    assert sw.checkpoint.open(saves / "best").step == best_of(done)[1]
+    # One command serves for all starts: this one had no save yet from which to go on.
+    assert "best save so far" in finished(config, resume="auto").printed
+
+
+def test_saves_of_others_are_never_pruned_for_a_best_one(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+    sw.save(tmp_path / "mine", engine)
+    with (
+        pytest.raises(ConfigError, match="mine holds other saves than the best by 'loss', which would go"),
+        TrainingLoop(engine, [BestSave(str(tmp_path / "mine"))]),
+    ):
+        pass
+
+    def sharing() -> None:
+        with TrainingLoop(engine, [BestSave(str(tmp_path / "shared"))]) as loop:
+            for value in (3.0, 2.0):
+                loop.after_step(engine.step({"input": torch.ones(4, 3)}), {"loss": value})
+                sw.save(tmp_path / "shared", engine)
+
+    with pytest.raises(ConfigError, match="shared holds other saves"):
+        sharing()
+    assert len(list((tmp_path / "shared").iterdir())) == 2
+
+
+def test_a_loop_without_a_folder_of_saves_asks_for_one(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="this loop has no folder of saves; give one, as path"),
+        TrainingLoop(engine_on(alone(), sw.Mesh(), 1), [BestSave()]),
+    ):
+        pass
+
+
+def test_two_best_saves_of_one_folder_do_not_remove_each_other(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+
+    def both() -> None:
+        with TrainingLoop(engine, [BestSave(str(tmp_path)), BestSave(str(tmp_path), metric="hits")]) as loop:
+            loop.after_step(engine.step({"input": torch.ones(4, 3)}), {"loss": 1.0, "hits": 2.0})
+
+    with pytest.raises(ConfigError, match="other saves than the best by 'hits'"):
+        both()
+    assert sw.load(tmp_path, engine)["best"]["metric"] == "loss"
+
+
+def test_a_signal_loads_no_best_save(tmp_path: Path) -> None:
+    engine = engine_on(alone(), sw.Mesh(), 1)
+    with TrainingLoop(engine, [BestSave(str(tmp_path), load_at_end=True)]) as loop:
+        trained(engine, loop, steps=5)
+        loop.after_step(engine.step({"input": torch.ones(4, 3)}, stop=lambda: True))
+        assert loop.is_interrupted
+        weights = dict(sw.full(engine))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in sw.full(engine))

@@ -1,0 +1,113 @@
+"""Generation in a run: what the model of one process generates, under every plan, when it is time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardwise as sw
+from shardwise.comm import alone
+from shardwise.errors import ConfigError
+from shardwise.train import read_config
+from tests.train.runs import finished, laid_out, small_run
+
+LLAMA = (
+    "model.factory=transformers:LlamaForCausalLM",
+    "model.loss=null",
+    "model.config={vocab_size = 256, hidden_size = 16, intermediate_size = 32, num_hidden_layers = 2, "
+    "num_attention_heads = 2, max_position_embeddings = 32}",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+)
+PROMPTS = ('generate.prompts=["12 squared", "7"]', "generate.max_new_tokens=6", "generate.every=2")
+DRAWN = "generate.options={do_sample = true, top_k = 20}"
+GREEDY = "generate.options={do_sample = false}"
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
+
+
+def plainly(folder: Path, step: int, prompt: str, *, num_tokens: int = 6, **options: Any) -> str:
+    """What a model of one process with the weights of a save generates."""
+    sizes: Any = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=32))
+    model.eval()
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    sw.load(folder / "out" / "checkpoints", weights, step=step, strict=False, channel=alone())
+    torch.manual_seed(5)  # `train.seed`
+    row = torch.tensor([[*prompt.encode()]])
+    found = model.generate(row, max_new_tokens=num_tokens, **options)[0, row.shape[1] :]
+    return bytes(found.tolist()).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ([], DRAWN),
+        (["mesh.dp_shard=2", "sharding.stage=3"], GREEDY),
+        (["mesh.pp=2"], DRAWN),
+        (["mesh.tp=2", "tensor.rules=auto"], GREEDY),
+    ],
+)
+def test_samples_are_those_of_one_process_with_the_weights_of_their_step(
+    tmp_path: Path, layout: list[str], options: str
+) -> None:
+    done = finished(laid_out(tmp_path, *LLAMA, *PROMPTS, options, *layout))
+    found = samples(tmp_path)
+    assert [(each["step"], each["prompt"]) for each in found] == [
+        (step, prompt) for step in (2, 4, 6) for prompt in ("12 squared", "7")
+    ]
+    given = {"do_sample": False} if options == GREEDY else {"do_sample": True, "top_k": 20}
+    for each in found:
+        assert each["text"] == plainly(tmp_path, each["step"], each["prompt"], **given)
+    assert done.printed.count("the model goes on:") == 6
+
+
+def test_without_a_table_the_end_goes_on_with_a_held_out_text_within_the_length_of_training(tmp_path: Path) -> None:
+    finished(small_run(tmp_path, *LLAMA))
+    (found,) = samples(tmp_path)
+    assert found["step"] == 6
+    assert len(found["prompt"]) == 8
+    assert found["text"] == plainly(tmp_path, 6, found["prompt"], num_tokens=8, do_sample=True, temperature=0.7)
+
+
+def test_a_run_that_goes_on_continues_its_samples(tmp_path: Path) -> None:
+    finished(small_run(tmp_path, *LLAMA, *PROMPTS, GREEDY, "train.decay=constant"))
+    whole = samples(tmp_path)
+    saves = str(tmp_path / "out" / "checkpoints" / "save-00000001")
+    finished(small_run(tmp_path, *LLAMA, *PROMPTS, GREEDY, "train.decay=constant"), resume=saves)
+    assert samples(tmp_path) == whole
+
+
+def test_a_model_without_generate_goes_on_by_its_logits_and_takes_no_options(tmp_path: Path) -> None:
+    done = finished(laid_out(tmp_path, *PROMPTS, "mesh.pp=2"))
+    assert [each["step"] for each in samples(tmp_path)] == [2, 2, 4, 4, 6, 6]
+    assert done.printed.count("prompt:") == 6
+    with pytest.raises(ConfigError, match="a Net has no generate method that takes them"):
+        finished(small_run(tmp_path, *PROMPTS, GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (['generate.prompts=["7", ""]'], r"generate\.prompts: the text of number 1 has no tokens"),
+        (["generate.options={seed = 3}"], r"generate\.options\.seed: given twice; give generate\.seed"),
+        (["generate.every=0"], r"generate\.every: 0 given"),
+        (["generate.prompt=x"], r"generate\.prompt"),
+    ],
+)
+def test_a_table_that_cannot_hold_is_explained(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        finished(small_run(tmp_path, *words))
+
+
+def test_data_that_are_no_text_have_nothing_to_go_on_with(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(
+        '[model]\nfactory = "net.py:Net"\n[data]\ndataset = "net.py:Net"\n[train]\nsteps = 2\n[generate]\nevery = 1\n'
+    )
+    with pytest.raises(ConfigError, match="generate: the data are no text"):
+        read_config(tmp_path / "own.toml")
