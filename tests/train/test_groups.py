@@ -1,7 +1,8 @@
 """Learning rate, weight decay and freezing by name: [[train.groups]], against a plain optimizer with those groups."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +24,7 @@ GROUPS = (
 
 def plain_losses(config: RunConfig, groups: dict[str, dict[str, float]], steps: int) -> list[float]:
     """A loop over the same global batches, with torch's AdamW over these groups of one parameter each."""
-    model, loss = build_model(config), build_loss(config)
-    assert loss is not None
+    model, loss = build_model(config), cast("Callable[..., torch.Tensor]", build_loss(config))
     trained = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [trained[name]], **settings} for name, settings in groups.items()])
     for name, parameter in trained.items():
@@ -150,8 +150,7 @@ def test_a_run_goes_on_after_its_groups_were_changed(
     resumed, state = parts(tmp_path, then, now, *layouts)
     assert "optimizers have other groups than in the saved run: lr and weight_decay are those of now" in resumed.printed
     config = small_run(tmp_path, *SAVES, now)
-    model, loss = build_model(config), build_loss(config)
-    assert loss is not None
+    model, loss = build_model(config), cast("Callable[..., torch.Tensor]", build_loss(config))
     optimizer: Any = optimizer_factory(config, model)(list(model.parameters()))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -4,7 +4,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -229,8 +229,7 @@ def order(num_updates: int, *, size: int = len(TRAINED), seed: int = 5, rows: in
 
 def plain_losses(config: RunConfig, batches: Sequence[dict[str, torch.Tensor]]) -> list[float]:
     """A loop over whole batches of 12 rows, each row a microbatch."""
-    model, loss = build_model(config), build_loss(config)
-    assert loss is not None
+    model, loss = build_model(config), cast("Callable[..., torch.Tensor]", build_loss(config))
     matrices = [each for each in model.parameters() if each.ndim > 1]
     others = [each for each in model.parameters() if each.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
