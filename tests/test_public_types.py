@@ -20,9 +20,21 @@ NAMES = {
 }
 
 REASONS = {
+    "a batch is what the user's model takes: any nesting of tensors and other values": [
+        "engine.engine.Engine.evaluate(batch)",
+        "engine.engine.Engine.step(batch)",
+        "engine.parallelize.parallelize(sample)",
+        "train.verification.verifier.verify(batches)",
+    ],
+    "objects of torchmetrics, which need not be installed, and what they compute": [
+        "engine.engine.Engine.evaluate(metrics)",
+        "engine.reports.EvaluationReport.metrics",
+    ],
+    "what wandb.init takes": ["train.wandb_curves.Wandb.__init__(options)"],
     "the user's functions name the types of their batches and of what the model returns": [
         "data.global_batches.Data.__init__(collate)",
         "data.global_batches.RankBatches.__iter__()",
+        "engine.engine.Engine.step(loss)",
         "engine.parallelize.parallelize(loss)",
         "engine.parallelize.parallelize(loss_weight)",
         "train.verification.verifier.verify(loss)",
@@ -37,6 +49,14 @@ REASONS = {
         "data.global_batches.Data.cursor()",
         "engine.engine.Engine.settings()",
         "rewrite.rewrites.Rewrite.from_record(record)",
+        "train.callbacks.TrainingLoop.__init__(settings)",
+        "train.callbacks.TrainingLoop.load_state_dict(states)",
+        "train.callbacks.TrainingLoop.state_dict()",
+        "train.config.RunConfig.settings()",
+        "train.early_stopping.EarlyStopping.load_state_dict(state)",
+        "train.early_stopping.EarlyStopping.state_dict()",
+        "train.wandb_curves.Wandb.load_state_dict(state)",
+        "train.wandb_curves.Wandb.state_dict()",
     ],
     "what a model's own generate takes and gives": [
         "engine.engine.Engine.generate()",
