@@ -233,7 +233,7 @@ class StepSaid:
         stage, per_stage = self.ranks.stages[rank], PARAMETERS // self._kind.pp
         return {
             # Ranks along tp have one loss.
-            "figures": [struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random())],
+            "figures": [struct.pack("<dd", 1 / (3 + self.ranks.data_ranks[rank]), chance.random()), b"", b""],
             "times": self._times(rank, chance),
             "touched": [at // per_stage == stage for at in range(PARAMETERS)],
             "changed_buffers": [],

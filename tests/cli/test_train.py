@@ -109,7 +109,7 @@ def test_debug_adds_the_traceback(config: Path) -> None:
     result = in_this_process(*words(config, "--set", "model.config.fault=build", "--debug"))
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("Error: model.config.width")
+    assert result.stderr.splitlines()[-1].startswith("Error: model.factory: net.py:Net raised ValueError")
 
 
 def test_a_bug_in_the_forward_of_the_only_process_is_one_paragraph_and_exit_code_1(config: Path) -> None:
