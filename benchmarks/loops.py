@@ -1,6 +1,6 @@
 """What loops do besides steps, against the same loop without it, in turns.
 
-    python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shape 1x32] [--k 4]
+    python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shapes 1x32,4x32] [--k 4]
 
 Each row has two sides with a model each, from one seed and on the same rows. They take turns within one process, and
 within two that are joined by gloo, and swap who goes first. A ratio is that of one turn; the median counts.
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +35,7 @@ from shardwise.comm import Channel, alone
 RESULTS = Path(__file__).parent / "results" / "loops.md"
 READING = """Goal: a list of microbatches costs nothing; what else is asked for adds 1 % of a step at most, each."""
 NUM_BATCHES = 8
-HEADER = ("what", "ranks", "without, ms", "with, ms", "ratio")
+HEADER = ("what", "tokens of a microbatch", "ranks", "without, ms", "with, ms", "ratio")
 
 Turn: TypeAlias = Callable[[Batch], object]
 Sides: TypeAlias = tuple[Turn, Turn]
@@ -131,21 +132,23 @@ def in_turns(sides: Sides, drawn: Sequence[Batch], num_rounds: int, *, num_warm:
     return found
 
 
-def measure(channel: Channel, names: Sequence[str], shape: str, k: int, num_rounds: int) -> list[tuple[str, ...]]:
+def measure(
+    channel: Channel, names: Sequence[str], shapes: Sequence[str], k: int, num_rounds: int
+) -> list[tuple[str, ...]]:
     """The rows of one number of ranks."""
-    drawn = batches(Shape.parse(shape), k, rank=channel.rank, count=NUM_BATCHES)
     rows: list[tuple[str, ...]] = []
-    for name in names:
+    for name, shape in product(names, shapes):
+        drawn = batches(Shape.parse(shape), k, rank=channel.rank, count=NUM_BATCHES)
         found = in_turns(ROWS[name](channel, k), drawn, num_rounds)
         without, given = (statistics.median(each) for each in zip(*found, strict=True))
         ratio = statistics.median(given / without for without, given in found)
-        rows.append((name, str(channel.size), f"{without:.2f}", f"{given:.2f}", f"{ratio:.3f}"))
+        rows.append((name, shape, str(channel.size), f"{without:.2f}", f"{given:.2f}", f"{ratio:.3f}"))
     return rows
 
 
-def of_rank(rank: int, folder: Path, *, names: Sequence[str], shape: str, k: int, num_rounds: int) -> None:
+def of_rank(rank: int, folder: Path, *, names: Sequence[str], shapes: Sequence[str], k: int, num_rounds: int) -> None:
     """What a process does that is joined with others."""
-    rows = measure(sw.default_channel(), names, shape, k, num_rounds)
+    rows = measure(sw.default_channel(), names, shapes, k, num_rounds)
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
 
@@ -155,18 +158,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"some of: {', '.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--shape", default="1x32", help="tokens of a microbatch")
+    parser.add_argument("--shapes", default="1x32,4x32", help="rows x tokens of a microbatch")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
-    names = arguments.rows.split(",")
+    names, shapes = arguments.rows.split(","), arguments.shapes.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row is named {', '.join(unknown)}; there are {', '.join(ROWS)}")
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
-    rows = measure(alone(), names, arguments.shape, arguments.k, arguments.rounds)
+    rows = measure(alone(), names, shapes, arguments.k, arguments.rounds)
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
-        work = partial(of_rank, names=names, shape=arguments.shape, k=arguments.k, num_rounds=arguments.rounds)
+        work = partial(of_rank, names=names, shapes=shapes, k=arguments.k, num_rounds=arguments.rounds)
         in_processes(work, Path(name))
         rows += map(tuple, json.loads((Path(name) / "rows.json").read_text()))
     table = markdown(HEADER, rows)
