@@ -61,7 +61,7 @@ class BudgetedModule(OfEngine):
             self.by_choice["offload"] = offloaded
         self.unmeasured: Choice = "offload" if recomputed is None else "recompute"
         """What holds until something was chosen."""
-        self.choice = self.unmeasured
+        self.choice: Choice = self.unmeasured
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
