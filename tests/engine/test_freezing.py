@@ -377,3 +377,46 @@ def test_an_average_of_the_weights_goes_on_as_that_of_a_plain_loop(
         average.update_parameters(model)
     expected = loss_of(average.module(batch_of(STEPS)["x"]), batch_of(STEPS)).item()
     assert sw.simulate(2, run) == pytest.approx([expected, expected], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
+        sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(balance="flops")),
+    ],
+    ids=["tp", "pp"],
+)
+def test_what_was_decided_on_a_sample_stays_as_it_was(plan: sw.Plan) -> None:
+    """An engine that goes on has no batch to run the model on, and needs none."""
+
+    def on_rank(channel: sw.Channel) -> list[float]:
+        model = net()
+        model.blocks.requires_grad_(False)
+        engine: sw.Engine = sw.parallelize(
+            model,
+            plan,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=lambda output, batch: F.mse_loss(output, batch["y"]),
+            channel=channel,
+            sample=batch_of(0),
+        )
+        losses = [engine.step(batch_of(0)).loss]
+        before = engine.tensor_decision
+        model.blocks.requires_grad_(True)
+        losses.append(engine.step(batch_of(1)).loss)
+        engine = sw.relayout(engine, plan)
+        assert engine.tensor_decision == before
+        return [*losses, engine.step(batch_of(2)).loss]
+
+    model = net()
+    expected = []
+    for step in range(3):
+        model.blocks.requires_grad_(step > 0)
+        loss = F.mse_loss(model(batch_of(step)["x"]), batch_of(step)["y"])
+        model.zero_grad()
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        expected.append(loss.item())
+    for found in sw.simulate(2, on_rank):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -255,6 +255,7 @@ def test_a_clip_of_parts_that_are_none_or_overlap_is_refused_before_anything_cha
     [
         ("everything", "is neither 'groups', 'layers' nor 'parameters'", PlanError),
         ({"a": "nothing.*"}, r"norms['a']: 'nothing.*' matches none of the 7 parameters", PlanError),
+        ({"a": 3}, "norms: 'a': 3 is not a name with globs of parameters; write norms=", PlanError),
         ("layers", "rank 0 trains all, and rank 1 trains all, with norms of 'layers'", MismatchError),
     ],
 )

@@ -228,6 +228,27 @@ def test_on_the_cpu_it_changes_nothing(stage: int) -> None:
     assert sw.simulate(2, lambda channel: run(channel, "parameters" if stage == 3 else "state")) == without
 
 
+def test_parameters_may_have_their_first_update_after_others(fake: str) -> None:
+    """torch's fused SGD refuses momentum of some parameters alone; nobody asked for it."""
+
+    def on_rank(channel: sw.Channel, offload: Offload) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        engine = sw.parallelize(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+            sw.Plan(sharding=sw.Sharding(stage=3, offload=offload)),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1),
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+            groups={"last": "1"},
+        )
+        for only in ("last", None, "last", None):
+            engine.step({"input": torch.ones(2, 4)}, only=only)
+        return {name: value.clone() for name, value in sw.full(engine, optimizer=True)}
+
+    (found,), (wanted,) = (sw.simulate(1, partial(on_rank, offload=each), device=fake) for each in ("state", None))
+    torch.testing.assert_close(found, wanted)
+
+
 def test_where_nothing_is_decided_torchs_fused_kernels_update_and_settings_stay(fake: str) -> None:
     def run(channel: sw.Channel, **settings: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         plan = plan_of("dp_shard=2", sharding={"offload": "state"})

@@ -355,6 +355,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_goes_on() -> None
         ({"only": "painter"}, "no such group; the groups are 'generator', 'critic'", ModelError),
         ({"only": ()}, "trains nothing; name a group", ModelError),
         ({"only": 3}, "is neither the name of a group nor several", ModelError),
+        ({"only": ["critic", ["generator"]]}, "is neither the name of a group nor several", ModelError),
+        ({"loss": 3}, "loss: 3 is no function; give f(output, batch)", ModelError),
         ({"only": "generator"}, "rank 0 trains all, and rank 1 trains only 'generator'", MismatchError),
     ],
 )

@@ -313,6 +313,11 @@ class LossOfModel:
             for each in parameters
         )
 
+    def check(self) -> None:
+        """Raise ModelError for a loss that is no function, and BatchError for what is no dim of rows."""
+        check_loss(self._loss)
+        self.rows.check()
+
     def with_loss(self, loss: LossFunction | None) -> "LossOfModel":
         """The same with another loss function; None: with this one."""
         if loss is None:
@@ -444,6 +449,15 @@ class LossOfModel:
         return ModelError(
             f"the model's forward takes {', '.join(self._named) or 'no named arguments'}, and the batch has "
             f"{', '.join(microbatch)}; {way_out}"
+        )
+
+
+def check_loss(loss: object) -> None:
+    """Raise ModelError for a loss that cannot be called."""
+    if not (loss is None or callable(loss)):
+        raise ModelError(
+            f"loss: {loss!r} is no function; give f(output, batch) -> loss, f(batch) -> loss, or None where the model "
+            "gives its loss"
         )
 
 

@@ -130,7 +130,7 @@ class Computation:
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
-            self.activations.measuring(len(counted)),
+            self.activations.measuring(len(counted), trained),
         ):
             loss_of = self._loss_inside if loss is None else self.autocast.inside(self.loss.with_loss(loss).measured)
             computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)

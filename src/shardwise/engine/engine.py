@@ -28,7 +28,7 @@ from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
-from shardwise.engine.batches import Batch, LossFunction, LossWeight, moved_to
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, check_loss, moved_to
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
@@ -249,7 +249,7 @@ class Engine(Generic[Model_co]):
             microbatches,
             is_step=True,
             purpose="weights of a step",
-            choose=lambda: self._choose(only, norms),
+            choose=lambda: self._choose(only, norms, loss),
         )
         # The most of any rank: they accumulate in one dtype, and reduce alike.
         num_microbatches = len(weighting.joint)
@@ -575,8 +575,9 @@ class Engine(Generic[Model_co]):
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 
-    def _choose(self, only: str | Sequence[str] | None, norms: Norms | None) -> str:
+    def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
         """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
+        check_loss(loss)
         if self._contents.unfrozen:
             self._check_unfrozen()
         trained = self._trained.of(only)

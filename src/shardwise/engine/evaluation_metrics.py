@@ -180,18 +180,22 @@ class _MergedMetric:
             self._metric.to(device)
         self._device = device
         self._inputs = inputs
-        self._parts = [each for each in _within(self._metric) if isinstance(getattr(each, "_reductions", None), dict)]
+        self._parts = list(filter(_has_states, _within(self._metric)))
         if not self._parts:
             raise MetricError(
                 f"the metric {name!r} is a {type(metric).__name__} without states that ranks can bring together; give "
                 "a torchmetrics object, or f(output, batch) -> tensor"
             )
+        self._num_updates = 0
+        self._are_around = [len(list(filter(_has_states, _within(each)))) > 1 for each in self._parts]
+        """Which have others inside: wrappers of torchmetrics do not count their updates, and may have states."""
         for part in self._parts:
             # It would exchange its states over the process group of its own choice, besides what ranks exchange here.
             part.sync_on_compute = part._to_sync = False
 
     def update(self, output: Any, microbatch: Microbatch) -> None:
         """Let the metric count a microbatch."""
+        self._num_updates += 1
         if self._inputs is None:
             given: Any = self._of_pair(output, microbatch)
         else:
@@ -217,10 +221,14 @@ class _MergedMetric:
         if callable(values := getattr(self._metric, "values", None)) and hasattr(self._metric, "compute_groups"):
             # Metrics of a collection that count alike have one state, which only the first of them updates.
             values(copy_state=False)
-        if not any(part._update_count for part in self._parts):
+        counts = [
+            part._update_count or self._num_updates * is_around
+            for part, is_around in zip(self._parts, self._are_around, strict=True)
+        ]
+        if not any(counts):
             return b""
         header, tensors = [], []
-        for part in self._parts:
+        for part, count in zip(self._parts, counts, strict=True):
             described = {}
             for key in part._reductions:
                 state = getattr(part, key)
@@ -233,7 +241,7 @@ class _MergedMetric:
                 tensors += held
                 shapes = [[dtype_name(each.dtype), list(each.shape)] for each in held]
                 described[key] = shapes if isinstance(state, list) else shapes[0]
-            header.append([part._update_count, described])
+            header.append([count, described])
         text = json.dumps(header).encode()
         return struct.pack("<Q", len(text)) + text + b"".join(map(_bytes_of, tensors))
 
@@ -267,6 +275,10 @@ class _MergedMetric:
 
 def _within(metric: Any) -> Iterator[Any]:
     return iter(metric.modules()) if isinstance(metric, nn.Module) else iter((metric,))
+
+
+def _has_states(metric: Any) -> bool:
+    return isinstance(getattr(metric, "_reductions", None), dict)
 
 
 def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, counts: Sequence[int]) -> State:

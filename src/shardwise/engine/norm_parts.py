@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from shardwise.engine.trained_parameters import Groups, TrainedSet, meant_by_globs
+from shardwise.engine.trained_parameters import Groups, TrainedSet, groups_in, meant_by_globs
 from shardwise.engine.zero.flat_params import Owned, Run, runs_of
 from shardwise.errors import PlanError, few_of
 from shardwise.plan import Ownership, Parameter
@@ -73,10 +73,7 @@ def norm_parts(
 def reported_parts(asked: Norms, groups: Groups, specs: Sequence[Parameter]) -> dict[Key, Collection[str]]:
     """The parts that a report shows. Raises PlanError for what names none."""
     if isinstance(asked, Mapping):
-        listed = {name: (globs,) if isinstance(globs, str) else globs for name, globs in asked.items()}
-        return {
-            ("report", name): meant_by_globs(globs, specs, role=f"norms[{name!r}]") for name, globs in listed.items()
-        }
+        return {("report", name): group.names for name, group in groups_in(asked, specs, setting="norms").items()}
     if asked == "groups":
         if not groups:
             raise PlanError('step(norms="groups"): parallelize was given no groups; give groups={"name": "glob"}')

@@ -495,8 +495,19 @@ def _fusable(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     if type(optimizer).step.__module__.startswith("torch.optim."):
         for group in optimizer.param_groups:
             is_open = "fused" in group and not any(group.get(key) for key in ("foreach", "differentiable"))
-            if is_open and group["fused"] is None and all(map(torch.is_floating_point, group["params"])):
+            if (
+                is_open
+                and group["fused"] is None
+                and all(map(torch.is_floating_point, group["params"]))
+                and not (group.get("momentum") and _begins_late(optimizer, group))
+            ):
                 yield group
+
+
+def _begins_late(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Whether some parameters get their first update now, and others had theirs: torch's fused SGD raises then."""
+    states = (optimizer.state.get(each, {}) for each in group["params"] if each.grad is not None)
+    return len({any(value is not None for value in state.values()) for state in states}) > 1
 
 
 @torch.no_grad()

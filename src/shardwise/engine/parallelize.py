@@ -178,16 +178,21 @@ def parallelize_with(
     sample: Batch | None,
     values: ValueSource | None = None,
     groups: GivenGroups | None = None,
+    placement: Placement | None = None,
+    decision: TensorDecision | None = None,
 ) -> Engine[Model]:
-    """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device."""
+    """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device.
+
+    placement, decision: where they are known already, on all ranks; None: they are decided here.
+    """
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
-        loss.rows.check()
+        loss.check()
         inspected = _inspect(model, plan, source, channel, seed, groups)
         # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
         # differently, and rank 0's holds then.
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
     seed = _seed_of_all(understood(agreement.values, _seeds_in, purpose="verdict on the model and the optimizer"))
-    terms = _agree(model, plan, inspected, loss, channel, seed, sample, values)
+    terms = _agree(model, plan, inspected, loss, channel, seed, sample, values, placement, decision)
     return _build(model, plan, inspected, terms, loss, loss_weight, channel)
 
 
@@ -277,6 +282,8 @@ def _agree(
     seed: int,
     sample: Batch | None,
     values: ValueSource | None,
+    placement: Placement | None,
+    decision: TensorDecision | None,
 ) -> _AgreedTerms:
     """Compare with the other ranks, and decide with them. Raises the same error on all."""
     inventory = inspected.inventory
@@ -311,9 +318,11 @@ def _agree(
     # What an earlier plan has put around modules comes off first: the model may run on the sample here.
     PipelineRunner.take_off(model)
     unwrap(model)
-    placement = agree_on_placement(model, plan, loss, sample, channel)
+    if placement is None:
+        placement = agree_on_placement(model, plan, loss, sample, channel)
     units = units_of(model, inventory, plan, placement)
-    decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
+    if decision is None:
+        decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
             values = Initialisation(model, seed)

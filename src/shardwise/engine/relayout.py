@@ -55,6 +55,9 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
         settings = _settings_of_all(channel, handed, plan)
         stored = stored_of_all(channel, handed.state, purpose="tensors of a relayout")
         _empty(handed, swapped)
+        old, runner = engine.plan, engine.pipeline
+        has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)
+        has_cuts = plan.mesh.tp > 1 and (plan.mesh.tp, plan.tensor) == (old.mesh.tp, old.tensor)
         new = parallelize_with(
             engine.model,
             plan,
@@ -67,6 +70,9 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
             # Initialising the emptied model would be work for nothing: the move overwrites all.
             values=Later(),
             groups=handed.groups,
+            # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
+            placement=runner.placement if runner is not None and has_stages else None,
+            decision=engine.tensor_decision if has_cuts else None,
         )
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, targets_of(restoration, handed.model), channel, cast=True)

@@ -366,8 +366,8 @@ def _refuse_different_parameters(trained: Sequence[tuple[int, str]]) -> None:
         if each != (first := trained[0][1]):
             raise MismatchError(
                 f"ranks would train different parameters: rank 0 trains {first or 'all'}, and rank {rank} trains "
-                f"{each or 'all'}. Call step(only=...) and requires_grad_() alike on all ranks, on the parameters "
-                "that the model has after parallelize"
+                f"{each or 'all'}. Call step(only=..., norms=...) and requires_grad_() alike on all ranks, on the "
+                "parameters that the model has after parallelize"
             )
 
 

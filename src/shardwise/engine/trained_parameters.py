@@ -62,17 +62,17 @@ MOST_TRAINED = 64
 """Of how many kinds of steps something is remembered: a loop with more freezes others all the time."""
 
 
-def groups_in(given: GivenGroups | None, specs: Sequence[Parameter]) -> Groups:
+def groups_in(given: GivenGroups | None, specs: Sequence[Parameter], *, setting: str = "groups") -> Groups:
     """The groups of a model. Raises PlanError for other things than names with globs, and for globs without a match."""
     groups = {}
     for name, given_globs in (given or {}).items():
         globs = (given_globs,) if isinstance(given_globs, str) else given_globs
         if not isinstance(name, str) or not isinstance(globs, Sequence) or not all(isinstance(g, str) for g in globs):
             raise PlanError(
-                f"groups: {name!r}: {globs!r} is not a name with globs of parameters; write "
-                "groups={'generator': 'g.*', 'critic': ('d.*', 'shared.*')}"
+                f"{setting}: {name!r}: {globs!r} is not a name with globs of parameters; write "
+                f"{setting}={{'generator': 'g.*', 'critic': ('d.*', 'shared.*')}}"
             )
-        groups[name] = NamedGroup(globs=tuple(globs), names=meant_by_globs(globs, specs, role=f"groups[{name!r}]"))
+        groups[name] = NamedGroup(globs=tuple(globs), names=meant_by_globs(globs, specs, role=f"{setting}[{name!r}]"))
     return groups
 
 
@@ -102,7 +102,7 @@ class TrainedParameters:
         frozen, unfrozen = self._contents.frozen, self._contents.unfrozen
         if only is None and not frozen and not unfrozen:
             return ALL
-        if not (only is None or isinstance(only, str | Sequence)):
+        if not (only is None or (isinstance(only, str | Sequence) and all(isinstance(name, str) for name in only))):
             raise ModelError(f"step(only={only!r}) is neither the name of a group nor several; write only='generator'")
         chosen = (only,) if isinstance(only, str) else None if only is None else tuple(only)
         key = chosen, frozen, unfrozen

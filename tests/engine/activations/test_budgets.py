@@ -151,3 +151,41 @@ def test_ranks_without_rows_go_by_those_that_have_some() -> None:
     assert one == other
     assert one[0] == one[1]
     assert "keep: 0, 1" in one[0]
+
+
+@pytest.mark.parametrize("by", ["only", "requires_grad"])
+def test_steps_that_train_other_parameters_have_choices_of_their_own(by: str) -> None:
+    """A module below all that a step trains saves nothing in it, which says nothing of other steps."""
+    budget = 3 * SAVED
+    asked = sw.Plan(mesh=sw.Mesh(dp_shard=2), activations=sw.Activations(budget_bytes=budget))
+    batch = {"input": torch.ones(ROWS, WIDTH)}
+
+    def on_rank(channel: sw.Channel) -> list[str]:
+        torch.manual_seed(0)
+        model = blocks(6)()
+        engine = sw.parallelize(
+            model,
+            asked,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            loss=square,
+            groups={"last": "5", "all": "*"},
+            channel=channel,
+        )
+        reports = []
+        for trains_all in (False, False, True, True, False):
+            if by == "requires_grad":
+                for block in list(model.children())[:5]:
+                    block.requires_grad_(trains_all)
+            engine.step(batch, only=None if by == "requires_grad" else "all" if trains_all else "last")
+            reports.append(engine.activations.report())
+        assert engine.activations.budget is not None
+        assert all(each.peak_bytes <= budget for each in engine.activations.budget.chosen)
+        return reports
+
+    one, other = sw.simulate(2, on_rank)
+    assert one == other
+    first, second, third, fourth, last = one
+    assert "recompute" not in first
+    assert second == last == first
+    assert "recompute" in third
+    assert fourth == third

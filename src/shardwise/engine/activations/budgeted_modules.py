@@ -3,6 +3,8 @@
 step 1    every module that may run again does; the first microbatch of each rank is measured
 its end   one exchange: of each stage the rank that saves most decides; every rank computes all choices
 step 2    the choices hold
+
+Modules save by what is trained: below it, nothing. So the first step that trains something else measures too.
 """
 
 import dataclasses
@@ -22,6 +24,7 @@ from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter
 from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.engine.zero.unit_calls import unpack
 from shardwise.plan.activation_budget import Choice, Chosen, Measured, MeasuredCall, choose
@@ -56,7 +59,9 @@ class BudgetedModule(OfEngine):
             self.by_choice["recompute"] = recomputed
         if offloaded is not None:
             self.by_choice["offload"] = offloaded
-        self.choice: Choice = "offload" if recomputed is None else "recompute"
+        self.unmeasured: Choice = "offload" if recomputed is None else "recompute"
+        """What holds until something was chosen."""
+        self.choice: Choice = self.unmeasured
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
@@ -102,13 +107,28 @@ class ActivationBudget:
         self.meter: SavedMeter | None = None
         """While the first step is measured."""
         self.chosen: Sequence[Chosen] = ()
-        """Of each stage; empty before."""
+        """Of each stage, for steps like the last one; empty before one was measured."""
+        self._trained = ALL
+        """What the last step trained."""
+        self._chosen_for: dict[TrainedSet, Sequence[Chosen]] = {}
         self._mesh = mesh
         self._world = world
         self._transfers = transfers
         self._in_flight = in_flight
         self._found: tuple[list[MeasuredCall], int] | None = None
         """What this rank measured in this step."""
+
+    def turn_to(self, trained: TrainedSet) -> None:
+        """A step follows that trains this."""
+        if trained is not self._trained:
+            self._trained = trained
+            self._take(self._chosen_for.get(trained, ()))
+
+    def _take(self, chosen: Sequence[Chosen]) -> None:
+        self.chosen = chosen
+        choices = dict(chosen[self._mesh.coordinates(self._world.rank)["pp"]].choices) if chosen else {}
+        for name, module in self.modules.items():
+            module.choice = choices.get(name, module.unmeasured)
 
     @contextmanager
     def measuring(self, meter: SavedMeter) -> Iterator[None]:
@@ -140,9 +160,10 @@ class ActivationBudget:
         if not all(any(each.in_flight for each in stage) for stage in stages.values()):
             return  # no rank of a stage had rows: the next step measures
         largest = [max(stages[stage], key=_bytes_of) for stage in sorted(stages)]
-        self.chosen = [choose(each, self.num_bytes, stage=stage) for stage, each in enumerate(largest)]
-        for name, choice in self.chosen[self._mesh.coordinates(self._world.rank)["pp"]].choices:
-            self.modules[name].choice = choice
+        if len(self._chosen_for) > MOST_TRAINED:
+            self._chosen_for.clear()
+        self._take([choose(each, self.num_bytes, stage=stage) for stage, each in enumerate(largest)])
+        self._chosen_for[self._trained] = self.chosen
 
     def lines(self) -> list[str]:
         """For people."""

@@ -15,6 +15,7 @@ from shardwise.engine.activations.saved_on_host import LEAST_BYTES, HostTransfer
 from shardwise.engine.pipeline.module_placement import outline_of
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.trained_parameters import TrainedSet
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.plan import Activations, Plan
@@ -100,10 +101,13 @@ class KeptActivations:
             self.transfers.passes = passes
             self.transfers.microbatch = self._microbatch
 
-    def measuring(self, num_microbatches: int) -> AbstractContextManager[None]:
-        """Around the forwards and backwards of a step that computes so many microbatches."""
+    def measuring(self, num_microbatches: int, trained: TrainedSet) -> AbstractContextManager[None]:
+        """Around the forwards and backwards of a step that computes so many microbatches, and trains this."""
         self._has_computed = num_microbatches > 0
-        if self.budget is None or self.budget.chosen:
+        if self.budget is None:
+            return nullcontext()
+        self.budget.turn_to(trained)
+        if self.budget.chosen:
             return nullcontext()
         return self.budget.measuring(
             SavedMeter(
