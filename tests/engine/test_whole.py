@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,51 @@ def test_only_what_was_written_changes_the_masters() -> None:
         assert torch.equal(sw.full_state_dict(engine, rank0_only=False)["1.bias"], torch.full((12,), 2.0).bfloat16())
         assert any(piece.name.endswith("/master") for piece in now)
         engine.step(batch)
+
+    sw.simulate(2, run)
+
+
+def to_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.scale.data.fill_(2.0)
+    model.norm.running_mean.data.fill_(2.0)
+    next(iter(optimizer.state.values()))["exp_avg"].data.fill_(2.0)
+
+
+def through_numpy(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.scale.detach().numpy()[...] = 2.0
+    model.norm.running_mean.numpy()[:] = 2.0
+    next(iter(optimizer.state.values()))["exp_avg"].numpy()[...] = 2.0
+
+
+@pytest.mark.parametrize("write", [to_data, through_numpy])
+def test_writes_that_torch_does_not_count_are_taken_in(write: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS["stage 3"], channel)
+        engine.step(batch_of(0))
+        engine.step(batch_of(1))
+        with engine.whole():
+            write(engine.model, engine.optimizers[0])
+        weights, moments = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
+        first = next(iter((moments[0] if isinstance(moments, list) else moments)["state"].values()))
+        assert {
+            each.unique().item() for each in (weights["scale"], weights["norm.running_mean"], first["exp_avg"])
+        } == {2}
+
+    sw.simulate(2, run)
+
+
+def test_freezing_inside_holds_afterwards() -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS["stage 3"], channel)
+        model: Any = engine.model
+        with engine.whole():
+            model.layers.requires_grad_(False)
+        before = sw.full_state_dict(engine, rank0_only=False)
+        engine.step(batch_of(0))
+        after = sw.full_state_dict(engine, rank0_only=False)
+        same = {name for name in before if torch.equal(before[name], after[name])}
+        assert {name for name in before if name.startswith("layers")} <= same
+        assert "scale" not in same
 
     sw.simulate(2, run)
 
