@@ -383,6 +383,11 @@ def test_averages_are_whole_in_their_place_and_stay_what_they_are() -> None:
             assert_alike(averages, dict(sw.full_state_dict(engine, rank0_only=False)))
             with pytest.raises(ModelError, match=r"engine\.whole\(optimizer=True\) was called inside engine\.averaged"):
                 engine.whole().__enter__()
+            refused = pytest.raises(
+                ModelError, match=r"engine\.whole\(\) with writes inside was called inside engine\.av"
+            )
+            with refused, engine.whole(optimizer=False):
+                engine.model.load_state_dict(averages | {"scale": torch.tensor(7.0)})
         weights, (state, _) = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
         assert not torch.equal(weights["scale"], averages["scale"])
         assert {key for each in state["state"].values() for key in each} == {"step", "exp_avg", "exp_avg_sq"}
