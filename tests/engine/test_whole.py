@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,51 @@ def test_only_what_was_written_changes_the_masters() -> None:
     sw.simulate(2, run)
 
 
+def to_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.scale.data.fill_(2.0)
+    model.norm.running_mean.data.fill_(2.0)
+    next(iter(optimizer.state.values()))["exp_avg"].data.fill_(2.0)
+
+
+def through_numpy(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.scale.detach().numpy()[...] = 2.0
+    model.norm.running_mean.numpy()[:] = 2.0
+    next(iter(optimizer.state.values()))["exp_avg"].numpy()[...] = 2.0
+
+
+@pytest.mark.parametrize("write", [to_data, through_numpy])
+def test_writes_that_torch_does_not_count_are_taken_in(write: Callable[[Any, torch.optim.Optimizer], None]) -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS["stage 3"], channel)
+        engine.step(batch_of(0))
+        engine.step(batch_of(1))
+        with engine.whole():
+            write(engine.model, engine.optimizers[0])
+        weights, moments = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
+        first = next(iter((moments[0] if isinstance(moments, list) else moments)["state"].values()))
+        assert {
+            each.unique().item() for each in (weights["scale"], weights["norm.running_mean"], first["exp_avg"])
+        } == {2}
+
+    sw.simulate(2, run)
+
+
+def test_freezing_inside_holds_afterwards() -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(PLANS["stage 3"], channel)
+        model: Any = engine.model
+        with engine.whole():
+            model.layers.requires_grad_(False)
+        before = sw.full_state_dict(engine, rank0_only=False)
+        engine.step(batch_of(0))
+        after = sw.full_state_dict(engine, rank0_only=False)
+        same = {name for name in before if torch.equal(before[name], after[name])}
+        assert {name for name in before if name.startswith("layers")} <= same
+        assert "scale" not in same
+
+    sw.simulate(2, run)
+
+
 def test_a_write_on_some_ranks_is_refused_on_all() -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_on(PLANS["stage 3"], channel)
@@ -338,6 +383,11 @@ def test_averages_are_whole_in_their_place_and_stay_what_they_are() -> None:
             assert_alike(averages, dict(sw.full_state_dict(engine, rank0_only=False)))
             with pytest.raises(ModelError, match=r"engine\.whole\(optimizer=True\) was called inside engine\.averaged"):
                 engine.whole().__enter__()
+            refused = pytest.raises(
+                ModelError, match=r"engine\.whole\(\) with writes inside was called inside engine\.av"
+            )
+            with refused, engine.whole(optimizer=False):
+                engine.model.load_state_dict(averages | {"scale": torch.tensor(7.0)})
         weights, (state, _) = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
         assert not torch.equal(weights["scale"], averages["scale"])
         assert {key for each in state["state"].values() for key in each} == {"step", "exp_avg", "exp_avg_sq"}

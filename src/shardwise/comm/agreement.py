@@ -251,7 +251,7 @@ def digest_of_values(tensor: torch.Tensor) -> str:
     """A short digest of the values of a tensor (xxh3 over its row-major bytes)."""
     # Of the bytes, not of the values: NaNs and the sign of zero count.
     flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(flat.numpy().tobytes())
+    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:

@@ -504,7 +504,8 @@ class Engine(Generic[Model_co]):
         doing = f"engine.whole(optimizer={optimizer})"
         hand_over = partial(self.hand_over, doing=doing, needs_weights=optimizer)
         which = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload}
-        return whole_inside(hand_over, self.restore, self._plain_calls, **which)
+        restore = partial(self.restore, doing="engine.whole() with writes inside")
+        return whole_inside(hand_over, restore, self._plain_calls, **which)
 
     def take_charge(self, *, frozen: Collection[str] = ()) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`.
@@ -520,14 +521,16 @@ class Engine(Generic[Model_co]):
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
         return names_of_state(self.model)
 
-    def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, object]) -> EngineRestoration:
+    def restore(
+        self, stored: Mapping[str, Piece], settings: Mapping[str, object], *, doing: str = "sw.load"
+    ) -> EngineRestoration:
         """Prepare to take over a checkpoint, without changing anything; `sw.load` calls it and does the rest.
 
         stored: every tensor of the checkpoint as one piece. settings: as `settings` gave them, from any layout; {}
         for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
         CheckpointError for settings that are not understood.
         """
-        refuse_inside(self._averages, "sw.load")
+        refuse_inside(self._averages, doing)
         self._check_model()  # also adopts writes from outside, which would otherwise come over the values that are read
         return EngineRestoration(
             inventory=self._inventory,

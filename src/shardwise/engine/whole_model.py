@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardwise.comm.agreement import a_table, aborting, agreed, understood
+from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import named_places, with_values
 from shardwise.engine.optimizers import KnownOptimizer
@@ -191,8 +191,12 @@ class _WholeModel:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for module, key, _, part in self._parts:
+        for module, key, place, part in self._parts:
             setattr(module, key, part)
+            trains = self.parameters[self._ties.get(place, place)].requires_grad
+            if part.requires_grad != trains and error == (None, None, None):
+                with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                    part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
         for attributes, before in self._attributes:
@@ -216,9 +220,9 @@ class _WholeModel:
             found |= whole(name, now[name].detach())
         return found
 
-    def versions(self) -> dict[str, tuple[int, int]]:
+    def versions(self) -> dict[str, object]:
         """By name, another after every write, and where another tensor was put in."""
-        return {name: (id(each), each._version) for name, each in self._now().items()}
+        return {name: _version_of(each) for name, each in self._now().items()}
 
 
 class _WholeOptimizers:
@@ -272,9 +276,16 @@ class _WholeOptimizers:
         found: list[Any] = []
         for known in self._known:
             found += [id(known.optimizer.state), known.named().to_json()]
-            for state in known.optimizer.state.values():
-                found += [(id(each), each._version) for each in state.values() if isinstance(each, torch.Tensor)]
+            found += [_version_of(each) for state in known.optimizer.state.values() for each in state.values()]
         return found
+
+
+def _version_of(value: object) -> object:
+    """Another after every write to a tensor, and for another value."""
+    if isinstance(value, torch.Tensor):
+        # Torch counts no writes to `.data`, and none through numpy.
+        return id(value), value._version, digest_of_values(value)
+    return value if isinstance(value, int | float) else id(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

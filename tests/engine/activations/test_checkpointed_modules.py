@@ -82,6 +82,10 @@ def test_buffers_move_once_and_arguments_are_as_they_were(make: Callable[[], nn.
     assert_changes_nothing(make, plan(mesh, stage=stage), BATCHES)
 
 
+def test_buffers_of_several_stages_move_once_in_one_region() -> None:
+    assert_changes_nothing(statistics, plan("pp=2"), BATCHES, WHOLE)
+
+
 def test_an_object_with_tensors_is_kept_and_named_once() -> None:
     with pytest.warns(
         ActivationsWarning, match=r"'blocks.1' is given a Memory, and the tensors in it are kept"

@@ -60,16 +60,18 @@ class KeptBuffers:
     def __init__(self, buffers: WrittenBuffers) -> None:
         self._buffers = buffers
         now = [buffers.buffer(at) for at in range(len(buffers.places))]
-        self._before = [(each, None if each is None else each._version) for each in now]
-        self._copies = {
-            at: None if each is None else each.detach().clone()
-            for at, each in enumerate(now)
-            if buffers.may_be_written(at)
-        }
+        with torch._C.DisableTorchFunction():  # under pp a mode answers for buffers of stages, and notes calls
+            self._before = [(each, None if each is None else each._version) for each in now]
+            self._copies = {
+                at: None if each is None else each.detach().clone()
+                for at, each in enumerate(now)
+                if buffers.may_be_written(at)
+            }
 
     def settle(self) -> None:
         """The forward has ended: what it did not write to needs no copy."""
-        written = {at for at, before in enumerate(self._before) if self._is_written(at, *before)}
+        with torch._C.DisableTorchFunction():
+            written = {at for at, before in enumerate(self._before) if self._is_written(at, *before)}
         self._buffers.learn(written, self._copies.keys())
         self._copies = {at: each for at, each in self._copies.items() if at in written}
         self._before = []
@@ -87,7 +89,8 @@ class KeptBuffers:
             (module, key, module._buffers.get(key)) for at in self._copies for module, key in self._buffers.places[at]
         ]
         for at, kept in self._copies.items():
-            again = None if kept is None else kept.clone()  # a second backward needs it too
+            with torch._C.DisableTorchFunction():
+                again = None if kept is None else kept.clone()  # a second backward needs it too
             for module, key in self._buffers.places[at]:
                 module._buffers[key] = again
         try:
