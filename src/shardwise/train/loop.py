@@ -63,8 +63,9 @@ def fit(
     """
 
     def evaluated() -> dict[str, float]:
-        averages = train.evaluate_average and loop.engine.plan.average is not None
-        with loop.engine.averaged() if averages else nullcontext():
+        # Before the first average there are only the weights of the beginning, of which each evaluation is the same: a
+        # callback would take that for a run that does not improve.
+        with loop.engine.averaged() if train.evaluate_average and loop.engine.num_averaged else nullcontext():
             return evaluate(engine, held_out, metrics)
 
     begin = loop.position
