@@ -185,7 +185,8 @@ class GenerateTable(Table):
     prompts: list[str] = Field(default_factory=list)
     """Texts to go on with; left out: the beginning of a held-out row."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the model adds, at most. Left out: 160, or what is left of `data.sequence_length` without prompts."""
+    """Tokens that the model adds, at most. Left out: 160, or what is left of `data.sequence_length` without prompts,
+    and of the model's `max_position_embeddings`."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Decides what is drawn, the same in each sample; left out: `train.seed`."""
     options: dict[str, object] = Field(default_factory=dict)
