@@ -296,6 +296,7 @@ class NoTensors(torchmetrics.Metric):
             "here they are a Tensor and a dict. Give",
         ),
         (lambda *_: torch.ones(0), {"input": torch.ones(2, 4)}, MetricError, "the metric 'a' gave an empty tensor"),
+        (lambda *_: "x", {"input": torch.ones(2, 4)}, MetricError, "the metric 'a' gave a str; give a number"),
         (NoTensors(), (torch.ones(2, 4), torch.ones(2)), MetricError, "a state 'seen' that is no tensor and no list"),
         (
             lambda *_: 1.0,
@@ -322,3 +323,13 @@ def test_what_cannot_be_counted_is_refused_in_words(
         assert message in str(caught.value)
 
     sw.simulate(1, run)
+
+
+def test_what_a_metric_raises_has_its_name() -> None:
+    def failing(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        raise ZeroDivisionError("no rows")
+
+    engine = sw.parallelize(classifier(), sw.Plan(), optimizer=adamw, loss=lambda output, batch: output.mean())
+    with pytest.raises(ZeroDivisionError) as caught:
+        engine.evaluate({"input": torch.ones(2, 4)}, metrics={"b": lambda *_: 1.0, "a": failing})
+    assert "shardwise: in the metric 'a'" in caught.value.__notes__

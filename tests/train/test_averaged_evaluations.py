@@ -57,3 +57,13 @@ def test_a_best_save_has_the_averages_that_were_best_and_the_run_goes_on_from_it
     branch = laid_out(tmp_path, *words[:-1], f"train.output={tmp_path / 'branch'}")
     resumed = finished(branch, resume=str(best))
     assert without_times(resumed.metrics) == without_times(done.metrics)[step:]
+
+
+def test_before_the_first_average_evaluations_are_those_of_the_weights(tmp_path: Path) -> None:
+    """The averages are then the weights of the beginning: a run would stop early, for it seems not to improve."""
+    words = ["average.start=3", "train.evaluate_every=1", "mesh.dp_shard=2"]
+    done = finished(laid_out(tmp_path, *words)).curve("held_out_loss")
+    other = finished(laid_out(tmp_path, *words, "train.evaluate_average=false")).curve("held_out_loss")
+    assert done[:3] == other[:3], "the first average is taken after step 4, and is a copy of the weights"
+    assert done[3] == other[3]
+    assert done[4:] != other[4:]

@@ -181,3 +181,19 @@ def test_a_signal_loads_no_best_save(tmp_path: Path) -> None:
         assert loop.is_interrupted
         weights = dict(sw.full(engine))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in sw.full(engine))
+
+
+def test_the_best_save_is_loaded_although_groups_have_changed_since(tmp_path: Path) -> None:
+    words = [
+        *MANY,
+        "checkpoint.every=1",
+        'train.callbacks=[{factory="shardwise.train:BestSave", options.load_at_end=true}]',
+    ]
+    finished(small_run(tmp_path, *words, "train.steps=2", "train.learning_rate=0.01"))
+    best = sw.checkpoint.open(tmp_path / "out" / "checkpoints" / "best")
+    # Large rates: no evaluation gets better, so that the best save has the groups of before.
+    groups = "train.groups=[{parameters=['norm'], frozen=true}, {parameters=['*.bias'], learning_rate=50.0}]"
+    again = finished(small_run(tmp_path, *words, "train.steps=4", "train.learning_rate=50.0", groups), resume="auto")
+    assert f"at step {best.step}, in {tmp_path / 'out' / 'checkpoints' / 'best'}; the model has its values now" in (
+        again.printed
+    )

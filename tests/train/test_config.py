@@ -248,3 +248,23 @@ def test_what_is_wrong_with_stages_whatever_the_model_is_known_before_anything_s
     assert problems_of(tmp_path, staged, f'pipeline.schedule="{short}"', "train.global_batch=12", num_processes=2) == [
         "pipeline.schedule: 'own' is written for k (microbatches) = 2, the batch gives 3; change one of them"
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.clip_grad_norm=x", "train.clip_grad_norm: 'x' given; it must be a number or a dictionary"),
+        ("train.clip_grad_norm={'a.*'='x'}", "train.clip_grad_norm.a.*: 'x' given; it must be a number"),
+        ("train.clip_grad_norm=0.0", "train.clip_grad_norm: 0.0 is not a number above 0; leave it out, and nothing is"),
+        ("data.images.mean=['x']", "data.images.mean.0: 'x' given; it must be a number"),
+        ("data.images.std=x", "data.images.std: 'x' given; it must be a list or a number"),
+        ("train.groups=[{parameters='x'}]", "train.groups.0.parameters: 'x' given; it must be a list"),
+        ("data.classes=['a', 'b', 'a']", "data.classes: 'a' stands there twice, and a class has one number; leave one"),
+    ],
+)
+def test_a_key_that_takes_several_types_is_named_as_it_is_in_the_file(
+    tmp_path: Path, override: str, problem: str
+) -> None:
+    found = problems_of(tmp_path, MINIMAL, override)
+    assert any(each.startswith(problem) for each in found), found
+    assert not any("float]" in each or ".float" in each for each in found)

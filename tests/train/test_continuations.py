@@ -111,3 +111,20 @@ def test_data_that_are_no_text_have_nothing_to_go_on_with(tmp_path: Path) -> Non
     )
     with pytest.raises(ConfigError, match="generate: the data are no text"):
         read_config(tmp_path / "own.toml")
+
+
+def test_a_larger_vocabulary_and_few_positions_end_no_run(tmp_path: Path) -> None:
+    """Tokens behind the bytes have no text; more tokens than positions would be an index error of an embedding."""
+    words = [
+        "model.factory=transformers:GPT2LMHeadModel",
+        "model.config={vocab_size = 1000, n_embd = 8, n_layer = 1, n_head = 1, n_positions = 24, bos_token_id = 0, "
+        "eos_token_id = 0}",
+        "model.loss=null",
+        "train.steps=2",
+        'generate.prompts=["12 squared", "7"]',
+        "generate.options={do_sample = true, top_k = 1000, temperature = 9.0}",
+    ]
+    finished(small_run(tmp_path, *words))
+    first, second = samples(tmp_path)
+    assert len(first["text"]) <= 14
+    assert "\ufffd" in first["text"] + second["text"]

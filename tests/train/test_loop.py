@@ -45,6 +45,7 @@ class NotingEngine:
     channel: Channel = field(default_factory=alone)
     asked: list[Callable[[], bool]] = field(default_factory=list)
     asked_to_stop: bool = False
+    num_averaged: int = 0
     seconds: float = 0.0
     evaluated: list[list[int]] = field(default_factory=list)
 

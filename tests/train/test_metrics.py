@@ -7,10 +7,12 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassF1Score
 
+from shardwise.engine.reports import EvaluationReport
 from shardwise.errors import ConfigError
 from shardwise.train import RunConfig, check_references
+from shardwise.train.callbacks import values_of
 from shardwise.train.run_build import build_metrics
-from tests.train.runs import Finished, finished
+from tests.train.runs import Finished, finished, small_run
 from tests.train.test_rows import KINDS, run_of
 
 MINE = """
@@ -89,6 +91,16 @@ def test_metrics_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         "train.metric_options.fl: unknown setting; did you mean train.metric_options.f1?",
         "train.metric_inputs.x: unknown setting; did you mean train.metric_inputs.f1?",
     ]
+    with pytest.raises(
+        ConfigError, match=r"^train\.metric_options: given without train\.metrics, which it belongs to$"
+    ):
+        small_run(tmp_path, "train.metric_options.f1.num_classes=3")
+    with pytest.raises(ConfigError, match=r"^train\.metrics\.loss: evaluations have a loss already"):
+        measured(tmp_path, "train.metrics.loss=mine.py:accuracy")
+    with pytest.raises(ConfigError, match=r"'accuracy' is a metric .* and an entry of the loss; give one of them"):
+        values_of(
+            EvaluationReport(loss=1.0, weight=2.0, losses={"loss": 1.0, "accuracy": 0.5}, metrics={"accuracy": 0.4})
+        )
     with pytest.raises(ConfigError, match=r"mine\.py:accuracy is no metric of torchmetrics; leave it out"):
         build_metrics(measured(tmp_path, "train.metrics.a=mine.py:accuracy", "train.metric_inputs.a=mine.py:pair"))
     with pytest.raises(ConfigError, match=r"train\.metrics\.a: mine\.py:Error raised ValueError: no power"):

@@ -507,3 +507,16 @@ def test_a_row_without_tokens_has_one_that_is_no_label(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [[97, 98, 99], [-100] * 3]
     training = build_data(run_of(tmp_path, "jsonl", *words)).data
     assert training.num_samples == 5
+
+
+def test_a_column_of_floats_has_one_dtype_although_json_writes_some_as_integers(tmp_path: Path) -> None:
+    """A batch whose rows are all written without a point would be of integers, which no layer takes."""
+    rows = [{"stars": n % 3, "features": [1, 2, n, 0.5 if n == 29 else 0]} for n in range(30)]
+    (tmp_path / "whole.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    KINDS["whole"] = (None, number_batch, (*FEATURES, "data.format=jsonl", "data.source=whole.jsonl"))
+    config = run_of(tmp_path, "whole", "mesh.dp_shard=2")
+    del KINDS["whole"]
+    data = build_data(config)
+    dtypes = [{name: value.dtype for name, value in data.held_out[at].items()} for at in range(len(data.held_out))]
+    assert dtypes == [{"inputs": torch.float32, "labels": torch.int64}] * len(dtypes)
+    assert len(finished(config).curve("loss")) == config.train.steps

@@ -1,5 +1,6 @@
 """Right layouts are equal to one process, or within rounding, whatever they are made of."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,14 @@ def test_rows_that_both_would_cut_differently_are_refused() -> None:
         verify(6)
     with pytest.raises(BatchError, match="there is no batch"):
         verify(4, steps=0)
+
+
+def test_clips_and_averages_that_are_left_out_are_said() -> None:
+    clipped = plan(dp_shard=2, clip_grad_norm={"*": 1e-3}, clip_grad_value=1e-4)
+    report = verified(replace(clipped, average=sw.Average()))
+    assert report.verdict == "rounding"
+    assert report.remarks[0] == (
+        "not compared: clips by norms of parts (clip_grad_norm), the clip by value (clip_grad_value), averages of the "
+        "weights (average). Both sides ran without"
+    )
+    assert not verified(plan(dp_shard=2, clip_grad_norm=1.0)).remarks

@@ -395,6 +395,11 @@ class Engine(Generic[Model_co]):
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
             return self._computation.generate(generation)
 
+    @property
+    def num_averaged(self) -> int:
+        """How often weights were averaged, the same on all ranks; 0 for a plan without an average."""
+        return 0 if self._averages is None else self._averages.num_averaged
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Put the averages of the weights in the place of the weights: `with engine.averaged(): engine.evaluate(..)`.

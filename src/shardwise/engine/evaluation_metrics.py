@@ -13,6 +13,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, TypeAlias
@@ -62,8 +63,9 @@ class EvaluationMetrics:
 
     def see(self, output: Any, microbatch: Microbatch) -> None:
         """The model's output for a microbatch."""
-        for metric in self._metrics.values():
-            metric.update(output, microbatch)
+        for name, metric in self._metrics.items():
+            with _noted(name):
+                metric.update(output, microbatch)
 
     def packed(self) -> list[bytes]:
         """What this rank gives: the names, and what it has of each metric."""
@@ -93,7 +95,9 @@ class EvaluationMetrics:
         for at, (name, metric) in enumerate(self._metrics.items()):
             # By data ranks: rows of one process come in this order.
             given = RankValues.of(of_ranks[rank][at] for rank in order)
-            results[name] = metric.result([each for each in understood(given, metric.read, purpose=PURPOSE) if each])
+            with _noted(name):
+                told = [each for each in understood(given, metric.read, purpose=PURPOSE) if each]
+                results[name] = metric.result(told)
         return results
 
     def _taken_apart(self, answer: bytes) -> list[bytes]:
@@ -102,6 +106,15 @@ class EvaluationMetrics:
         if ends[-1] != len(answer):
             raise ValueError(f"states that end at {ends[-1]}")
         return [answer[start:end] for start, end in pairwise(ends)]
+
+
+@contextmanager
+def _noted(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"shardwise: in the metric {name!r}")
+        raise
 
 
 def _metric(name: str, asked: Metric, rows: BatchRows, device: torch.device) -> "_RowMean | _MergedMetric":
@@ -129,7 +142,10 @@ class _RowMean:
 
     def update(self, output: Any, microbatch: Microbatch) -> None:
         """Add the rows of a microbatch."""
-        value = torch.as_tensor(self._function(output, microbatch)).detach()
+        given = self._function(output, microbatch)
+        if not isinstance(given, torch.Tensor | np.ndarray | np.generic | float | int | list | tuple):
+            raise MetricError(f"the metric {self._name!r} gave a {type(given).__name__}; give a number or a tensor")
+        value = torch.as_tensor(given).detach()
         if not value.numel():
             raise MetricError(f"the metric {self._name!r} gave an empty tensor; give a number, or one for each row")
         num_rows = count_rows(microbatch, self._rows)

@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.callbacks import Callback, EvaluationValues, TrainingLoop
 from shardwise.train.checkpointing import listing_at
 from shardwise.train.early_stopping import Improvement, Mode
+from shardwise.train.regrouping import RegroupedEngine
 
 _KEY = "best"
 """In the `extra` of a save: the metric by which it is the best, and its value."""
@@ -77,7 +78,8 @@ class BestSave(Callback):
         assert self.path is not None
         words = f"best save: {best.words()}, in {self.path}"
         if self._load_at_end and best.best_step != loop.step:
-            load(self.path, loop.engine)
+            # Groups may have changed since that save, if the run went on from another one.
+            load(self.path, RegroupedEngine(loop.engine), channel=loop.engine.channel)
             words += "; the model has its values now"
         loop.say(words)
 

@@ -101,10 +101,16 @@ class EvaluationValues:
 def values_of(given: Evaluated | Mapping[str, Any]) -> dict[str, float]:
     """The values of an evaluation by name: of a report its loss, further losses and metrics.
 
-    Metrics that are no numbers, such as a matrix, are left out.
+    Metrics that are no numbers, such as a matrix, are left out. Raises ConfigError for a name that two have.
     """
     if not isinstance(given, Mapping):
-        others = {**getattr(given, "metrics", {}), **getattr(given, "losses", {})}
+        metrics, losses = getattr(given, "metrics", {}), getattr(given, "losses", {})
+        if both := sorted(metrics.keys() & losses.keys()):
+            raise ConfigError(
+                f"{both[0]!r} is a metric (train.metrics in a configuration) and an entry of the loss; give one of "
+                "them another name"
+            )
+        others = {**metrics, **losses}
         given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
     return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 

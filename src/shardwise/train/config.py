@@ -111,7 +111,7 @@ class TrainTable(Table):
     evaluate_first: bool = False
     """Evaluate before the first update too."""
     evaluate_average: bool = True
-    """Evaluate with the averages of the weights, where [average] asks for some."""
+    """Evaluate with the averages of the weights, where [average] asks for some, from the first one on."""
     callbacks: list[CallbackTable] = Field(default_factory=list)
     """What happens around updates: a [[train.callbacks]] for each, with a `factory` and `options`. The factory is a
     callable f(**options) -> a callback, named like `model.factory`, such as "shardwise.train:EarlyStopping"."""
@@ -185,7 +185,8 @@ class GenerateTable(Table):
     prompts: list[str] = Field(default_factory=list)
     """Texts to go on with; left out: the beginning of a held-out row."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that the model adds, at most. Left out: 160, or what is left of `data.sequence_length` without prompts."""
+    """Tokens that the model adds, at most. Left out: 160, or what is left of `data.sequence_length` without prompts,
+    and of the model's `max_position_embeddings`."""
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     """Decides what is drawn, the same in each sample; left out: `train.seed`."""
     options: dict[str, object] = Field(default_factory=dict)
@@ -234,8 +235,15 @@ def schedule_problems(train: TrainTable | None) -> list[str]:
         unknown_setting(f"train.{key}.{name}", [f"train.{key}.{each}" for each in train.metrics])
         for key in ("metric_options", "metric_inputs")
         for name in getattr(train, key)
-        if name not in train.metrics
+        if train.metrics and name not in train.metrics
     ]
+    problems += [
+        f"train.{key}: given without train.metrics, which it belongs to"
+        for key in ("metric_options", "metric_inputs")
+        if getattr(train, key) and not train.metrics
+    ]
+    if "loss" in train.metrics:
+        problems.append("train.metrics.loss: evaluations have a loss already; give the metric another name")
     for number, group in enumerate(train.groups):
         settings = [name for name in ("learning_rate", "weight_decay") if getattr(group, name) is not None]
         if group.frozen and settings:
@@ -450,7 +458,12 @@ def _plan(
         )
     except PlanError as error:
         # A plan calls it by its own name; in the file the key is in [train].
-        problems += [f"train.{each}" if each.startswith("clip_grad_") else each for each in error.problems]
+        problems += [
+            f"train.{each}".replace("None switches clipping off", "leave it out, and nothing is clipped")
+            if each.startswith("clip_grad_")
+            else each
+            for each in error.problems
+        ]
         return None
 
 

@@ -51,6 +51,9 @@ class Continuations(Callback):
         self._seed = config.train.seed if table.seed is None else table.seed
         self._options = table.options
         self._num_tokens = table.max_new_tokens or _DEFAULT_TOKENS
+        if table.max_new_tokens is None and (most := _positions(model)) is not None:
+            longest = max((len(self._tokenizer.encode(text)) for text in table.prompts), default=0)
+            self._num_tokens = max(1, min(self._num_tokens, most - longest))
         self._prompts = [_Prompt("prompt:", self._tokenizer.encode(text).tolist()) for text in table.prompts]
         for number, prompt in enumerate(self._prompts):
             if not prompt.tokens:
@@ -109,6 +112,12 @@ class Continuations(Callback):
         found: list[int] = engine.generate(row, seed=self._seed, max_new_tokens=self._num_tokens, **options)[0].tolist()
         # Decoders repeat the prompt; an encoder with a decoder does not.
         return found[len(prompt) :] if found[: len(prompt)] == prompt else found
+
+
+def _positions(model: nn.Module) -> int | None:
+    """The most tokens of a text, where the configuration of the model says so: behind them a table may end."""
+    found = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _generates(model: nn.Module) -> bool:

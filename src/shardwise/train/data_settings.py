@@ -1,5 +1,6 @@
 """[data] of a configuration: its settings, which of them exclude each other, and what the files show at once."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -142,6 +143,8 @@ def dataset_problems(data: DataTable | None) -> list[str]:
         problems.append("data.messages: bytes have no template of messages; give a folder as data.tokenizer")
     if data.reads_tokens and "input_ids" in data.columns:
         problems.append("data.columns.input_ids: data.text or data.messages makes it; leave one out")
+    if twice := [name for name, number in Counter(data.classes or ()).items() if number > 1]:
+        problems.append(f"data.classes: {twice[0]!r} stands there twice, and a class has one number; leave one out")
     names = [name for name in ("held_out_dataset", "held_out_source", "held_out_options") if name in given]
     if names and "held_out" in given:
         problems.append(f"data.held_out: given with data.{names[0]}; leave one out")

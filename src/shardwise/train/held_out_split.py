@@ -59,7 +59,7 @@ def num_held_out(num_samples: int, fraction: float) -> int:
     found = int(num_samples * fraction)
     if not 0 < found < num_samples:
         raise DataError(
-            f"data.dataset: {num_samples} samples are too few. With held_out = {fraction:g}, {num_samples - found} are "
-            f"left to train on and {found} for evaluation. Give more, another held_out, or data.held_out_dataset"
+            f"{num_samples} samples are too few. With held_out = {fraction:g}, {num_samples - found} are left to train "
+            f"on and {found} for evaluation. Give more, or another held_out"
         )
     return found

@@ -63,8 +63,9 @@ def fit(
     """
 
     def evaluated() -> dict[str, float]:
-        averages = train.evaluate_average and loop.engine.plan.average is not None
-        with loop.engine.averaged() if averages else nullcontext():
+        # Before the first average there are only the weights of the beginning, of which each evaluation is the same: a
+        # callback would take that for a run that does not improve.
+        with loop.engine.averaged() if train.evaluate_average and loop.engine.num_averaged else nullcontext():
             return evaluate(engine, held_out, metrics)
 
     begin = loop.position
@@ -110,7 +111,8 @@ def evaluate(engine: Trainee, held_out: Sequence[Batch], metrics: Mapping[str, A
     # All ranks make each call, those without rows too: it exchanges sums.
     if metrics:
         # In one call: most metrics of all rows are no mean of those of parts.
-        return values_of(engine.evaluate(list(held_out), metrics=metrics))
+        microbatches = [part for each in held_out for part in (each if isinstance(each, list) else [each])]
+        return values_of(engine.evaluate(microbatches, metrics=metrics))
     reports = [engine.evaluate(batch) for batch in held_out]
     # Parts may differ by one row: `weight` in the reports says how much each loss counts.
     weight = sum(report.weight for report in reports)

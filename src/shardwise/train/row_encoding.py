@@ -39,6 +39,8 @@ class RowEncoder:
             columns = {}
         self._columns = columns
         """Argument -> column; None: every column under its own name."""
+        self._fractions: set[str] = set()
+        """Arguments that are floats in some row: JSON writes 1.0 as 1, and a batch of such rows would be integers."""
 
     @property
     def needed(self) -> list[str] | None:
@@ -47,6 +49,15 @@ class RowEncoder:
             return None
         named = [name for name in (self._text, self._messages) if name is not None]
         return list(dict.fromkeys([*named, *self._columns.values()]))
+
+    def learn(self, row: Mapping[str, Any]) -> str | None:
+        """See of each row of JSON which numbers are floats, before the first one is encoded. Returns its problem."""
+        if (problem := self.problem(row)) is None:
+            given = self._arguments(row).items()
+            self._fractions.update(
+                name for name, column in given if name not in self._fractions and _has_fractions(row[column])
+            )
+        return problem
 
     def problem(self, row: Mapping[str, Any]) -> str | None:
         """What is wrong with the values of a row, as far as types show it."""
@@ -107,7 +118,11 @@ class RowEncoder:
             found = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise DataError(f"{name}: {type(value).__name__} becomes no tensor: {in_words(error)}") from error
-        return found.float() if found.dtype == torch.float64 else found
+        return found.float() if found.dtype == torch.float64 or name in self._fractions else found
+
+
+def _has_fractions(value: Any) -> bool:
+    return any(map(_has_fractions, value)) if isinstance(value, list) else isinstance(value, float)
 
 
 def _is_unicode(text: str) -> bool:

@@ -88,7 +88,11 @@ def build_data(config: RunConfig) -> RunData:
                 f"Name the samples of evaluations: data.{way_out}"
             )
         fraction = config.data.held_out
-        dataset, held_out = TrainingSamples(dataset, fraction), HeldOutSamples(dataset, fraction)
+        try:
+            dataset, held_out = TrainingSamples(dataset, fraction), HeldOutSamples(dataset, fraction)
+        except DataError as error:
+            key = "source" if config.data.dataset is None else "dataset"
+            raise DataError(f"data.{key}: {error}, or samples of their own by data.held_out_{key}") from error
     data = _ordered(config, dataset, rows.collate)
     return RunData(
         data=data,

@@ -112,7 +112,7 @@ def _of_files(data: DataTable, source: str, folder: Path, encoder: RowEncoder | 
         return ImageFolders(folder / source, classes)
     paths = files_of(source, folder, f"*.{data.format}")
     if data.format == "jsonl":
-        return JsonRows(paths, check=(lambda row: None) if encoder is None else encoder.problem)
+        return JsonRows(paths, check=(lambda row: None) if encoder is None else encoder.learn)
     return ParquetRows(paths, columns=None if encoder is None else encoder.needed)
 
 

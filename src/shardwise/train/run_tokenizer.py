@@ -67,8 +67,9 @@ class ByteTokens:
         raise DataError("data.messages: bytes have no template of messages; give a folder as data.tokenizer")
 
     def decode(self, tokens: list[int]) -> str:
-        """The text; bytes that are not UTF-8 become replacement marks."""
-        return bytes(tokens).decode("utf-8", errors="replace")
+        """The text; bytes that are not UTF-8 become replacement marks, as do tokens behind the bytes."""
+        # Vocabularies are larger than 256 where their size is rounded up; 0xFF is no byte of UTF-8.
+        return bytes(min(token, 0xFF) for token in tokens).decode("utf-8", errors="replace")
 
 
 class TokenizerFile:

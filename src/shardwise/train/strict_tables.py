@@ -30,12 +30,33 @@ def read_table(kind: type[SomeTable], name: str, tables: Mapping[str, Any], prob
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        problems += [_explained(kind, name, detail) for detail in error.errors()]
+        found: dict[str, list[ErrorDetails]] = {}
+        for detail in error.errors():
+            found.setdefault(".".join([name, *map(str, _place(given, detail))]), []).append(detail)
+        # Of a key that takes several types pydantic has an error for each. Where a table is given for it, what is wrong
+        # inside of that says all.
+        problems += [
+            _explained(kind, key, details)
+            for key, details in found.items()
+            if not any(other.startswith(f"{key}.") for other in found)
+        ]
         return None
 
 
-def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
-    key = ".".join([name, *map(str, detail["loc"])])
+def _place(given: Any, detail: ErrorDetails) -> list[int | str]:
+    """Where a fault is. Pydantic puts the type between, where a key takes several: ("clip", "float")."""
+    place: list[int | str] = []
+    for at in detail["loc"]:
+        is_there = at in given if isinstance(given, Mapping) else isinstance(given, list) and isinstance(at, int)
+        if is_there:
+            given = given[at]
+        if is_there or detail["type"] == "missing":
+            place.append(at)
+    return place
+
+
+def _explained(kind: type[Table], key: str, details: Sequence[ErrorDetails]) -> str:
+    detail = details[0]
     if detail["type"] == "extra_forbidden":
         place, inner = key.rpartition(".")[0], table_at(kind, detail["loc"][:-1])
         return unknown_setting(key, [f"{place}.{each}" for each in inner.model_fields])
@@ -43,13 +64,11 @@ def _explained(kind: type[Table], name: str, detail: ErrorDetails) -> str:
         wanted = table_at(kind, detail["loc"][:-1]).model_fields[str(detail["loc"][-1])].description or ""
         return f"{key}: missing; {' '.join(wanted.split())}"
     # Pydantic speaks of "input" and of types of its own; the message is to say what the key takes.
-    needed = (
-        detail["msg"]
-        .removeprefix("Input should be ")
-        .replace("a valid integer", "a whole number")
-        .replace("valid ", "")
-    )
-    return f"{key}: {detail['input']!r} given; it must be {needed}"
+    needed = [
+        each["msg"].removeprefix("Input should be ").replace("a valid integer", "a whole number").replace("valid ", "")
+        for each in details
+    ]
+    return f"{key}: {detail['input']!r} given; it must be {' or '.join(dict.fromkeys(needed))}"
 
 
 def table_at(kind: type[Table], place: Sequence[int | str]) -> type[Table]:

@@ -6,7 +6,7 @@ plan               one_process_plan          the batch of an update, 8 rows
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -47,6 +47,8 @@ class Program:
     seed: int = 0
     optimizer_of: Callable[[nn.Module], OptimizerFunction] | None = None
     """f(the model) -> its optimizer function, where that has to know the names of parameters."""
+    left_out: tuple[str, ...] = field(init=False, default=())
+    """Settings of the plan that the verification leaves out, or does not look at."""
 
     def optimizer_for(self, model: nn.Module) -> OptimizerFunction:
         """The optimizer function of a model that `make_model` has made."""
@@ -56,11 +58,17 @@ class Program:
 
     def __post_init__(self) -> None:
         # Gradients are compared as they are before these clips, which would hide faults: a value at its limit is right
-        # whatever it was.
-        if isinstance(self.plan, Plan) and isinstance(self.plan.clip_grad_norm, Mapping):
-            object.__setattr__(self, "plan", replace(self.plan, clip_grad_norm=None))
-        if isinstance(self.plan, Plan) and self.plan.clip_grad_value is not None:
-            object.__setattr__(self, "plan", replace(self.plan, clip_grad_value=None))
+        # whatever it was. An average changes no update.
+        if not isinstance(self.plan, Plan):
+            return
+        without: dict[str, Any] = {}
+        if isinstance(self.plan.clip_grad_norm, Mapping):
+            without["clip_grad_norm"] = None
+        for name in ("clip_grad_value", "average"):
+            if getattr(self.plan, name) is not None:
+                without[name] = None
+        object.__setattr__(self, "left_out", tuple(without))
+        object.__setattr__(self, "plan", replace(self.plan, **without))
 
     @property
     def num_data_ranks(self) -> int:
@@ -105,7 +113,10 @@ class Program:
                 f"optimizer is a {type(self.optimizer).__name__}; give a function from parameters to an optimizer"
             )
         if not isinstance(self.batches, Sequence) or not all(isinstance(each, Mapping) for each in self.batches):
-            raise BatchError("batches are no list of dicts of tensors; give one dict for each update")
+            raise BatchError(
+                "batches are no list of dicts of tensors; give one dict for each update, from data.collate in a "
+                "configuration"
+            )
         if not self.batches:
             raise BatchError("there is no batch to verify with; give one for each update")
         for step, batch in enumerate(self.batches):

@@ -152,7 +152,7 @@ def compare_with_one_process(
     # A model that is built differently on the ranks would make every later comparison fail in a less clear place.
     divergence = initial_divergence(own.state(), open_checkpoint(str(state_folder(folder, 0))))
     steps: list[StepComparison] = []
-    remarks = dict.fromkeys(_about_dropout(program, own.model))
+    remarks = dict.fromkeys([*_about_settings(program), *_about_dropout(program, own.model)])
     unknown: list[int] = []
     """Updates that say nothing of the numbers that the layout computes."""
     for step, batch in enumerate(program.batches):
@@ -215,6 +215,20 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_SETTINGS = {
+    "clip_grad_norm": "clips by norms of parts",
+    "clip_grad_value": "the clip by value",
+    "average": "averages of the weights",
+}
+
+
+def _about_settings(program: Program) -> list[str]:
+    if not program.left_out:
+        return []
+    names = [f"{_SETTINGS[name]} ({name})" for name in program.left_out]
+    return [f"not compared: {', '.join(names)}. Both sides ran without"]
 
 
 def _about_dropout(program: Program, model: nn.Module) -> list[str]:
