@@ -190,7 +190,7 @@ def test_reductions_of_mixed_precision_started_early_are_all_waited_for() -> Non
 
 @pytest.mark.parametrize("nested", [[torch.ones(3), torch.ones(3)], {"deep": (1, torch.ones(3))}, (torch.ones(3),)])
 def test_rows_of_another_number_inside_an_entry_are_refused(nested: Any) -> None:
-    with pytest.raises(sw.ShardwiseError, match="all tensors of a batch have the same number of rows.*more"):
+    with pytest.raises(sw.ShardwiseError, match=r"all tensors of a batch have the same number of rows.*more"):
         engine_of(curve()).step({**curve_batch(1, 6), "more": nested})
 
 

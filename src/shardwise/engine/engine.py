@@ -81,6 +81,8 @@ class Engine(Generic[Model_co]):
         *,
         model: Model_co,
         plan: Plan,
+        rebuild: Callable[..., "Engine[Model_co]"],
+        refit: Callable[["Engine[Any]"], None],
         inventory: Inventory,
         names: ModelNames,
         computation: Computation,
@@ -99,7 +101,7 @@ class Engine(Generic[Model_co]):
         tensor_decision: TensorDecision,
         groups: Groups,
     ) -> None:
-        """`inventory`: of what this rank owns, or owns a part of."""
+        """`inventory`: of what this rank owns, or owns a part of. `refit`: see `relayout.refit`."""
         self.model = model
         """The object that was given to `parallelize`. Its parameters are this rank's working copies."""
         self.plan = plan
@@ -108,6 +110,9 @@ class Engine(Generic[Model_co]):
         """The optimizers over this rank's masters; attach torch's learning-rate schedulers to them."""
         self.counters = counters
         """Updates, collectives and casts since `parallelize` returned."""
+        self.rebuild = rebuild
+        """Puts the model under a plan once more: `parallelize.parallelize_with`, for `sw.relayout`."""
+        self._refit = refit
         self._known_optimizers = optimizers
         self._chosen: tuple[TrainedSet, NormParts | None] = ALL, None
         """What the step that opened last trains, and the parts whose norms it takes."""
@@ -255,9 +260,7 @@ class Engine(Generic[Model_co]):
         num_microbatches = len(weighting.joint)
         trained, asked = self._chosen
         if self._contents.unfrozen or self._added:
-            from shardwise.engine.relayout import refit  # which knows engines
-
-            refit(self)
+            self._refit(self)
             return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss, norms=norms)
         # Every rank has the same weights, so all raise this or none does: outside of the block that stops peers.
         self._computation.check_even(weighting)

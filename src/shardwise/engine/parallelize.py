@@ -65,6 +65,7 @@ from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.plan_sizes import PlanSizes
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.relayout import refit
 from shardwise.engine.reports import Counters
 from shardwise.engine.state import ModelNames
 from shardwise.engine.tensor.region_proof import Proof
@@ -98,14 +99,6 @@ class ValueSource(Protocol):
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and whole values of `wanted`, one after the other, in any order."""
-
-
-class Later:
-    """Values come by a load afterwards: nothing comes now."""
-
-    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `ValueSource`."""
-        return iter(())
 
 
 def parallelize(
@@ -447,6 +440,8 @@ def _build(
     return Engine(
         model=model,
         plan=plan,
+        rebuild=parallelize_with,
+        refit=refit,
         inventory=owned,
         # Of the whole model, on every rank: flags in the step's exchange are numbered by it.
         names=ModelNames(

@@ -12,9 +12,9 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from shardwise.comm.agreement import a_table, aborting, agreed, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
-from shardwise.engine.parallelize import Later, Model, parallelize_with
 from shardwise.engine.state import EngineRestoration, HandOver
 from shardwise.engine.state_of_all import sources_of, stored_of_all, targets_of
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
@@ -32,6 +31,16 @@ from shardwise.moving import reshard
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import ADDED, merge_settings
 from shardwise.space import Piece
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Later:
+    """Values come by a load afterwards: nothing comes now."""
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `parallelize.ValueSource`."""
+        return iter(())
 
 
 def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
@@ -58,7 +67,7 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
         old, runner = engine.plan, engine.pipeline
         has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)
         has_cuts = plan.mesh.tp > 1 and (plan.mesh.tp, plan.tensor) == (old.mesh.tp, old.tensor)
-        new = parallelize_with(
+        new = engine.rebuild(
             engine.model,
             plan,
             tuple(known.optimizer for known in handed.optimizers),
