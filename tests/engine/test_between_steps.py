@@ -220,3 +220,28 @@ def test_a_compiled_model_gets_the_entries_that_its_own_forward_names() -> None:
     assert isinstance(compiled, nn.Module)
     batch = {**curve_batch(1, 6), "not_for_the_model": torch.ones(6)}
     assert engine_of(compiled, k=2).step(batch) == engine_of(plain, k=2).step(batch)
+
+
+@pytest.mark.parametrize("mesh", [sw.Mesh(), sw.Mesh(pp=2)], ids=["one rank", "pp"])
+def test_an_engine_that_is_let_go_gives_its_memory_back_at_once(mesh: sw.Mesh) -> None:
+    """Without the collector: its buffers may fill a device, and the next engine needs the room."""
+
+    def run(channel: sw.Channel) -> tuple[bool, bool]:
+        plan = sw.Plan(mesh=mesh, average=sw.Average(decay=0.9))
+        engine = sw.parallelize(
+            curve(), plan, optimizer=sgd, loss=lambda output, batch: output.square().mean(), channel=channel
+        )
+        engine.step({"input": torch.ones(4, 3)})
+        engine.evaluate({"input": torch.ones(4, 3)})
+        with engine.averaged():
+            pass
+        held = weakref.ref(engine), weakref.ref(engine._buffers)
+        del engine
+        return held[0]() is None, held[1]() is None
+
+    gc.disable()
+    try:
+        sw.simulate(mesh.size, run)  # torch makes some cycles once, in the first trial of an optimizer
+        assert sw.simulate(mesh.size, run) == [(True, True)] * mesh.size
+    finally:
+        gc.enable()

@@ -122,4 +122,4 @@ def test_a_rank_that_fails_in_a_relayout_stops_the_others(pool: Pool) -> None:
     assert results[2] == "FloatingPointError: the pressure is too high"
     for rank in (0, 1, 3):
         assert results[rank].startswith("PeerError: ")
-        assert "rank 2 stopped: FloatingPointError in a relayout: the pressure is too high" in results[rank]
+        assert "rank 2 stopped: FloatingPointError in sw.relayout: the pressure is too high" in results[rank]

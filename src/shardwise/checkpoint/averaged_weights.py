@@ -40,7 +40,7 @@ def with_averages(contents: Contents) -> tuple[Contents, Mapping[str, str]]:
     if not average_of:
         raise CheckpointError(
             f"{contents.location} has no averages of weights, for which weights='average' (--weights average) asks. A "
-            "run keeps and saves them with average=sw.Average(...) in its plan, [average] in TOML"
+            "run keeps and saves them with average=sw.Average(...) in its plan, average.decay in TOML"
         )
     model = model_of(contents)
     tensors = {

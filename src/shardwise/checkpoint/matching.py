@@ -132,7 +132,7 @@ def match(
     if num_averages:
         result.notes.append(
             f"{whose} has averages of {num_averages} parameters that the target does not keep; a plan keeps them with "
-            "average=sw.Average(...), [average] in TOML"
+            "average=sw.Average(...), average.decay in TOML"
         )
     return result
 

@@ -158,7 +158,6 @@ class Engine(Generic[Model_co]):
             buffers=buffers,
             autocast=computation.autocast,
             counters=counters,
-            check_model=self._check_model,
         )
         self._closing = StepClosing(
             plan=plan,
@@ -254,7 +253,7 @@ class Engine(Generic[Model_co]):
             microbatches,
             is_step=True,
             purpose="weights of a step",
-            choose=lambda: self._choose(only, norms, loss),
+            begin=lambda: self._choose(only, norms, loss),
         )
         # The most of any rank: they accumulate in one dtype, and reduce alike.
         num_microbatches = len(weighting.joint)
@@ -349,9 +348,14 @@ class Engine(Generic[Model_co]):
             device=self._channels.world.device,
             speaks=self._channels.tensor.rank == 0,
         )
-        parts, _, weighting = self._opening.open(
-            batch, None, is_step=False, purpose="weights of an evaluation", begin=counting.begin
-        )
+
+        def begin() -> str:
+            self._check_model()
+            counting.begin()
+            return ""
+
+        purpose = "weights of an evaluation"
+        parts, _, weighting = self._opening.open(batch, None, is_step=False, purpose=purpose, begin=begin)
         own = weighting.of_rank(self._channels.everyone.rank)
         with self._stopping_peers("an evaluation"), self._writes.refused(), self._computation.autocast.left():
             losses = self._computation.evaluate(parts, own, weighting.joint, counting.see if counting else None)
@@ -476,7 +480,7 @@ class Engine(Generic[Model_co]):
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
             if needs_weights:
-                refuse_inside(self._averages, "sw.relayout" if doing == "a relayout" else doing)
+                refuse_inside(self._averages, doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
@@ -588,6 +592,7 @@ class Engine(Generic[Model_co]):
 
     def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
         """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
+        self._check_model()
         check_loss(loss)
         if self._contents.unfrozen:
             self._check_unfrozen()

@@ -212,11 +212,9 @@ class KeyedRandom:
         if not in_backward():
             return False
         engines = [hook.random() for hook in module._forward_pre_hooks.values() if isinstance(hook, StreamSplit)]
-        others = [each for each in engines if each is not None and each is not self]
-        is_unclear = any(each._active is not None for each in others) and all(
-            thread not in each._threads for each in others
-        )
-        if is_unclear and refuses:
+        # An engine without a stream computes nothing now.
+        others = [each for each in engines if each is not None and each is not self and each._active is not None]
+        if others and refuses and all(thread not in each._threads for each in others):
             raise ModelError(
                 f"a {type(module).__name__} that several engines of this process share is recomputed in a backward "
                 "that no engine began, in a thread of autograd. The engine of its random numbers is not known; give "

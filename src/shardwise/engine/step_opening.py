@@ -74,9 +74,7 @@ class StepOpening:
         buffers: FlatParams,
         autocast: AutocastRegions,
         counters: Counters,
-        check_model: Callable[[], None],
     ) -> None:
-        """check_model: raises for a model that this rank cannot train any more."""
         self.loss_weight = loss_weight
         """As `parallelize` was given it."""
         self._plan = plan
@@ -86,7 +84,6 @@ class StepOpening:
         self._buffers = buffers
         self._autocast = autocast
         self._counters = counters
-        self._check_model = check_model
         self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
         self._digests = BatchDigests()
         self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
@@ -99,24 +96,19 @@ class StepOpening:
         *,
         is_step: bool,
         purpose: str,
-        begin: Callable[[], None] | None = None,
-        choose: Callable[[], str] = lambda: "",
+        begin: Callable[[], str],
     ) -> OpenedBatch:
         """Split and weigh the batch; every rank raises the same error when one cannot.
 
         microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
-        begin: what else a rank does before, and may refuse.
-        choose: says in words what a step trains, equal on ranks that do the same; raises where this rank cannot.
+        begin: says in words what a step trains, equal on ranks that do the same; raises where this rank cannot.
         """
         self._counters.exchanges += 1
         lines: Sequence[str] = ()
         with agreed(
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
         ) as agreement:
-            self._check_model()
-            trained = choose()
-            if begin is not None:
-                begin()
+            trained = begin()
             batch = with_tensors(batch)
             given = given_microbatches(batch)
             if given is None:

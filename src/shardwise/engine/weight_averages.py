@@ -178,7 +178,7 @@ def check_in_place(averages: WeightAverages | None, world: Channel, check: Calla
         if averages is None:
             raise ModelError(
                 "engine.averaged() was called, and the plan keeps no average of the weights; give "
-                "Plan(average=sw.Average(decay=0.999)), [average] in TOML"
+                "Plan(average=sw.Average(decay=0.999)), average.decay in TOML"
             )
     assert averages is not None, "else it was refused"
     return averages
