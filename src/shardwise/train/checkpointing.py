@@ -65,8 +65,8 @@ class RunKeeper(Callback):
         self.report: SaveReport | None = None
         """Of the newest save that is committed."""
 
-    def on_begin(self, loop: TrainingLoop) -> None:
-        """Open the folder of the saves, on all ranks."""
+    def open(self) -> None:
+        """Open the folder of the saves, on all ranks: before callbacks whose files a refusal would leave."""
         config, channel, table = self._config, self._channel, self._config.checkpoint
         if table.every is None:
             return

@@ -8,7 +8,6 @@ import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,9 @@ class MetricsFile(Callback):
         """The updates before, and the evaluation before them, as far as the file has them."""
         self._path, self._lines = path, list(lines)
 
-    @cached_property
-    def _file(self) -> JsonLines:
-        # Opened by the first line: until then a run may be refused, and leaves no file.
-        return JsonLines(self._path, kept=self._lines)
+    def on_begin(self, loop: TrainingLoop) -> None:
+        """Open the file."""
+        self._file = JsonLines(self._path, kept=self._lines)
 
     def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Write a line, where no update comes with it."""
@@ -75,9 +73,8 @@ class MetricsFile(Callback):
         self._file.add(values)
 
     def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
-        """Close the file, if there was a line."""
-        if "_file" in vars(self):
-            self._file.close()
+        """Close the file."""
+        self._file.close()
 
 
 class TensorBoard(Callback):

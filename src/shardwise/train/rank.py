@@ -201,6 +201,8 @@ def _train(
         )
         if run.begin.step and not run.is_over:
             loop.say(*loop.load_state_dict(run.states))
+        if not run.is_over:
+            run.keeper.open()
         with loop:
             fit(
                 run.tracer or run.engine,
