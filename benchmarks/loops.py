@@ -106,7 +106,13 @@ def averages(channel: Channel, k: int) -> Sides:
     return stepping(engine_on(channel, k)), stepping(engine_on(channel, k, average=sw.Average(decay=0.999)))
 
 
+def nothing(channel: Channel, k: int) -> Sides:
+    """Two equal sides: how far turns differ without a cause."""
+    return stepping(engine_on(channel, k)), stepping(engine_on(channel, k))
+
+
 ROWS: dict[str, Callable[[Channel, int], Sides]] = {
+    "nothing: two equal sides": nothing,
     "list of microbatches": lists,
     "dict of 3 entries besides the loss": dicts,
     "evaluation with 3 metrics": metrics,
