@@ -29,7 +29,7 @@ TABLES: dict[str, type[Table]] = {
     "train": TrainTable,
     "checkpoint": CheckpointTable,
 }
-LAYOUT = "mesh|sharding|precision|pipeline|tensor|merge"
+LAYOUT = "mesh|sharding|precision|pipeline|tensor|merge|average|activations"
 
 SETTINGS = re.compile(
     rf"--[a-z]|shardwise (?:ckpt|train|verify)|\b(?:{LAYOUT})\.[a-z]\w*|"
