@@ -55,7 +55,7 @@ class ActorCritic(nn.Module):
 
 
 class Factors(nn.Module):
-    """A matrix as the product of two bare parameters, each of which is fitted in turn."""
+    """A matrix as the product of two bare parameters; each is fitted in turn."""
 
     groups: Mapping[str, Any] = {"left": "left", "right": "right"}
     stages: Mapping[str, int] = {"left": 0, "right": 1}

@@ -324,16 +324,21 @@ def test_weights_come_back_after_an_error_on_one_rank_or_on_all(plan: sw.Plan) -
     sw.simulate(plan.mesh.size, run)
 
 
+def after_three_steps(channel: sw.Channel, plan: sw.Plan) -> tuple[sw.Engine, Any, dict[sw.Piece, torch.Tensor]]:
+    """An engine, this rank's rows, and a copy of its state."""
+    engine, batch = engine_on(channel, plan), share_of(points(0, 6), channel.rank, channel.size)
+    for _ in range(3):
+        engine.step(batch)
+    return engine, batch, {piece: each.clone() for piece, each in engine.state().items()}
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_rank_whose_peers_are_gone_has_its_own_weights_again(stage: int) -> None:
     """The last rank leaves out an evaluation: no rank can talk any more."""
     plan = plan_of(stage, dp_shard=2, compute="bfloat16")
 
     def run(channel: sw.Channel) -> None:
-        engine, batch = engine_on(channel, plan), share_of(points(0, 6), channel.rank, channel.size)
-        for _ in range(3):
-            engine.step(batch)
-        before = {piece: each.clone() for piece, each in engine.state().items()}
+        engine, batch, before = after_three_steps(channel, plan)
 
         def fail() -> None:
             with engine.averaged():
@@ -353,10 +358,7 @@ def test_weights_are_back_where_the_averages_do_not_even_come_in(stage: int) -> 
     plan = plan_of(stage, dp_shard=2, compute="bfloat16")
 
     def run(channel: sw.Channel) -> None:
-        engine, batch = engine_on(channel, plan), share_of(points(0, 6), channel.rank, channel.size)
-        for _ in range(3):
-            engine.step(batch)
-        before = {piece: each.clone() for piece, each in engine.state().items()}
+        engine, batch, before = after_three_steps(channel, plan)
         if channel.rank:
             engine._buffers.publish = no_memory  # type: ignore[method-assign]
         with pytest.raises((MemoryError, PeerError)), engine.averaged():

@@ -305,7 +305,7 @@ def _reduced(states: Sequence[State], reduce: Callable[[Any], Any] | None, count
         flat = list(chain.from_iterable(states))
         return reduce(flat) if reduce is not None and flat else flat
     stacked = torch.stack([*states])
-    # A mean over updates, of which ranks may have made unlike numbers.
+    # A mean over updates; ranks may have made unlike numbers of them.
     if getattr(reduce, "__name__", "") == "dim_zero_mean" and len(set(counts)) > 1:
         weights = torch.tensor(counts, dtype=stacked.dtype, device=stacked.device)
         return torch.tensordot(weights / weights.sum(), stacked, dims=1)

@@ -63,7 +63,7 @@ def fit(
     """
 
     def evaluated() -> dict[str, float]:
-        # Before the first average there are only the weights of the beginning, of which each evaluation is the same: a
+        # Before the first average the averages are the first weights. Each evaluation of these gives the same, and a
         # callback would take that for a run that does not improve.
         with loop.engine.averaged() if train.evaluate_average and loop.engine.num_averaged else nullcontext():
             return evaluate(engine, held_out, metrics)

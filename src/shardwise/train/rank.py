@@ -253,7 +253,7 @@ def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, lis
     place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
     sample, train = sample_batch(data.data, place), config.train
-    # With metrics all rows are evaluated in one call, of which each batch is a microbatch.
+    # With metrics one call evaluates all rows; each batch is a microbatch of it.
     rows = train.microbatch * mesh.num_data_ranks if train.metrics else train.global_batch
     return data, build_model(config), sample, data.evaluation(place, rows)
 
