@@ -12,7 +12,9 @@ import argparse
 import gc
 import os
 import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -145,7 +147,7 @@ def main() -> None:
         text = [
             "# State on the host",
             "",
-            f"Made by `python -m benchmarks.offload --write` on {made}, torch",
+            f"Made by `{shlex.join(['python', '-m', 'benchmarks.offload', *sys.argv[1:]])}` on {made}, torch",
             f"{torch.__version__}. Times are medians over {arguments.rounds} rounds, ratios medians of those within a",
             "round. `fake` is the fake accelerator of the tests, with the kernels of the CPU. What the device and the",
             "host hold is that of the formula, with AdamW's moments.",
