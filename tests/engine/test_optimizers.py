@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.optimizers import can_skip_on_device, check_elementwise, skipping
+from shardwise.engine.optimizer_trials import check_elementwise
+from shardwise.engine.optimizers import can_skip_on_device, skipping
 from tests.engine.models import (
     curve,
     curve_batch,

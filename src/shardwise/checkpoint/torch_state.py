@@ -22,6 +22,7 @@ from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import named_by_wrappers, state_name
+from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -269,7 +270,7 @@ class _Trained:
         """The live tensor where it can take the entry, else a fresh one, cut like the parameter."""
         parameter, group = self.parameters[name]
         dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape
-        live = self.optimizer.state.get(parameter, {}).get(entry.key)
+        live = flat_state(self.optimizer.state.get(parameter, {})).get(entry.key)
         # Into the live tensor where that can be: a second copy of the state may be more memory than there is.
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
             return live

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.optimizers import KnownOptimizer, on_host, updates_apart
+from shardwise.engine.optimizer_trials import updates_apart
+from shardwise.engine.optimizers import KnownOptimizer, on_host
 from shardwise.engine.plain_calls import counts_steps
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet

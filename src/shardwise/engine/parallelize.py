@@ -43,15 +43,19 @@ from shardwise.engine.inventory import (
 )
 from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.norm_parts import clipped_parts
+from shardwise.engine.optimizer_trials import (
+    check_apart,
+    check_elementwise,
+    check_silent,
+    find_whole_keys,
+    made_by_steps,
+)
 from shardwise.engine.optimizers import (
     KnownOptimizer,
     OptimizerSource,
     build,
-    check_apart,
     check_coverage,
-    check_elementwise,
     describe_settings,
-    find_whole_keys,
     know,
     on_host,
     swap,
@@ -222,12 +226,16 @@ def _inspect(
     # would train, and badly.
     home, at_home = _home(plan, channel.device, optimizers)
     with at_home:
+        if channel.size > 1:
+            check_silent(optimizers, home)
         if plan.mesh.tp > 1:
             check_elementwise(optimizers, home, instead="Leave mesh.tp at 1")
         elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
             check_elementwise(optimizers, home)
         elif _num_owners(plan) > 1:
             check_apart(optimizers, home)
+        elif plan.mesh.pp > 1:  # stages have parameters of their own
+            check_apart(optimizers, home, instead="Leave mesh.pp at 1")
     named = groups_in(groups, inventory.specs)
     if isinstance(plan.clip_grad_norm, Mapping):
         clipped_parts(plan.clip_grad_norm, named, inventory.specs)
@@ -531,6 +539,7 @@ def _keep_own(
     home, at_home = _home(plan, device, inspected.optimizers)
     with at_home:
         whole_keys = [find_whole_keys(each, home) if is_partial else frozenset() for each in inspected.optimizers]
+        made = [made_by_steps(each, home) for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
@@ -549,7 +558,7 @@ def _keep_own(
         device,
         but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
-    optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
+    optimizers = know(inspected.optimizers, inventory, whole_keys, made)  # while they still have all parameters
     buffers = make_params(
         layout,
         owned,

@@ -40,6 +40,7 @@ from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.names import AVERAGE, MASTER, named_by_wrappers, split_state_name, state_name
+from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -322,7 +323,7 @@ class EngineRestoration:
     def _want_state(self, known: KnownOptimizer, group: Mapping[str, Any], owned: Owned) -> None:
         """Make room for the state of a parameter."""
         name = owned.segment.name
-        live = known.optimizer.state.get(owned.parameter, {})
+        live = flat_state(known.optimizer.state.get(owned.parameter, {}))
         self._taken[name] = {}
         for entry in self._plan.entries.get(name, ()):
             tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)

@@ -38,6 +38,7 @@ from shardwise.engine.wrapping import is_ours
 from shardwise.errors import CheckpointError, MismatchError, ModelError
 from shardwise.moving import reshard
 from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
+from shardwise.plan.nested_state import flat_state, nested_state
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
 from shardwise.space import Piece
 
@@ -138,7 +139,7 @@ def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mappin
             python = settings["plain"].get(split[1])
             is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
             found[split[0]][split[1]] = tensor.item() if is_python else tensor
-    states = {name: state for name, state in found.items() if state}
+    states = {name: nested_state(state) for name, state in found.items() if state}
     for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
@@ -276,7 +277,9 @@ class _WholeOptimizers:
         found: list[Any] = []
         for known in self._known:
             found += [id(known.optimizer.state), known.named().to_json()]
-            found += [_version_of(each) for state in known.optimizer.state.values() for each in state.values()]
+            found += [
+                _version_of(each) for state in known.optimizer.state.values() for each in flat_state(state).values()
+            ]
         return found
 
 
