@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.tensor.tensor_decision import portion_of
+from shardwise.engine.update_work import counted_work
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
@@ -116,25 +118,40 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | complex | str | None) else type(value).__name__
 
 
-def check_elementwise(
+def work_of_wholes(
     optimizers: Sequence[torch.optim.Optimizer],
+    inventory: Inventory,
     device: torch.device,
     *,
-    instead: str = 'Use sw.Sharding(partition="whole") (sharding.partition), which gives whole parameters to owners',
-) -> None:
-    """Raise OptimizerError for an optimizer that cannot update slices; `instead`: what to do then.
+    instead: str = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything",
+) -> dict[str, int]:
+    """Of each parameter that its optimizer must see whole: the work of one update, in operations.
+
+    instead: what to do with an optimizer that no rank can update a part of. Raises OptimizerError for one.
+    """
+    spec_of = {spec.name: spec for spec in inventory.specs}
+    work: dict[str, int] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if is_elementwise(optimizer, group, device, instead=instead):
+                continue
+            _check_apart(optimizer, group, device, instead)
+            counted: dict[tuple[int, ...], int] = {}
+            for name in dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]):
+                shape = spec_of[name].global_shape
+                if shape not in counted:
+                    counted[shape] = counted_work(shape, partial(_update_alone, optimizer, group))
+                work[name] = counted[shape]
+    return work
+
+
+def is_elementwise(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, *, instead: str = ""
+) -> bool:
+    """Whether parts of parameters can be updated, each alone. Raises OptimizerError where an update depends on others.
 
     Found by trial on a small matrix: two optimizers that update a half each, as ranks do, must do what one does.
     """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if reason := _why_not_elementwise(optimizer, group, device, instead):
-                raise OptimizerError(f"{type(optimizer).__name__} cannot update slices of parameters: {reason}")
-
-
-def _why_not_elementwise(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str
-) -> str:
     generator = torch.Generator().manual_seed(0)
     # The parameter and its gradients. In float64, so that updates of any size differ from rounding.
     matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
@@ -148,36 +165,54 @@ def _why_not_elementwise(
             whole = _trial(optimizer, group, [matrix], device)
             together = _trial(optimizer, group, [first, second], device)
             apart = torch.cat([_trial(optimizer, group, [half], device) for half in (first, second)])
-        except Exception as error:  # whatever an unknown optimizer raises is its reason
-            return f"tried on a 4 x 6 matrix and on its halves, it raised {in_words(error)}. {instead}"
+        except Exception:  # whatever an unknown optimizer raises: it wants other shapes than halves have
+            return False
     if not _same(whole, together):
-        return f"a 4 x 6 matrix updated whole and updated as two halves gave different values. {instead}"
+        return False
     if not _same(together, apart):
-        return (
-            "its update of one half depends on the other, and each rank holds only its part. Use "
-            "sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
-        )
-    return ""
+        raise _refusal_of_coupled(optimizer, instead)
+    return True
 
 
-def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+def elementwise_groups(
+    optimizer: torch.optim.Optimizer, inventory: Inventory, work: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The groups whose parameters may be updated in parts; `work`: of those that may not."""
+    return [
+        group
+        for group in optimizer.param_groups
+        if not any(inventory.name_of[parameter] in work for parameter in group["params"])
+    ]
+
+
+def _check_apart(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str
+) -> None:
     """Raise OptimizerError for an optimizer whose update of one parameter depends on the others."""
     generator = torch.Generator().manual_seed(0)
     # Owners of whole parameters update them one by one, so matrices are tried together and each alone.
     matrices = [list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator)) for _ in range(2)]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            with random_numbers_kept(device):
-                try:
-                    together = _trial(optimizer, group, matrices, device)
-                    apart = torch.cat([_trial(optimizer, group, [each], device) for each in matrices])
-                except Exception:  # it wants other shapes than these: nothing can be concluded
-                    continue
-            if not _same(together, apart):
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} cannot update parameters one by one: its update of one depends on "
-                    "the others. Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
-                )
+    with random_numbers_kept(device):
+        try:
+            together = _trial(optimizer, group, matrices, device)
+            apart = torch.cat([_trial(optimizer, group, [each], device) for each in matrices])
+        except Exception:  # it wants other shapes than these: nothing can be concluded
+            return
+    if not _same(together, apart):
+        raise _refusal_of_coupled(optimizer, instead)
+
+
+def _refusal_of_coupled(optimizer: torch.optim.Optimizer, instead: str) -> OptimizerError:
+    return OptimizerError(
+        f"{type(optimizer).__name__} cannot update parameters one by one: its update of one depends on the others, and "
+        f"each rank holds only some. {instead}"
+    )
+
+
+def _update_alone(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], stretch: Sequence[torch.Tensor]
+) -> torch.optim.Optimizer:
+    return _run_double(optimizer, group, [stretch], stretch[0].device)
 
 
 def updates_apart(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -248,8 +283,10 @@ def _kept_apart_from_parameters(optimizer: torch.optim.Optimizer) -> str:
     return words([settings, attributes])
 
 
-def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
-    """Keys of the state that an elementwise optimizer holds once per parameter, not once per element.
+def find_whole_keys(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
+) -> frozenset[str]:
+    """Keys of the state that elementwise groups have once per parameter, not once per element.
 
     A slice of one element does not show the difference, so a trial on twelve does.
     """
@@ -257,7 +294,7 @@ def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> f
     stretch = list(torch.randn(3, 12, dtype=torch.float64, generator=generator))
     keys: frozenset[str] = frozenset()
     with random_numbers_kept(device):
-        for group in optimizer.param_groups:
+        for group in groups:
             keys |= keys_not_along(_run_double(optimizer, group, [stretch], device).state)
     return keys
 
