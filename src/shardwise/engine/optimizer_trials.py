@@ -3,10 +3,10 @@
 No optimizer is known by its name, and nothing in one says whether its update of an element looks at others. A wrong
 guess would train, and badly. So what a plan needs is tried:
 
-    the plan cuts            tried                                          must do the same
-    into slices              a 4 x 6 matrix, and the group's own shapes     as its two halves in one step
-                             two halves                                     each half alone
-    into whole parameters    two matrices                                   each matrix alone
+    the plan                   tried                                        must do the same
+    cuts parameters            a 4 x 6 matrix, and shapes of the group      as its two halves in one step
+                               two halves                                   each half alone
+    gives them to owners       two matrices                                 each matrix alone
 
     steps    1 .. 12             with gradients of several sizes: some optimizers begin late, or clip what is large
              5040000 - 1 .. + 1  after that every count that the double keeps is set here: past any delay, and at a
@@ -14,9 +14,10 @@ guess would train, and badly. So what a plan needs is tried:
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, product
 from math import prod
 from typing import Any
@@ -26,9 +27,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept
+from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizers import keys_not_along, reachable
-from shardwise.errors import OptimizerError, in_words
+from shardwise.engine.update_work import counted_work
+from shardwise.errors import OptimizerError
 from shardwise.plan.nested_state import flat_state, nested_state
+
+STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
+"""What to do with an optimizer that no rank can update a part of."""
 
 _SMALL = (4, 6)
 _LATE = 5_040_000
@@ -53,16 +59,24 @@ class _Case:
     device: torch.device
 
 
-def _cases(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[_Case]:
-    for group in optimizer.param_groups:
+def _cases(
+    optimizer: torch.optim.Optimizer, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
+) -> list[_Case]:
+    """All ways of an optimizer, or of some of its groups."""
+    cases: list[_Case] = []
+    for group in optimizer.param_groups if groups is None else groups:
         # Some note in the state of a parameter how they update it, before the first step.
         states: dict[Any, Mapping[str, Any]] = {}
         for parameter in group["params"]:
             if state := optimizer.state.get(parameter):
-                flags = tuple(each for each in state.values() if type(each) in (bool, str))
-                states.setdefault((tuple(state), flags), state)
-        for state in states.values() or [{}]:
-            yield _Case(optimizer=optimizer, group=group, state=state, device=device)
+                states.setdefault(_kind_of(state), state)
+        every: Sequence[Mapping[str, Any]] = [*states.values()] or [{}]
+        cases += [_Case(optimizer=optimizer, group=group, state=state, device=device) for state in every]
+    return cases
+
+
+def _kind_of(state: Mapping[str, Any]) -> object:
+    return tuple(state), tuple(each for each in state.values() if type(each) in (bool, str))
 
 
 def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
@@ -78,32 +92,79 @@ def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.devi
                         watch.collective = watch.collective or "torch.distributed"
             if watch.collective:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} talks to other ranks in its step ({watch.collective}). Use its class "
-                    'for one process: sw.Sharding(partition="whole") (sharding.partition) gives each matrix to one '
-                    "owner, and its update to all"
+                    f"{type(optimizer).__name__} talks to other ranks in its step ({watch.collective}), and shardwise "
+                    "does that. Use its class for one process: each matrix is then updated on one rank, for all"
                 )
 
 
-def check_elementwise(
+def work_of_wholes(
     optimizers: Sequence[torch.optim.Optimizer],
+    inventory: Inventory,
     device: torch.device,
     *,
-    instead: str = 'Use sw.Sharding(partition="whole") (sharding.partition), which gives whole parameters to owners',
-) -> None:
-    """Raise OptimizerError for an optimizer that cannot update slices; `instead`: what to do then."""
+    instead: str = STAGE_0,
+) -> dict[str, int]:
+    """Of each parameter that its optimizer must see whole: the work of one update, in operations.
+
+    instead: what to do with an optimizer that no rank can update a part of. Raises OptimizerError for one.
+    """
+    spec_of = {spec.name: spec for spec in inventory.specs}
+    work: dict[str, int] = {}
     for optimizer in optimizers:
-        for case in _cases(optimizer, device):
-            with random_numbers_kept(device):
-                reason = _why_not_elementwise(case, instead)
-            if reason:
-                raise OptimizerError(f"{type(optimizer).__name__} cannot update slices of parameters: {reason}")
+        for group in optimizer.param_groups:
+            if is_elementwise(optimizer, group, device, instead=instead):
+                continue
+            check_apart([optimizer], device, groups=[group], instead=instead)
+            cases = {_kind_of(case.state): case for case in _cases(optimizer, device, [group])}
+            counted: dict[object, int] = {}
+            for parameter in group["params"]:
+                name = inventory.name_of[parameter]
+                shape, kind = spec_of[name].global_shape, _kind_of(optimizer.state.get(parameter, {}))
+                if (shape, kind) not in counted:
+                    case = cases.get(kind, next(iter(cases.values())))
+                    with random_numbers_kept(device):
+                        counted[shape, kind] = counted_work(shape, partial(_update_alone, case))
+                work[name] = counted[shape, kind]
+    return work
 
 
-def _why_not_elementwise(case: _Case, instead: str) -> str:
+def _update_alone(case: _Case, stretch: Sequence[torch.Tensor]) -> None:
+    _run(replace(case, device=stretch[0].device), [stretch], num_steps=len(stretch) - 1, late=False)
+
+
+def elementwise_groups(
+    optimizer: torch.optim.Optimizer, inventory: Inventory, work: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """The groups whose parameters may be updated in parts; `work`: of those that may not."""
+    return [
+        group
+        for group in optimizer.param_groups
+        if not any(inventory.name_of[parameter] in work for parameter in group["params"])
+    ]
+
+
+def is_elementwise(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, *, instead: str = ""
+) -> bool:
+    """Whether parts of parameters can be updated, each alone. Raises OptimizerError where an update depends on others.
+
+    instead: what to do then.
+    """
+    for case in _cases(optimizer, device, [group]):
+        with random_numbers_kept(device):
+            verdict = _is_elementwise(case)
+        if verdict is None:
+            raise _refusal_of_coupled(optimizer, instead)
+        if not verdict:
+            return False
+    return True
+
+
+def _is_elementwise(case: _Case) -> bool | None:
+    """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
     shapes = _own_shapes(case)
     trials = [(_SMALL, 12, False), (_SMALL, 12, True), *((shape, 3, False) for shape in map(_reduced, shapes))]
     for shape, num_steps, steady in dict.fromkeys(trials):
-        what = f"a {' x '.join(map(str, shape))} {'matrix' if len(shape) > 1 else 'vector'}"
         matrix = _tensors(shape, num_steps, steady=steady)
         # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away.
         half = prod(shape) // 2
@@ -113,45 +174,47 @@ def _why_not_elementwise(case: _Case, instead: str) -> str:
         parts = [[first], [second]] if shape == _SMALL else []
         try:
             whole, together, *alone = _alike_runs(case, [[matrix], [first, second], *parts], num_steps)
-        except Exception as error:  # whatever an unknown optimizer raises is its reason
-            return f"tried on {what} and on its halves, it raised {in_words(error)}. {instead}"
+        except Exception:  # whatever an unknown optimizer raises: it wants other shapes than halves have
+            return False
         if not _same(whole, together):
-            return f"{what} updated whole and updated as two halves gave different values. {instead}"
+            return False
         if alone and not _same(together, [torch.cat(pair) for pair in zip(*alone, strict=True)]):
-            return (
-                "its update of one half depends on the other, and each rank holds only its part. Use "
-                "sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
-            )
-    for shape in shapes:
-        if shape != (reduced := _reduced(shape)) and _operations(case, shape) != _operations(case, reduced):
-            return (
-                f"it updates a parameter of shape {list(shape)} by other operations than one of shape {list(reduced)}, "
-                f"and a slice may have any size. {instead}"
-            )
-    return ""
+            return None
+    # What is larger than a trial with numbers is updated by the same operations.
+    return all(
+        _operations(case, shape) == _operations(case, _reduced(shape)) for shape in shapes if shape != _reduced(shape)
+    )
 
 
 def check_apart(
     optimizers: Sequence[torch.optim.Optimizer],
     device: torch.device,
     *,
-    instead: str = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything",
+    instead: str,
+    groups: Sequence[dict[str, Any]] | None = None,
 ) -> None:
-    """Raise OptimizerError for an optimizer whose update of one parameter depends on the others."""
+    """Raise OptimizerError for an optimizer whose update of one parameter depends on the others.
+
+    instead: what to do then. groups: those that are tried; None: all.
+    """
     # Owners of whole parameters update them one by one, so matrices are tried together and each alone.
     pairs = [[_tensors(_SMALL, 12, seed=seed, steady=steady) for seed in range(2)] for steady in (False, True)]
     for optimizer in optimizers:
-        for case, (one, other) in product(_cases(optimizer, device), pairs):
+        for case, (one, other) in product(_cases(optimizer, device, groups), pairs):
             with random_numbers_kept(device):
                 try:
                     together, *alone = _alike_runs(case, [[one, other], [one], [other]], 12)
                 except Exception:  # it wants other shapes than these: nothing can be concluded
                     continue
             if not _same(together, [torch.cat(pair) for pair in zip(*alone, strict=True)]):
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} cannot update parameters one by one: its update of one depends on "
-                    f"the others. {instead}"
-                )
+                raise _refusal_of_coupled(optimizer, instead)
+
+
+def _refusal_of_coupled(optimizer: torch.optim.Optimizer, instead: str) -> OptimizerError:
+    return OptimizerError(
+        f"{type(optimizer).__name__} cannot update parameters one by one: its update of one depends on the others, and "
+        f"each rank holds only some. {instead}"
+    )
 
 
 def updates_apart(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -220,14 +283,16 @@ def _kept_apart_from_parameters(optimizer: torch.optim.Optimizer) -> str:
     return words([settings, attributes])
 
 
-def find_whole_keys(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
-    """Keys of the state that an elementwise optimizer holds once per parameter, not once per element.
+def find_whole_keys(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
+) -> frozenset[str]:
+    """Keys of the state that elementwise groups have once per parameter, not once per element.
 
     A slice of one element does not show the difference, so a trial on twelve does.
     """
     keys: frozenset[str] = frozenset()
     with random_numbers_kept(device):
-        for case in _cases(optimizer, device):
+        for case in _cases(optimizer, device, groups):
             keys |= keys_not_along(_run(case, [_tensors((12,), 2)], num_steps=2, late=False)[0].state)
     return keys
 
@@ -244,7 +309,7 @@ def made_by_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> fro
             # What a step makes it makes again; what the user gave is missed, or stays away.
             for left_out in (None, *(case.group.keys() - given)):
                 group = {key: value for key, value in case.group.items() if key != left_out}
-                without = _Case(optimizer=optimizer, group=group, state=case.state, device=device)
+                without = replace(case, group=group)
                 try:
                     double, _ = _run(without, [_tensors(_SMALL, 1)], num_steps=1, late=False)
                 except Exception:  # it needs the setting, or other shapes
@@ -461,7 +526,7 @@ class _Operations(TorchDispatchMode):
 
 def _operations(case: _Case, shape: tuple[int, ...]) -> list[str]:
     """The operations by which a double updates a parameter of this shape, without numbers."""
-    on_meta = _Case(optimizer=case.optimizer, group=case.group, state=case.state, device=torch.device("meta"))
+    on_meta = replace(case, device=torch.device("meta"))
     watch = _Operations()
     nothing = torch.empty((), device="meta").expand(shape)
     with watch:

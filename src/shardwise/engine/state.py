@@ -100,14 +100,15 @@ def state_of(
     state = state_of_model(inventory, model, buffers)
     if averages is not None and averages.are_in:
         return state
-    owned_of = {owned.segment.name: owned for owned in buffers.owned}
+    updated = {each.segment.name: each for each in buffers.updated}
     spec_of = {spec.name: spec for spec in inventory.specs}
+    updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
     for known in optimizers:
         for name, key, tensor in known.entries(buffers.name_of()):
-            owned = owned_of[name]
+            owned = updated[name]
             # The shape alone is not enough: the `step` of a scalar parameter has the shape of the parameter.
             if tensor.shape == owned.parameter.shape and key not in known.whole_keys:
-                state |= placed(state_name(name, key), tensor, spec_of[name], owned.segment)
+                state |= placed(state_name(name, key), tensor, updated_spec_of[name], owned.segment)
             else:
                 state |= whole(state_name(name, key), tensor)
     for segment, tensor in averages.parts() if averages is not None else ():
@@ -208,6 +209,7 @@ class EngineRestoration:
         self._origin = origin
         self._found_origin = origin_after(origin, settings)
         self._spec_of = {spec.name: spec for spec in inventory.specs}
+        self._updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
         self._buffers = buffers
         self._ties = ties
         self._computation = computation
@@ -328,7 +330,7 @@ class EngineRestoration:
         for entry in self._plan.entries.get(name, ()):
             tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)
             if entry.along:
-                self.wanted |= placed(entry.whole.name, tensor, self._spec_of[name], owned.segment)
+                self.wanted |= placed(entry.whole.name, tensor, self._updated_spec_of[name], owned.segment)
             else:
                 self.wanted |= whole(entry.whole.name, tensor)
             self._taken[name][entry.key] = tensor
@@ -354,7 +356,7 @@ def _trained(
 ) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
     """Everything that is trained here, with its optimizer and group."""
     # By the master object: groups of an optimizer hold masters, since `swap`.
-    owned_of = {owned.parameter: owned for owned in buffers.owned}
+    owned_of = {owned.parameter: owned for owned in buffers.updated}
     for known in optimizers:
         for group in known.optimizer.param_groups:
             for parameter in group["params"]:
