@@ -150,7 +150,8 @@ class Soap(torch.optim.Optimizer):
                     ] or [[]]
                     self._gather(state, gradient)
                     if sizes:  # vectors have none
-                        state["Q"] = [torch.linalg.eigh(each)[1] if len(each) else [] for each in state["GG"]]
+                        # In the order of rows, as a save keeps it: products of other strides may be rounded otherwise.
+                        state["Q"] = [torch.linalg.eigh(each)[1].contiguous() if len(each) else [] for each in state["GG"]]
                     continue
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 0.1)
@@ -161,7 +162,7 @@ class Soap(torch.optim.Optimizer):
                 self._gather(state, gradient)
                 if state["Q"] is not None and state["step"] % state["every"] == 0:
                     state["Q"] = [
-                        torch.linalg.qr(each @ basis)[0] if len(each) else []
+                        torch.linalg.qr(each @ basis)[0].contiguous() if len(each) else []
                         for each, basis in zip(state["GG"], state["Q"], strict=True)
                     ]
 
@@ -239,7 +240,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def batch_of(seed: int, rows: int = 12) -> dict[str, torch.Tensor]:
+def batch_of(seed: int, rows: int = 14) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(rows, *size, generator=generator) for name, size in (("x", (1, 4, 5)), ("y", (5,)))}
 
@@ -268,7 +269,7 @@ def engine_of(channel: sw.Channel, plan: sw.Plan, make: Make) -> sw.Engine:
 def stepped(engine: sw.Engine, channel: sw.Channel, seed: int) -> float:
     """One update on this rank's share of a batch."""
     mesh = engine.plan.mesh
-    share = {name: each.chunk(mesh.num_data_ranks)[mesh.data_rank(channel.rank)] for name, each in batch_of(seed).items()}
+    share = {name: each.tensor_split(mesh.num_data_ranks)[mesh.data_rank(channel.rank)] for name, each in batch_of(seed).items()}
     return engine.step(share).loss
 
 
