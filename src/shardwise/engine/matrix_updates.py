@@ -55,8 +55,8 @@ class MatrixUpdates:
         self._parts = {each.segment.name: each for each in buffers.owned if each.segment.name in homes}
         """What is here of each matrix: its master in the flat buffer."""
         bucket_of = {slot.name: at for at, each in enumerate(buffers.buckets) for slot in each.plan.slots}
-        order = sorted(bucket_of, key=lambda name: buffers.buckets[bucket_of[name]].plan.num_elements)
-        self._rounds = rounds_of(homes, order, buffers.owner)
+        # About the order of the buckets, which may be others on ranks with larger parts.
+        self._rounds = rounds_of(homes, [spec.name for spec in reversed(inventory.specs)], buffers.owner)
         self._round_of = {name: at for at, names in enumerate(self._rounds) for name in names}
         self.last_rounds: dict[int, int] = {}
         """For each bucket with such matrices how many rounds end before all of its masters have their new values."""

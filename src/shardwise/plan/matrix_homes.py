@@ -88,7 +88,7 @@ def share_out(
 def rounds_of(homes: Mapping[str, Home], order: Sequence[str], owner: int) -> tuple[tuple[str, ...], ...]:
     """The matrices of an owner in rounds, in which each of its ranks updates a few of its own.
 
-    order: all names, in the order in which their new values are given to other ranks.
+    order: all names, the same on all of these ranks.
     """
     waiting: dict[int, list[str]] = {}
     for name in order:
