@@ -127,7 +127,7 @@ class Shampoo(torch.optim.Optimizer):
 
 
 class Soap(torch.optim.Optimizer):
-    """SOAP (Vyas et al., 2024, arXiv:2409.11321): its first step only begins, and it keeps bases, or [] of long dims."""
+    """SOAP (Vyas et al., 2024, arXiv:2409.11321): the first step only begins; bases are kept, or [] for long dims."""
 
     def __init__(self, params: Any, lr: float, every: int = 2, longest: int = 20) -> None:
         super().__init__(params, {"lr": lr, "every": every, "longest": longest})
@@ -151,7 +151,9 @@ class Soap(torch.optim.Optimizer):
                     self._gather(state, gradient)
                     if sizes:  # vectors have none
                         # In the order of rows, as a save keeps it: products of other strides may be rounded otherwise.
-                        state["Q"] = [torch.linalg.eigh(each)[1].contiguous() if len(each) else [] for each in state["GG"]]
+                        state["Q"] = [
+                            torch.linalg.eigh(each)[1].contiguous() if len(each) else [] for each in state["GG"]
+                        ]
                     continue
                 state["step"] += 1
                 state["exp_avg"].lerp_(gradient, 0.1)
@@ -269,7 +271,10 @@ def engine_of(channel: sw.Channel, plan: sw.Plan, make: Make) -> sw.Engine:
 def stepped(engine: sw.Engine, channel: sw.Channel, seed: int) -> float:
     """One update on this rank's share of a batch."""
     mesh = engine.plan.mesh
-    share = {name: each.tensor_split(mesh.num_data_ranks)[mesh.data_rank(channel.rank)] for name, each in batch_of(seed).items()}
+    share = {
+        name: each.tensor_split(mesh.num_data_ranks)[mesh.data_rank(channel.rank)]
+        for name, each in batch_of(seed).items()
+    }
     return engine.step(share).loss
 
 
@@ -312,7 +317,7 @@ class Plain:
 
 
 def assert_is_plain(ranks: Sequence[Seen], plain: Plain) -> None:
-    """Masters and states of all ranks after each step have the bits of the plain optimizer's, and there are no others."""
+    """Masters and states of all ranks have the bits of the plain optimizer's after each step; there are no others."""
     for step in range(len(ranks[0])):
         plain.step(assembled(rank[step][0] for rank in ranks))
         state = assembled(rank[step][1] for rank in ranks)

@@ -368,9 +368,7 @@ def test_bytes_are_those_that_the_formulas_say(monkeypatch: pytest.MonkeyPatch) 
     def run(channel: sw.Channel) -> tuple[int, int]:
         model = gated()
         recorded = sw.Recorded(channel)
-        engine = sw.parallelize(
-            model, plan_of("tp=2"), optimizer=muon_and_adamw(model), loss=loss_of, channel=recorded
-        )
+        engine = sw.parallelize(model, plan_of("tp=2"), optimizer=muon_and_adamw(model), loss=loss_of, channel=recorded)
         engine.step(batch_of(0))
         state = [each for optimizer in engine.optimizers for each in optimizer.param_groups[0]["params"]]
         assert sum(each.numel() for each in state) == engine.footprint().owned_elements

@@ -296,6 +296,7 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
         }
         not_along = keys_not_along(state, whole_shapes)
         optimizer.state.clear()
+        optimizer.state.update(of_no_parameter(state))
         for group in optimizer.param_groups:
             # By name: objects of one tie that are both in the group are one master.
             names = list(dict.fromkeys(inventory.name_of[parameter] for parameter in group["params"]))
@@ -310,6 +311,11 @@ def swap(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory, owne
                     optimizer.state[owned_of[name].parameter] = _cut(
                         old[name], not_along, owned_of[name], spec_of[name]
                     )
+
+
+def of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What some optimizers keep in their state for all parameters, by a key of their choice."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def keys_not_along(

@@ -69,22 +69,14 @@ def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, value in flat.items():
-        if not any(mark in key for mark in "[({=%"):
-            found[key] = value
-            continue
-        steps = list(_steps(key))
+        steps = list(_steps(key)) if any(mark in key for mark in "[({=%") else [("", key)]
         held: Any = found
-        for step, following in zip(steps, [*steps[1:], None], strict=True):
-            if step[0] == "=":
+        for (mark, place), (following, inside) in zip(steps, [*steps[1:], ("", value)], strict=True):
+            if mark == "=":
                 break
-            if following is None:
-                inner: Any = value
-            elif following[0] == "=":
-                inner = following[1]
-            else:
-                inner = _Container(following[0])
-            old = held.setdefault(step[1], inner)
-            if isinstance(inner, _Container) and (not isinstance(old, _Container) or old.opening != inner.opening):
+            inner = inside if following in ("", "=") else _Container(following)
+            old = held.setdefault(place, inner)
+            if old is not inner and getattr(old, "opening", "") != getattr(inner, "opening", None):
                 raise CheckpointError(f"the optimizer's state {key!r} does not fit the other keys of its parameter")
             held = old
     return {key: _made(key, value) for key, value in found.items()}

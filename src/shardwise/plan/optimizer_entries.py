@@ -65,8 +65,8 @@ def python_type(parameter: str, key: str, value: object) -> str:
     # By the type's name: a bool is an int for isinstance, and comes back as what it was.
     if name not in PYTHON_DTYPES or (name == "int" and not -(1 << 63) <= value < 1 << 63):  # type: ignore[operator]
         raise OptimizerError(
-            f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps tensors, "
-            "bool, int64, float, str and None, and lists, tuples and dicts of them"
+            f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps "
+            "tensors, bool, int64, float, str, None, and lists, tuples and dicts of them"
         )
     return name
 
