@@ -100,6 +100,7 @@ class Shampoo(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
+            self.state["of all"] = {"steps": group["step"]}  # type: ignore[index]
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
                     continue

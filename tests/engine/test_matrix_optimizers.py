@@ -192,6 +192,8 @@ def test_the_state_goes_into_the_plain_optimizer_and_comes_from_it(name: str, la
     _, (_, state), (one, other) = ranks[0]
     assert alike(state["state"], plain.optimizer.state_dict()["state"])
     assert alike(list(one), list(other))
+    if name == "shampoo":
+        assert state["state"]["of all"] == {"steps": 3}
     fresh = make(sights())
     fresh.load_state_dict(state)
     assert alike(fresh.state_dict()["state"], state["state"])

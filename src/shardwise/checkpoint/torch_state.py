@@ -39,7 +39,9 @@ from shardwise.plan.saved_settings import (
     OptimizerGroup,
     origin_after,
     settings_of_model,
+    shared_to_json,
     take_over,
+    take_over_shared,
 )
 from shardwise.space import Piece
 
@@ -146,9 +148,11 @@ class TorchRestoration:
         # In place, for the dict is the TorchState's: its next save says by which rewrite the values were made.
         self._origin.clear()
         self._origin.update(self._found_origin)
-        for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
+        over = self._plan.over
+        for each, taken, shared in zip(self._trained, over.settings, over.shared, strict=True):
             for group, settings in zip(each.optimizer.param_groups, taken, strict=True):
                 take_over(group, settings)
+            take_over_shared(each.optimizer.state, shared)
             for name, (parameter, _) in each.parameters.items():
                 if not self._plan.replaces_state_of(name):
                     continue
@@ -243,6 +247,7 @@ class _Trained:
             groups=tuple(OptimizerGroup(parameters=names, settings=group) for names, group in groups),
             plain=plain or {},
             none=none,
+            shared=shared_to_json(type(self.optimizer).__name__, self.optimizer.state),
         )
 
     def named_with_state(self) -> NamedOptimizer:

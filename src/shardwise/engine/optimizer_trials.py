@@ -511,7 +511,7 @@ class _Operations(TorchDispatchMode):
     """Notes the operations of torch, and ends at the first that sends something to other ranks."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.collective = ""
 

@@ -25,7 +25,7 @@ from shardwise.errors import OptimizerError, few_of, in_words
 from shardwise.plan import Parameter
 from shardwise.plan.nested_state import flat_state, nested_state
 from shardwise.plan.optimizer_entries import NEVER_ALONG, python_type, python_types, values_of
-from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup
+from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, OptimizerGroup, shared_to_json
 
 OptimizerFunction: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 """f(the model's parameters, in their own shapes) -> an optimizer over them, or several; also an optimizer's class."""
@@ -154,6 +154,7 @@ class KnownOptimizer:
                 for names, group in zip(self.parameters, groups, strict=True)
             ),
             made=self.made,
+            shared=shared_to_json(type(self.optimizer).__name__, self.optimizer.state),
         )
 
     def named_with_state(self, name_of: Mapping[torch.Tensor, str]) -> NamedOptimizer:

@@ -48,7 +48,7 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over
+from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over, take_over_shared
 from shardwise.space import Box, Piece
 
 
@@ -270,9 +270,11 @@ class EngineRestoration:
     def finish(self) -> None:
         """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
         with self._stopping_peers(), torch.no_grad():
-            for known, taken in zip(self._optimizers, self._plan.over.settings, strict=True):
+            over = self._plan.over
+            for known, taken, shared in zip(self._optimizers, over.settings, over.shared, strict=True):
                 for group, settings in zip(known.optimizer.param_groups, taken, strict=True):
                     take_over(group, settings)
+                take_over_shared(known.optimizer.state, shared)
             for known, _, owned in self._trained:
                 if not self._plan.replaces_state_of(owned.segment.name):
                     continue

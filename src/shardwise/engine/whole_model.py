@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import named_places, with_values
-from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.state import EngineRestoration, HandOver, whole
@@ -250,7 +250,8 @@ class _WholeOptimizers:
                 | ({"param_names": list(names)} if "param_names" in group else {})
                 for group, names in zip(held.param_groups, known.given, strict=True)
             ]
-            held.state = defaultdict(dict, {self._parameters[name]: each for name, each in state.items()})
+            whole_state = {self._parameters[name]: each for name, each in state.items()}
+            held.state = defaultdict(dict, of_no_parameter(held.state) | whole_state)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -281,6 +282,10 @@ class _WholeOptimizers:
                 _version_of(each) for state in known.optimizer.state.values() for each in flat_state(state).values()
             ]
         return found
+
+
+def _of_parameters(known: KnownOptimizer) -> Iterator[Mapping[str, Any]]:
+    return (state for parameter, state in known.optimizer.state.items() if isinstance(parameter, torch.Tensor))
 
 
 def _version_of(value: object) -> object:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from shardwise.errors import CheckpointError
 
-_OPENING = {list: "[", tuple: "(", dict: "{"}
+_OPENING: dict[Any, str] = {list: "[", tuple: "(", dict: "{"}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _MADE = {"[": list, "(": tuple}
 _EMPTY: dict[str, Any] = {"[]": list, "()": tuple, "{}": dict}

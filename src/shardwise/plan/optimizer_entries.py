@@ -41,11 +41,11 @@ def values_of(
     """
     for parameter, entries in state.items():
         if (name := name_of.get(parameter)) is None:
-            shape = getattr(parameter, "shape", None)
-            what = repr(parameter) if shape is None else f"a parameter of shape {list(shape)}"
+            if not hasattr(parameter, "shape"):  # for all parameters: `shared_to_json`
+                continue
             raise OptimizerError(
-                f"{kind} has state for {what}, which it did not get at first; a checkpoint names state by the model's "
-                "parameters"
+                f"{kind} has state for a parameter of shape {list(parameter.shape)}, which it did not get at first; a "
+                "checkpoint names state by the model's parameters"
             )
         for key, value in entries.items():
             # A slash would make the name ambiguous (see `split_state_name`), and masters have their names already.

@@ -8,7 +8,8 @@ reported, and shifts nothing. For each optimizer:
      "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
      "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
      "none": {"buffer": true},       state keys that may be None, which is saved by leaving it out
-     "made": {"step": true}}         settings that the optimizer's steps make; a fresh one has none of them
+     "made": {"step": true},         settings that the optimizer's steps make; a fresh one has none of them
+     "shared": {"k": 3}}             what its state has for all parameters, under keys of its choice
 
 Taken over by name, here with one parameter that moved to another group since the save:
 
@@ -19,12 +20,12 @@ Taken over by name, here with one parameter that moved to another group since th
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import CheckpointError, MismatchError, few_of, in_words
+from shardwise.errors import CheckpointError, MismatchError, OptimizerError, few_of, in_words
 
 CONFIG = "config.json"
 """The file from which `from_pretrained` makes a model."""
@@ -193,6 +194,8 @@ class NamedOptimizer:
     """Keys of its state under which a parameter may have None."""
     made: frozenset[str] = frozenset()
     """Keys of settings that its steps make, as a count of them."""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """What its state has for no single parameter, as JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; settings that JSON cannot hold (functions) and choices of implementation are left out."""
@@ -206,6 +209,7 @@ class NamedOptimizer:
             "plain": dict(self.plain),
             "none": dict.fromkeys(sorted(self.none), True),
             **({"made": dict.fromkeys(sorted(self.made), True)} if self.made else {}),
+            **({"shared": dict(self.shared)} if self.shared else {}),
         }
 
 
@@ -224,6 +228,7 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
                 plain={key: _text(kind) for key, kind in each.get("plain", {}).items()},
                 none=frozenset(each.get("none", {})),
                 made=frozenset(each.get("made", {})),
+                shared=_legible(each.get("shared", {})),
             )
             for each in settings.get("optimizers", [])
         )
@@ -285,7 +290,40 @@ def _to_json(value: Any) -> Any:
 def _from_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_from_json(each) for each in value]
+    if isinstance(value, Mapping) and "dict" in value:
+        return {key: _from_json(each) for key, each in value["dict"].items()}
     return float(value["float"]) if isinstance(value, Mapping) else value
+
+
+def shared_to_json(kind: str, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What the state of an optimizer has for no single parameter, as JSON.
+
+    Raises OptimizerError for what is no number, no text, and no list or dict of them.
+    """
+
+    def json_of(value: Any) -> Any:
+        if type(value) is not dict:
+            return _to_json(value)
+        values = {key: json_of(each) for key, each in value.items()}
+        can = all(type(key) is str and each is not _MISSING for key, each in values.items())
+        return {"dict": values} if can else _MISSING
+
+    found = {key: json_of(value) for key, value in state.items() if not hasattr(key, "shape")}
+    for key, value in found.items():
+        if type(key) is not str or value is _MISSING:
+            raise OptimizerError(
+                f"{kind} keeps {key!r:.60} in its state for all parameters, of type {type(state[key]).__name__}; a "
+                "checkpoint keeps numbers, texts, and lists and dicts of them under texts"
+            )
+    return found
+
+
+def take_over_shared(state: MutableMapping[Any, Any], shared: Mapping[str, Any] | None) -> None:
+    """Put what a checkpoint has for no single parameter into a live state; None: it is of another optimizer."""
+    if shared is not None:
+        for key in [key for key in state if not hasattr(key, "shape") and key not in shared]:
+            del state[key]
+        state.update({key: _in_the_form_of(state.get(key), _from_json(value)) for key, value in shared.items()})
 
 
 def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -304,6 +342,9 @@ def _in_the_form_of(live: Any, value: Any) -> Any:
     # In place: a compiled step has this very tensor among its inputs.
     if hasattr(live, "new_tensor"):
         return live.copy_(live.new_tensor(value))
+    if isinstance(value, dict):
+        old = live if isinstance(live, dict) else {}
+        return {key: _in_the_form_of(old.get(key), each) for key, each in value.items()}
     if not isinstance(value, list):
         return value
     # JSON has no tuples, and optimizers expect theirs (betas): a list becomes a tuple unless the live value is a list.
@@ -320,6 +361,8 @@ class TakeOver:
     """Whether the checkpoint says which optimizer trained what; one of plain weights does not."""
     settings: tuple[tuple[Mapping[str, Any], ...], ...]
     """For each live optimizer and each of its groups."""
+    shared: tuple[Mapping[str, Any] | None, ...]
+    """For each live optimizer what the state of the stored one had for all parameters; None: there is none."""
     source: Mapping[str, tuple[str, NamedOptimizer]]
     """For each live parameter that an optimizer of the same kind trained: its name then, and that optimizer."""
     added: frozenset[str]
@@ -345,6 +388,7 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     # A checkpoint of plain weights says nothing of optimizers, and a model without one asks nothing: no findings then.
     findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
     taken = []
+    shared: list[Mapping[str, Any] | None] = []
     source: dict[str, tuple[str, NamedOptimizer]] = {}
     for optimizer in live:
         mine = [name for group in optimizer.groups for name in group.parameters if name in then]
@@ -357,12 +401,18 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
                 "same optimizer, or load without its state"
             )
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
+        shared.append(next((source[name][1].shared for name in mine if name in source), None))
         for group in optimizer.groups:
             sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
             findings += _findings_of_group(optimizer, group, sources, _made_then(group, source))
         taken.append(tuple(_settings_for(optimizer, group, source, places) for group in optimizer.groups))
     return TakeOver(
-        has_groups=bool(places), settings=tuple(taken), source=source, added=added, findings=tuple(findings)
+        has_groups=bool(places),
+        settings=tuple(taken),
+        shared=tuple(shared),
+        source=source,
+        added=added,
+        findings=tuple(findings),
     )
 
 

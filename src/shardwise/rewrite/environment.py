@@ -249,7 +249,7 @@ def is_scalar(key: str, nodes: Mapping[str, Node]) -> bool | None:
 
 
 def is_of_whole(key: str, nodes: Mapping[str, Node]) -> bool:
-    """Whether state under `key` belongs to a parameter as a whole, as factors do; square ones have a square one's shape.
+    """Whether state under `key` belongs to a parameter as a whole, as factors do, which a square one has in its shape.
 
     So it is where a parameter has it in another shape than its own, or in a list of the optimizer.
     """
