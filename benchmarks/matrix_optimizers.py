@@ -161,7 +161,15 @@ def measure(channel: Channel, layout: str, rounds: int, layers: int, width: int 
     ms = [f"{statistics.median(side) * 1e3:.0f}" for side in zip(*found, strict=True)]
     asked = f"{ASKED[channel.size]:.2f}" if channel.size in ASKED else ""
     busiest = f"{max(shares) / sum(shares):.3f}"
-    return (layout, str(channel.size), *ms, f"{statistics.median(ratios):.3f}", asked, busiest, f"{held / of_plain:.3f}")
+    return (
+        layout,
+        str(channel.size),
+        *ms,
+        f"{statistics.median(ratios):.3f}",
+        asked,
+        busiest,
+        f"{held / of_plain:.3f}",
+    )
 
 
 def of_rank(rank: int, folder: Path, *, layout: str, rounds: int, layers: int) -> None:

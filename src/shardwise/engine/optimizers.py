@@ -185,9 +185,7 @@ def elementwise_groups(
     ]
 
 
-def _check_apart(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str
-) -> None:
+def _check_apart(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str) -> None:
     """Raise OptimizerError for an optimizer whose update of one parameter depends on the others."""
     generator = torch.Generator().manual_seed(0)
     # Owners of whole parameters update them one by one, so matrices are tried together and each alone.

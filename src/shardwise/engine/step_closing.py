@@ -124,9 +124,7 @@ class StepClosing:
     def _masters(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizers have in buckets, with names, bucket by bucket."""
         homes = self._buffers.ownership.homes
-        return [
-            (each.segment.name, each.parameter) for each in self._buffers.owned if each.segment.name not in homes
-        ]
+        return [(each.segment.name, each.parameter) for each in self._buffers.owned if each.segment.name not in homes]
 
     @cached_property
     def _has_whole_gradients(self) -> bool:

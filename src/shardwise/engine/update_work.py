@@ -81,9 +81,7 @@ def _count(shape: Sequence[int], update: Callable[[Sequence[torch.Tensor]], obje
     # Three steps: what an optimizer does in its first one only is not what it does.
     generator = torch.Generator().manual_seed(0)
     stretch = [
-        torch.empty(tuple(shape), device=device)
-        if device == "meta"
-        else torch.randn(tuple(shape), generator=generator)
+        torch.empty(tuple(shape), device=device) if device == "meta" else torch.randn(tuple(shape), generator=generator)
         for _ in range(4)
     ]
     count = _Count()

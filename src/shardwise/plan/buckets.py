@@ -178,9 +178,7 @@ def _master_bytes(parameter: Parameter) -> int:
     return math.prod(parameter.global_shape) * itemsize_bytes(parameter.master)
 
 
-def _bucket(
-    members: Sequence[Parameter], owner_of: Mapping[str, int], num_owners: int, num_replicas: int
-) -> Bucket:
+def _bucket(members: Sequence[Parameter], owner_of: Mapping[str, int], num_owners: int, num_replicas: int) -> Bucket:
     # Replicas of an owner add up their sums of its part by reduce-scatter and all-gather: the part must divide by them.
     unit = ALIGNMENT_ELEMENTS * num_replicas
     if num_owners == 1 or members[0].name not in owner_of:
