@@ -370,7 +370,10 @@ def test_bytes_are_those_that_the_formulas_say(monkeypatch: pytest.MonkeyPatch, 
         model = gated()
         recorded = sw.Recorded(channel)
         plan = plan_of(mesh, sharding={"owners": "dp_shard"})
-        used = lambda output, batch: loss_of(output, batch) + model.unused.weight.sum()  # noqa: E731
+
+        def used(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return loss_of(output, batch) + model.unused.weight.sum()
+
         engine = sw.parallelize(model, plan, optimizer=muon_and_adamw(model), loss=used, channel=recorded)
         matrices = engine._closing._bucket_updates._matrices
         assert matrices is not None

@@ -80,7 +80,7 @@ class MatrixUpdates:
         self._rooms: dict[str, torch.Tensor] = {}
         """Whole gradients, masters and updated masters, by the names of their pieces."""
         self._gathers, self._returns = self._agree(channel)
-        self._mover = Mover(
+        self._mover: Mover[Piece, Piece] = Mover(
             channel,
             take=lambda piece, moves: parts_of(self._source(piece), moves),
             put=lambda piece, moves, elements: fill(self._target(piece), moves, elements),
