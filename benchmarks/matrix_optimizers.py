@@ -101,7 +101,7 @@ def counted() -> Iterator[list[int]]:
         work.append(gradient.numel() * min(gradient.shape))
         return orthogonalised(gradient, *settings)
 
-    _muon._zeropower_via_newtonschulz = counting
+    _muon._zeropower_via_newtonschulz = counting  # type: ignore[assignment]
     try:
         yield work
     finally:
@@ -130,7 +130,7 @@ def redundant(channel: Channel, layout: str, model: nn.Module) -> Callable[[], N
 
 def slowest(channel: Channel, seconds: float) -> float:
     """The most of all ranks."""
-    return max(json.loads(each) for each in channel.exchange(json.dumps(seconds).encode(), purpose="seconds"))
+    return max(float(json.loads(each)) for each in channel.exchange(json.dumps(seconds).encode(), purpose="seconds"))
 
 
 def measure(channel: Channel, layout: str, rounds: int, layers: int, width: int = 384) -> Row:
@@ -140,12 +140,13 @@ def measure(channel: Channel, layout: str, rounds: int, layers: int, width: int 
     other = redundant(channel, layout, llama(num_layers=layers, width=width))
     drawn = batches(Shape(num_sequences=1, num_tokens=16), 1, rank=mesh.data_rank(channel.rank), count=3)
     ratios, found = [], []
-    work: list[int] = []
+    num_work = 0
     for number in range(-1, rounds):
         gc.collect()
         engine.recorder.updates = []
         with counted() as work:
             engine.step(drawn[number % 3].whole)
+        num_work = sum(work)
         ((begun, ended),) = engine.recorder.updates
         channel.exchange(b"", purpose="the other side begins")
         start = time.perf_counter()
@@ -154,14 +155,22 @@ def measure(channel: Channel, layout: str, rounds: int, layers: int, width: int 
         if number >= 0:
             ratios.append(pair[1] / pair[0])
             found.append(pair)
-    shares = [json.loads(each) for each in channel.exchange(json.dumps(sum(work)).encode(), purpose="work")]
+    shares = [json.loads(each) for each in channel.exchange(json.dumps(num_work).encode(), purpose="work")]
     plain = engine_of(channel, layout, llama(num_layers=layers, width=width), adamw_for_all)
     plain.step(drawn[0].whole)
     held, of_plain = slowest(channel, held_bytes(engine)), slowest(channel, held_bytes(plain))
     ms = [f"{statistics.median(side) * 1e3:.0f}" for side in zip(*found, strict=True)]
     asked = f"{ASKED[channel.size]:.2f}" if channel.size in ASKED else ""
     busiest = f"{max(shares) / sum(shares):.3f}"
-    return (layout, str(channel.size), *ms, f"{statistics.median(ratios):.3f}", asked, busiest, f"{held / of_plain:.3f}")
+    return (
+        layout,
+        str(channel.size),
+        *ms,
+        f"{statistics.median(ratios):.3f}",
+        asked,
+        busiest,
+        f"{held / of_plain:.3f}",
+    )
 
 
 def of_rank(rank: int, folder: Path, *, layout: str, rounds: int, layers: int) -> None:

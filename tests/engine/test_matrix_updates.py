@@ -361,24 +361,45 @@ def test_a_save_loads_into_other_layouts_and_into_the_plain_optimizer(tmp_path: 
         )
 
 
-def test_bytes_are_those_that_the_formulas_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What optimizers have, and what is sent, on the recorded channel."""
+@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"])
+def test_bytes_are_those_that_the_formulas_say(monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    """What optimizers have, what an update holds, and what it sends on the recorded channel."""
     monkeypatch.setattr(matrix_homes, "_LEAST_BYTES", 1)
 
     def run(channel: sw.Channel) -> tuple[int, int]:
         model = gated()
         recorded = sw.Recorded(channel)
-        engine = sw.parallelize(model, plan_of("tp=2"), optimizer=muon_and_adamw(model), loss=loss_of, channel=recorded)
-        engine.step(batch_of(0))
-        state = [each for optimizer in engine.optimizers for each in optimizer.param_groups[0]["params"]]
-        assert sum(each.numel() for each in state) == engine.footprint().owned_elements
-        return engine.footprint().updating_bytes, engine.footprint().owned_elements
+        plan = plan_of(mesh, sharding={"owners": "dp_shard"})
 
-    ranks = sw.simulate(2, run)
-    trained = sum(each.numel() for each in gated().parameters() if each.requires_grad)
-    vectors = 18 + 5 + 5 * 10  # on both ranks, or cut
-    assert trained <= sum(owned for _, owned in ranks) <= trained + vectors
-    assert all(updating > 0 for updating, _ in ranks)
+        def used(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return loss_of(output, batch) + model.unused.weight.sum()
+
+        engine = sw.parallelize(model, plan, optimizer=muon_and_adamw(model), loss=used, channel=recorded)
+        matrices = engine._closing._bucket_updates._matrices
+        assert matrices is not None
+        held: list[int] = []
+        finish = matrices._mover.finish
+
+        def watched(begun: Any) -> None:
+            held.append(sum(each.nbytes for each in matrices._rooms.values()))
+            finish(begun)
+
+        monkeypatch.setattr(matrices._mover, "finish", watched)
+        recorded.clear()
+        engine.step(batch_of(0))
+        in_messages = sum(len(each._memory) for pair in matrices._mover._memories for each in pair)
+        whole, messages = matrices.held_bytes
+        assert (max(held, default=0), in_messages) == (whole, messages)
+        assert engine.footprint().updating_bytes == whole + messages
+        sent = sum(each.bytes_sent for each in recorded.calls if each.purpose.startswith("matrices"))
+        had = [each.numel() for optimizer in engine.optimizers for each in optimizer.param_groups[0]["params"]]
+        assert sum(had) == engine.footprint().owned_elements
+        return sent, sum(matrices.sent_bytes)
+
+    ranks = sw.simulate(4, run)
+    assert sum(sent for sent, _ in ranks) > 0
+    for sent, by_formula in ranks:
+        assert by_formula <= sent <= by_formula + 1024  # parts are aligned in messages
 
 
 def test_an_optimizer_that_looks_at_other_parameters_is_refused_under_tp() -> None:

@@ -16,8 +16,10 @@ from shardwise.plan.saved_settings import (
     OptimizerGroup,
     plan_take_over,
     settings_to_json,
+    shared_to_json,
     stored_optimizers,
     take_over,
+    take_over_shared,
 )
 from shardwise.space import Piece
 from tests.plan.strategies import proven

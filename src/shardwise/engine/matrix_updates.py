@@ -71,9 +71,7 @@ class MatrixUpdates:
         self.updated = [each for each in buffers.owned if each.segment.name not in homes] + list(self._held.values())
         """What the optimizers of this rank have."""
         self._sources: dict[Piece, torch.Tensor] = {}
-        """Masters and gradients, by what they give."""
-        self._gradients: dict[str, tuple[torch.Tensor, Mapping[Piece, torch.Tensor]]] = {}
-        """Of the last update, which mostly had them in the same memory."""
+        """Masters, by what they give, and gradients while an update goes on."""
         self._targets: dict[Piece, torch.Tensor] = {}
         """Masters, by what they take."""
         for name, each in self._parts.items():
@@ -82,7 +80,7 @@ class MatrixUpdates:
         self._rooms: dict[str, torch.Tensor] = {}
         """Whole gradients, masters and updated masters, by the names of their pieces."""
         self._gathers, self._returns = self._agree(channel)
-        self._mover = Mover(
+        self._mover: Mover[Piece, Piece] = Mover(
             channel,
             take=lambda piece, moves: parts_of(self._source(piece), moves),
             put=lambda piece, moves, elements: fill(self._target(piece), moves, elements),
@@ -102,7 +100,7 @@ class MatrixUpdates:
         return whole - sum(each.parameter.numel() for each in self._parts.values())
 
     @property
-    def held_bytes(self) -> int:
+    def held_bytes(self) -> tuple[int, int]:
         """The most that an update holds in addition: whole matrices, and messages that go and come."""
         rounds = self._rounds
         whole = [sum(self._held[name].parameter.nbytes for name in names if name in self._held) for names in rounds]
@@ -110,13 +108,10 @@ class MatrixUpdates:
         in_rooms = max((sum(whole[max(0, at - 2) : at + 1]) + whole[at] for at in range(len(whole))), default=0)
         messages: dict[tuple[int, bool], int] = {}
         for number in range(len(rounds) + 2):
-            batch = self._batch(rounds, number)
             for is_sent in (True, False):
-                key = number % 2, is_sent
-                messages[key] = max(
-                    messages.get(key, 0), sum(each.num_bytes for each in self._by_message(batch, is_sent))
-                )
-        return in_rooms + sum(messages.values())
+                sizes = [each.num_bytes for each in self._by_message(self._batch(rounds, number), is_sent)]
+                messages[number % 2, is_sent] = max(messages.get((number % 2, is_sent), 0), sum(sizes))
+        return in_rooms, sum(messages.values())
 
     @property
     def sent_bytes(self) -> tuple[int, int]:
@@ -124,9 +119,8 @@ class MatrixUpdates:
         batch = [each for number in range(len(self._rounds) + 2) for each in self._batch(self._rounds, number)]
         sent = {True: 0, False: 0}
         for each in self._by_message(batch, True):
-            sent[each.source.name.startswith(_GRADIENT)] += (
-                sum(m.num_elements for m in each.moves) * each.dtype.itemsize
-            )
+            num_elements = sum(move.num_elements for move in each.moves)
+            sent[each.source.name.startswith(_GRADIENT)] += num_elements * each.dtype.itemsize
         return sent[True], sent[False]
 
     def _by_message(self, batch: _Deliveries, is_sent: bool) -> Iterator[Delivery[Piece, Piece]]:
@@ -160,8 +154,10 @@ class MatrixUpdates:
         """
         names = tuple(chain(*self._rounds))
         rounds = [[name for name in names if name in touched] for names in ([names] if at_once else self._rounds)]
+        given: dict[Piece, torch.Tensor] = {}
         for name in self._parts.keys() & set(touched):
-            self._give_gradient(name, gradients[name])
+            given |= self._placed(_GRADIENT, name, gradients[name])
+        self._sources |= given
         begun: list[BegunBatch[Piece, Piece] | None] = []
         for number in range(len(rounds) + 2):
             begun.append(self._mover.begin(self._batch(rounds, number), number, f"matrices, batch {number}"))
@@ -173,6 +169,8 @@ class MatrixUpdates:
                 yield number - 2
             self._update(self._at(rounds, number - 1), number - 1, step)
         self._finish(begun.pop(0), self._at(rounds, len(rounds) - 1), ())
+        for piece in given:  # views would keep buffers that are given back
+            del self._sources[piece]
         yield len(self._rounds)
 
     @staticmethod
@@ -207,12 +205,6 @@ class MatrixUpdates:
 
     def _target(self, piece: Piece) -> torch.Tensor:
         return self._targets[piece] if piece.name.startswith(_UPDATED) else self._rooms[piece.name]
-
-    def _give_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        known = self._gradients.get(name)
-        if known is None or known[0] is not gradient:
-            known = self._gradients[name] = gradient, self._placed(_GRADIENT, name, gradient)
-            self._sources |= known[1]
 
     def _placed(self, kind: str, name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
         return placed(kind + name, tensor.detach(), self._spec_of[name], self._parts[name].segment)

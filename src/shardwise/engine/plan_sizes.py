@@ -68,10 +68,14 @@ class PlanSizes:
                 offload=self._offload,
             )
         if self._matrices is not None:
+            whole, messages = self._matrices.held_bytes
+            is_offloaded = self._offload is not None
+            # Where masters are on the host, messages are put together there, and pass through the device.
             owned = replace(
                 owned,
                 owned_elements=owned.owned_elements + self._matrices.added_elements,
-                updating_bytes=self._matrices.held_bytes,
+                updating_bytes=messages + (0 if is_offloaded else whole),
+                host_bytes=owned.host_bytes + (whole + messages if is_offloaded else 0),
             )
         return replace(
             owned,

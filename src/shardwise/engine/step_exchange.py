@@ -5,8 +5,9 @@
                        given as a list]
             batch      digest of its lines, where ranks share it, and in the first steps
 
-    close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop,
-                       steps at once: 3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 2 = 11 bits in 2 bytes
+    close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards,
+                       stop, whether optimizers step at once
+                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 2 = 11 bits in 2 bytes
             figures    loss and norm of this rank (`step_figures`)
             times      of this rank up to here (`rank_times`)
 

@@ -31,7 +31,7 @@ class _Count(TorchDispatchMode):
     """Counts the operations inside."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.work = 0
 
     def __torch_dispatch__(

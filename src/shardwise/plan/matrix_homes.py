@@ -23,6 +23,9 @@ _ROUNDS = 16
 _LEAST_BYTES = 256 << 10
 """Smaller rounds would cost more messages than they save memory."""
 
+_PER_BYTE = 1 / 8
+"""What a share of the bytes counts, of an equal share of the work: an update waits for the rank with most work."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
@@ -44,41 +47,42 @@ def share_out(
     nothing. num_homes: how many ranks of an owner share its work. Trainable ones go first, for they carry the state;
     then the largest, each to where its shares of work and of bytes meet the least of both.
 
-    By global sizes, so that ranks along tp, which have other parts, come to the same.
+    All by global sizes: ranks along tp, which have other parts, come to the same.
     """
     num_work = {each.name: work.get(each.name, 0) if each.trainable and size else 0 for each, size in parameters}
-    # Shares of all work and of all bytes: whole numbers over one denominator, so that all ranks find the same.
     all_work = sum(num_work.values()) or 1
     all_bytes = sum(num_bytes for _, num_bytes in parameters) or 1
-    busy = [[0] * num_homes for _ in range(num_owners)]
-    held = [[0] * num_homes for _ in range(num_owners)]
+
+    def largest_first(entry: tuple[Parameter, int]) -> tuple[bool, float]:
+        parameter, num_bytes = entry
+        return not parameter.trainable, -max(num_work[parameter.name] / all_work, num_bytes / all_bytes)
+
+    # Places in a flat list: the first rank of each owner, then the second of each. Shares of all work, and bytes.
+    busy, held = [0.0] * (num_owners * num_homes), [0] * (num_owners * num_homes)
+    of_owner = [0] * num_owners
     owner_of: dict[str, int] = {}
     homes: dict[str, Home] = {}
-
-    def largest_first(entry: tuple[Parameter, int]) -> tuple[bool, int]:
-        parameter, num_bytes = entry
-        return not parameter.trainable, -max(num_work[parameter.name] * all_bytes, num_bytes * all_work)
-
     for parameter, num_bytes in sorted(parameters, key=largest_first):
-        cost = num_work[parameter.name]
-
-        # What the sum of squares of all shares grows by, but for the own square: the least of these evens out both.
-        def growth(owner: int, ranks: Sequence[int], cost: int = cost, num_bytes: int = num_bytes) -> int:
-            added_work = cost * sum(busy[owner][rank] for rank in ranks) * all_bytes**2
-            return added_work + num_bytes * sum(held[owner][rank] for rank in ranks) * all_work**2
-
-        every = range(num_homes)
-        if not cost:
-            owner = min(range(num_owners), key=lambda owner: growth(owner, every))
-            held[owner] = [before + num_bytes for before in held[owner]]
+        work_share, byte_share = num_work[parameter.name] / all_work, num_bytes / all_bytes
+        if not work_share:
+            owner = of_owner.index(min(of_owner))
+            of_owner[owner] += num_bytes * num_homes
+            for place in range(owner, len(held), num_owners):
+                held[place] += num_bytes
         else:
+            # What the weighted sum of squares of all shares grows by, but for its own square: the least evens out both.
+            growth = [
+                work_share * done + byte_share * (there / all_bytes) * _PER_BYTE
+                for done, there in zip(busy, held, strict=True)
+            ]
+            least = min(growth)
             # Of equal places one of the owner that has least: its parts have to be held too.
-            owner, rank = min(
-                ((owner, rank) for rank in every for owner in range(num_owners)),
-                key=lambda place: (growth(place[0], [place[1]]), growth(place[0], every)),
-            )
-            busy[owner][rank] += cost
-            held[owner][rank] += num_bytes
+            equal = [place for place, grown in enumerate(growth) if grown == least]
+            place = min(equal, key=lambda place: of_owner[place % num_owners])
+            rank, owner = divmod(place, num_owners)
+            of_owner[owner] += num_bytes
+            busy[place] += work_share
+            held[place] += num_bytes
             if num_homes > 1:
                 homes[parameter.name] = Home(owner=owner, rank=rank, num_bytes=num_bytes)
         owner_of[parameter.name] = owner

@@ -347,9 +347,9 @@ class FlatParams:
         unit_of: Mapping[str, str] | None = None,
         offload: Offload | None = None,
     ) -> None:
-        """whole: parameters of which an owner has all that is here; the masters of others are 1-D. waiting: those whose values come later, by `write` or by a load. unit_of: of parameters that are
-        sharded, which are here whole only while their unit is gathered (stage 3). offload: what is on the host, where
-        the owners have devices."""
+        """whole: parameters of which an owner has all that is here; the masters of others are 1-D. waiting: those whose
+        values come later, by `write` or by a load. unit_of: of parameters that are sharded, which are here whole only
+        while their unit is gathered (stage 3). offload: what is on the host, where the owners have devices."""
         unit_of = unit_of or {}
         self.is_offloaded = owners.device.type != "cpu" and offload is not None
         """Whether masters are in the memory of the host, and working copies in that of a device."""
@@ -359,7 +359,7 @@ class FlatParams:
         self.owned: list[Owned] = []
         """Trainable stretches only; frozen masters are held for the checkpoint."""
         self.updated = self.owned
-        """What the optimizers of this rank have; other than `owned` where `MatrixUpdates` has brought parts together."""
+        """What the optimizers of this rank have; see `MatrixUpdates`."""
         self.buckets: list[WholeBucket] = []
         self.sharded: list[ShardedBucket] = []
         self._parameters = {
