@@ -20,6 +20,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _MADE = {"[": list, "(": tuple}
 _EMPTY: dict[str, Any] = {"[]": list, "()": tuple, "{}": dict}
 _SPECIAL = str.maketrans({each: f"%{ord(each):02X}" for each in "%[({="})
+_KEYS = (str, int, float)
 _MOST_DEEP = 16
 
 
@@ -48,7 +49,7 @@ def _walk(key: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if kind is str or (value is None and depth):
         yield f"{key}={_text(value)}", True
     # What is left as it is, is refused in words by `python_type`.
-    elif opening is None or depth == _MOST_DEEP or (kind is dict and any(type(at) not in (str, int) for at in value)):
+    elif opening is None or depth == _MOST_DEEP or (kind is dict and any(type(at) not in _KEYS for at in value)):
         yield key, value
     elif not value:
         yield f"{key}={opening}{_CLOSING[opening]}", True
@@ -113,7 +114,7 @@ def _steps(key: str) -> Iterator[tuple[str, Any]]:
                 yield "=", _EMPTY[text]() if text in _EMPTY else json.loads(text)
                 return
             place, end = json.JSONDecoder().raw_decode(key, at + 1)
-            if key[end] != _CLOSING[mark] or type(place) not in ((int, str) if mark == "{" else (int,)):
+            if key[end] != _CLOSING[mark] or type(place) not in (_KEYS if mark == "{" else (int,)):
                 raise ValueError(key)
             yield mark, place
             at = end + 1

@@ -323,7 +323,8 @@ def take_over_shared(state: MutableMapping[Any, Any], shared: Mapping[str, Any] 
     if shared is not None:
         for key in [key for key in state if not hasattr(key, "shape") and key not in shared]:
             del state[key]
-        state.update({key: _in_the_form_of(state.get(key), _from_json(value)) for key, value in shared.items()})
+        for key, value in shared.items():
+            state[key] = _in_the_form_of(state[key], _from_json(value)) if key in state else _from_json(value)
 
 
 def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
