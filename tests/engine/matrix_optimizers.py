@@ -24,7 +24,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     for _ in range(3):
         a = x @ x.mT
         x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
-    return (x.mT if tall else x).view(matrix.shape).to(matrix.dtype)
+    out: torch.Tensor = (x.mT if tall else x).view(matrix.shape).to(matrix.dtype)
+    return out
 
 
 def adam(state: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
@@ -35,7 +36,8 @@ def adam(state: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
     state["exp_avg"].lerp_(gradient, 0.1)
     state["exp_avg_sq"].lerp_(gradient.square(), 0.05)
     mean = state["exp_avg"] / (1 - 0.9 ** state["step"])
-    return mean / ((state["exp_avg_sq"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-8)
+    way: torch.Tensor = mean / ((state["exp_avg_sq"] / (1 - 0.95 ** state["step"])).sqrt() + 1e-8)
+    return way
 
 
 class AuxiliaryMuon(torch.optim.Optimizer):
@@ -124,7 +126,8 @@ class Shampoo(torch.optim.Optimizer):
     @staticmethod
     def _root(factor: torch.Tensor, dims: int) -> torch.Tensor:
         values, vectors = torch.linalg.eigh(factor)
-        return (vectors * values.clamp(min=1e-6) ** (-1 / (2 * dims))) @ vectors.mT
+        root: torch.Tensor = (vectors * values.clamp(min=1e-6) ** (-1 / (2 * dims))) @ vectors.mT
+        return root
 
 
 class Soap(torch.optim.Optimizer):
@@ -229,7 +232,7 @@ def auxiliary_muon(model: nn.Module) -> torch.optim.Optimizer:
 def hf_adafactor(model: nn.Module) -> torch.optim.Optimizer:
     from transformers.optimization import Adafactor
 
-    return Adafactor(model.parameters(), lr=None, scale_parameter=True, relative_step=True, warmup_init=True)
+    return Adafactor(model.parameters(), lr=None, scale_parameter=True, relative_step=True, warmup_init=True)  # type: ignore[no-untyped-call]
 
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -84,10 +84,10 @@ def test_each_matrix_is_updated_once_in_the_world(layout: str, copies: int) -> N
     """Of the matrices with a gradient; at stage 0 each rank updates all."""
 
     class Counted(torch.optim.Muon):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
                 vars(self).get("updated", []).extend(each.shape for each in group["params"] if each.grad is not None)
-            super().step(closure)
+            super().step(closure)  # type: ignore[no-untyped-call]
 
     def make(model: nn.Module) -> Any:
         (conv, *matrices), others = apart(model)
@@ -310,7 +310,7 @@ def test_a_shared_norm_is_refused_where_stages_have_parameters_of_their_own() ->
 class Talking(torch.optim.SGD):
     """Shares the work itself, as the Muon of several processes does."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         size = torch.distributed.get_world_size()
         for group in self.param_groups:
             torch.distributed.all_gather(

@@ -8,7 +8,7 @@ guess would train, and badly. So what a plan needs is tried:
                                two halves                                   each half alone
     gives them to owners       a matrix and another one                     with a third one, and alone
 
-    steps    1 .. 12             with gradients of several sizes: some optimizers begin late, or clip what is large
+    steps    1 .. 11             with gradients of several sizes: some optimizers begin late, or clip what is large
              5040000 - 1 .. + 1  after that every count that the double keeps is set here: past any delay, and at a
                                  multiple of nearly every period
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -37,6 +37,7 @@ STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates ev
 """What to do with an optimizer that no rank can update a part of."""
 
 _SMALL = (4, 6)
+_STEPS = 11
 _LATE = 5_040_000
 """2^7 * 3^2 * 5^4 * 7. float32 counts so far."""
 _MOST_ELEMENTS = 1 << 14
@@ -163,22 +164,23 @@ def is_elementwise(
 def _is_elementwise(case: _Case) -> bool | None:
     """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
     shapes = _own_shapes(case)
-    trials = [(_SMALL, 12, False), (_SMALL, 12, True), *((shape, 3, False) for shape in map(_reduced, shapes))]
-    for shape, num_steps, steady in dict.fromkeys(trials):
-        matrix = _tensors(shape, num_steps, steady=steady)
+    # Each parallelize on each rank waits for these steps: a tenth of a millisecond each, where nothing is found.
+    trials = [(_SMALL, _STEPS, True), (_SMALL, 8, False), *((shape, 3, True) for shape in map(_reduced, shapes))]
+    for at, (shape, num_steps, late) in enumerate(trials):
+        matrix = _tensors(shape, num_steps, steady=not late)
         # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away.
         half = prod(shape) // 2
         first, second = ([each.reshape(-1)[part] for each in matrix] for part in (slice(half), slice(half, None)))
         # Three runs tell two reasons apart: what goes by the shape (whole against halves), and what couples
-        # parameters in one step (halves together against each alone), as a norm over a group does.
-        parts = [[first], [second]] if shape == _SMALL else []
+        # parameters in one step (halves together against one alone), as a norm over a group does.
+        alone = [] if at else [[first]]
         try:
-            whole, together, *alone = _alike_runs(case, [[matrix], [first, second], *parts], num_steps)
+            whole, together, *alone_moves = _alike_runs(case, [[matrix], [first, second], *alone], num_steps, late=late)
         except Exception:  # whatever an unknown optimizer raises: it wants other shapes than halves have
             return False
         if not _same(whole, together):
             return False
-        if alone and not _same(together, [torch.cat(pair) for pair in zip(*alone, strict=True)]):
+        if alone_moves and not _same([each[:half] for each in together], alone_moves[0]):
             return None
     # What is larger than a trial with numbers is updated by the same operations.
     return all(
@@ -197,19 +199,18 @@ def check_apart(
 
     instead: what to do then. groups: those that are tried; None: all.
     """
-    for optimizer in optimizers:
-        for case, steady in product(_cases(optimizer, device, groups), (False, True)):
-            one, other, third = (_tensors(_SMALL, 12, seed=seed, steady=steady) for seed in range(3))
-            third[1:] = [100 * each for each in third[1:]]
-            with random_numbers_kept(device):
-                try:
-                    runs = _alike_runs(case, [[one, other], [one, third], [one]], 12)
-                except Exception:  # it wants other shapes than these: nothing can be concluded
-                    continue
-            with_other, with_third, alone = ([move[: one[0].numel()] for move in moves] for moves in runs)
-            # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
-            if not _same(with_other, with_third) or not _same(with_other, alone, 0.05):
-                raise _refusal_of_coupled(optimizer, instead)
+    one, other, third = (_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
+    third[1:] = [100 * each for each in third[1:]]
+    for case in (case for optimizer in optimizers for case in _cases(optimizer, device, groups)):
+        with random_numbers_kept(device):
+            try:
+                runs = _alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
+            except Exception:  # it wants other shapes than these: nothing can be concluded
+                continue
+        with_other, with_third, alone = ([move[: one[0].numel()] for move in moves] for moves in runs)
+        # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
+        if not _same(with_other, with_third) or not _same(with_other, alone, 0.05):
+            raise _refusal_of_coupled(case.optimizer, instead)
 
 
 def _refusal_of_coupled(optimizer: torch.optim.Optimizer, instead: str) -> OptimizerError:
@@ -323,10 +324,13 @@ def made_by_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> fro
 def _own_shapes(case: _Case) -> list[tuple[int, ...]]:
     """For each number of dims the largest shape in the group: some update small parameters in another way."""
     largest: dict[int, tuple[int, ...]] = {}
-    for shape in {tuple(parameter.shape) for parameter in case.group["params"]}:
-        if prod(shape) > 1:
+    every = {tuple(parameter.shape) for parameter in case.group["params"]}
+    most = max(map(len, every), default=0)
+    for shape in every:
+        # Vectors are what halves of the small matrix are.
+        if prod(shape) > 1 and len(shape) >= min(most, 2):
             largest[len(shape)] = max(largest.get(len(shape), shape), shape, key=lambda each: (prod(each), each))
-    return [largest[dims] for dims in sorted(largest)]
+    return [largest[dims] for dims in sorted(largest) if largest[dims] != _SMALL]
 
 
 def _reduced(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -347,10 +351,12 @@ def _tensors(shape: Sequence[int], num_steps: int, *, seed: int = 0, steady: boo
     return [values, *gradients]
 
 
-def _alike_runs(case: _Case, runs: Sequence[Sequence[Sequence[torch.Tensor]]], num_steps: int) -> list[_Moves]:
+def _alike_runs(
+    case: _Case, runs: Sequence[Sequence[Sequence[torch.Tensor]]], num_steps: int, *, late: bool = True
+) -> list[_Moves]:
     """What doubles do to several sets of parameters, with late steps where they can be."""
     try:
-        return [_run(case, each, num_steps=num_steps, late=True)[1] for each in runs]
+        return [_run(case, each, num_steps=num_steps, late=late)[1] for each in runs]
     except Exception:  # a count may be a place in a list, or more than the optimizer can bear
         return [_run(case, each, num_steps=num_steps, late=False)[1] for each in runs]
 
@@ -384,7 +390,7 @@ def _run(
     counts: list[_Counts] = []
     for number in range(num_steps + (3 if late else 0)):
         if late and number == num_steps:
-            _set_late(*counts[-3:])
+            _set_late(*counts)
         for parameter, (_, *gradients) in zip(parameters, stretches, strict=True):
             # A new tensor each time: some take it away, or write to it.
             parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
@@ -396,7 +402,7 @@ def _run(
             if number or not _start_again(case, double):
                 raise
             step(double)
-        if late and number >= num_steps - 3:
+        if late and num_steps - 3 <= number < num_steps:
             counts.append(_counts_of(double))
         if case.device.type != "meta":
             now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])

@@ -34,13 +34,10 @@ def flat_state(entries: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def flat_value(key: Any, value: Any) -> Iterator[tuple[Any, Any]]:
     """What is under one key: (key, value)."""
-    # Most keys and values are what they were.
-    if type(value) not in (list, tuple, dict, str) and getattr(type(value), "__name__", "") != "Size":
-        yield key if not isinstance(key, str) else key.translate(_SPECIAL), value
-    elif not isinstance(key, str):
-        yield key, value
-    else:
+    if isinstance(key, str):
         yield from _walk(key.translate(_SPECIAL), value, 0)
+    else:
+        yield key, value
 
 
 def _walk(key: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:

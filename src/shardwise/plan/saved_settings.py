@@ -344,8 +344,8 @@ def _in_the_form_of(live: Any, value: Any) -> Any:
     if hasattr(live, "new_tensor"):
         return live.copy_(live.new_tensor(value))
     if isinstance(value, dict):
-        old = live if isinstance(live, dict) else {}
-        return {key: _in_the_form_of(old.get(key), each) for key, each in value.items()}
+        held = live if isinstance(live, dict) else {}
+        return {key: _in_the_form_of(held.get(key), each) for key, each in value.items()}
     if not isinstance(value, list):
         return value
     # JSON has no tuples, and optimizers expect theirs (betas): a list becomes a tuple unless the live value is a list.
