@@ -81,7 +81,7 @@ def test_every_matrix_has_one_owner_one_home_and_one_round(
 
 
 def test_rounds_take_some_of_each_home() -> None:
-    """Sixteenths of the bytes of the fullest home, and one matrix at least."""
+    """About sixteen rounds, in which all homes have as much to do."""
     shapes = {f"w{at}": (256, 256) for at in range(64)}
     _, homes = share_out(
         [(each, 4 * each.num_elements) for each in parameters_of(shapes)],

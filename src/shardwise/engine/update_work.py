@@ -27,7 +27,7 @@ _PER_DECOMPOSITION = 10
 """Work of a decomposition of m x n: so many times m n min(m, n)."""
 
 
-class _Count(TorchDispatchMode):
+class _WorkCount(TorchDispatchMode):
     """Counts the operations inside."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _count(shape: Sequence[int], update: Callable[[Sequence[torch.Tensor]], obje
         torch.empty(tuple(shape), device=device) if device == "meta" else torch.randn(tuple(shape), generator=generator)
         for _ in range(4)
     ]
-    count = _Count()
+    count = _WorkCount()
     try:
         with count:
             update(stretch)

@@ -14,6 +14,7 @@ The ranks of an owner take turns in rounds. While one round is updated, the next
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shardwise.plan.outlines import Parameter
 
@@ -36,6 +37,8 @@ class Home:
     """Among the ranks that hold parts of the owner's parameters, or copies."""
     num_bytes: int
     """Of the whole master."""
+    work: int
+    """Of one update."""
 
 
 def share_out(
@@ -84,13 +87,13 @@ def share_out(
             busy[place] += work_share
             held[place] += num_bytes
             if num_homes > 1:
-                homes[parameter.name] = Home(owner=owner, rank=rank, num_bytes=num_bytes)
+                homes[parameter.name] = Home(owner=owner, rank=rank, num_bytes=num_bytes, work=num_work[parameter.name])
         owner_of[parameter.name] = owner
     return owner_of, homes
 
 
 def rounds_of(homes: Mapping[str, Home], order: Sequence[str], owner: int) -> tuple[tuple[str, ...], ...]:
-    """The matrices of an owner in rounds, in which each of its ranks updates a few of its own.
+    """The matrices of an owner in rounds, in which each of its ranks updates a few.
 
     order: all names, the same on all of these ranks.
     """
@@ -98,15 +101,13 @@ def rounds_of(homes: Mapping[str, Home], order: Sequence[str], owner: int) -> tu
     for name in order:
         if name in homes and homes[name].owner == owner:
             waiting.setdefault(homes[name].rank, []).append(name)
-    most = max((sum(homes[name].num_bytes for name in names) for names in waiting.values()), default=0)
-    limit = max(_LEAST_BYTES, most // _ROUNDS)
-    rounds: list[tuple[str, ...]] = []
-    while any(waiting.values()):
-        taken: list[str] = []
-        for names in waiting.values():
-            num_bytes = 0
-            while names and (not num_bytes or num_bytes + homes[names[0]].num_bytes <= limit):
-                num_bytes += homes[names[0]].num_bytes
-                taken.append(names.pop(0))
-        rounds.append(tuple(taken))
-    return tuple(rounds)
+    num_bytes = [sum(homes[name].num_bytes for name in names) for names in waiting.values()]
+    most = max(num_bytes, default=0)
+    num_rounds = min(-(-most // max(_LEAST_BYTES, most // _ROUNDS)), max(map(len, waiting.values()))) if most else 0
+    rounds: list[list[str]] = [[] for _ in range(num_rounds)]
+    for names in waiting.values():
+        # By the middle of each in the work of its home: in every round all homes have about as much to do.
+        ends = list(accumulate(homes[name].work for name in names))
+        for name, end in zip(names, ends, strict=True):
+            rounds[num_rounds * (2 * end - homes[name].work) // (2 * ends[-1])].append(name)
+    return tuple(tuple(names) for names in rounds if names)

@@ -347,8 +347,8 @@ class FlatParams:
         unit_of: Mapping[str, str] | None = None,
         offload: Offload | None = None,
     ) -> None:
-        """whole: parameters of which an owner has all that is here; the masters of others are 1-D. waiting: those whose
-        values come later, by `write` or by a load. unit_of: of parameters that are sharded, which are here whole only
+        """whole: parameters that are cut for no owner; the masters of others are 1-D. waiting: parameters whose values
+        come later, by `write` or by a load. unit_of: of parameters that are sharded, which are here whole only
         while their unit is gathered (stage 3). offload: what is on the host, where the owners have devices."""
         unit_of = unit_of or {}
         self.is_offloaded = owners.device.type != "cpu" and offload is not None
