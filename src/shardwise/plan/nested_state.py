@@ -119,12 +119,3 @@ def _steps(key: str) -> Iterator[tuple[str, Any]]:
         raise CheckpointError(
             f"the optimizer's state has the key {key!r:.100}, which no save of this library writes"
         ) from error
-
-
-def root_of(key: str) -> str:
-    """The key of the optimizer under which a value is.
-
-    >>> root_of("GG[1]=[]"), root_of("exp_avg")
-    ('GG', 'exp_avg')
-    """
-    return unquote(key[: min((found for mark in "[({=" if (found := key.find(mark)) >= 0), default=len(key))])

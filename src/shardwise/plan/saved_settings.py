@@ -402,7 +402,8 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
                 "same optimizer, or load without its state"
             )
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
-        shared.append(next((source[name][1].shared for name in mine if name in source), None))
+        # A file of torch says nothing of it.
+        shared.append(next((source[name][1].shared for name in mine if name in source and source[name][1].kind), None))
         for group in optimizer.groups:
             sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
             findings += _findings_of_group(optimizer, group, sources, _made_then(group, source))
