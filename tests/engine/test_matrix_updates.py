@@ -8,6 +8,7 @@ losses are compared with those of one process here.
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,9 +389,7 @@ def test_a_save_loads_into_other_layouts_and_into_the_plain_optimizer(tmp_path: 
     losses = in_one_process(3)[1:]
     for layout in ("single", "dp_shard=3", "tp=3", "pp=2,tp=2"):
         size = sw.Mesh.parse(layout).size
-        assert sw.simulate(size, lambda channel, layout=layout: go_on(channel, layout))[0] == pytest.approx(
-            losses, rel=1e-4
-        )
+        assert sw.simulate(size, partial(go_on, layout=layout))[0] == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"])
