@@ -322,9 +322,11 @@ def test_code_that_sees_each_step_sees_one() -> None:
         engine = sw.parallelize(model, plan, optimizer=optimizers, loss=loss_of, channel=channel)
         if channel.rank == 1:
             engine.optimizers[0].register_step_post_hook(lambda *_: calls.append(1))
-        return len(calls), [engine.step(batch_of(step)).loss for step in range(3)]
+        losses = [engine.step(batch_of(step)).loss for step in range(3)]
+        return len(calls), losses
 
     ranks = sw.simulate(4, run)
+    assert [num_calls for num_calls, _ in ranks] == [0, 3, 0, 0]
     assert [losses for _, losses in ranks] == [pytest.approx(in_one_process(3), rel=1e-4)] * 4
 
 
