@@ -238,11 +238,12 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of an update, and its items over all data ranks."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        count = sum(map(bool, batches))
+        count = sum(map(bool, batches)) if self.ranks.count == 1 else len(batches) * self.ranks.count
         # Asked of what all ranks know: one of them may have no batch to look into.
         if self.ranks.count > 1 and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
-            own = -math.inf if items is None and count else float(items or 0)
-            found, total = self.ranks.sums([own, float(count)], purpose="items of an update")
+            present = sum(map(bool, batches))
+            own = -math.inf if items is None and present else float(items or 0)
+            found, total = self.ranks.sums([own, float(present)], purpose="items of an update")
             count = int(total)
             if self.args.average_tokens_across_devices:
                 items = None if found == -math.inf else torch.tensor(int(found), device=device)
@@ -288,6 +289,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         batches, self._collected = self._collected, []
         for each in batches:
             each["factor"] = self._factor(each, len(batches))
+        # A loss that divides by it has all microbatches in mind, as in one process.
+        self.current_gradient_accumulation_steps = self._num_batches
         with accelerator.computing():
             report = engine.step(batches, stop=self._before_update)
         self.optimizer.has_stepped = True
