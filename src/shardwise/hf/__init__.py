@@ -3,20 +3,13 @@
 Needs transformers and accelerate: `pip install "shardwise[hf]"`.
 """
 
-from shardwise.errors import ConfigError
+from shardwise.hf.packages import need_packages
 
-try:
-    import accelerate
-    import transformers
-except ImportError as error:
-    raise ConfigError(
-        f'shardwise.hf needs the package {error.name}; pip install "shardwise[hf]" brings transformers and accelerate'
-    ) from error
-del accelerate, transformers
+need_packages()
 
-from shardwise.hf.engine_trainer import EngineTrainer
-from shardwise.hf.plan_arguments import PlanArguments, Seq2SeqTrainingArguments, TrainingArguments
-from shardwise.hf.trainers import PlanTaking, Seq2SeqTrainer, Trainer, trainer_class
+from shardwise.hf.engine_trainer import EngineTrainer  # noqa: E402 - an error in words comes first
+from shardwise.hf.plan_arguments import PlanArguments, Seq2SeqTrainingArguments, TrainingArguments  # noqa: E402
+from shardwise.hf.trainers import PlanTaking, Seq2SeqTrainer, Trainer, trainer_class  # noqa: E402
 
 __all__ = [
     "EngineTrainer",

@@ -113,7 +113,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self._engine: Engine[nn.Module] | None = None
         self._collected: list[dict[str, Any]] = []
         self._pending: list[tuple[StepReport, int]] = []
-        self._num_batches = 0
+        self._num_in_update = self._num_collected = 0
         self._zero = torch.zeros(())
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
@@ -140,6 +140,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self.ranks = DataRanks(self.plan, self.channel)
         super().create_accelerator_and_postprocess()
         PlanAccelerator.take_over(self.accelerator, self.ranks)
+        self.gather_function = self.accelerator.gather_for_metrics
         args.distributed_state = RankState(args.distributed_state, self.ranks)
         args._n_gpu = min(1, args.n_gpu)
 
@@ -189,6 +190,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = model
         self._collected.clear()
+        self._num_collected = 0
         self._pending.clear()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -200,8 +202,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def _check_loader(self, loader: Any) -> None:
         if self.ranks.count > 1 and not getattr(loader, "_is_accelerate_prepared", False):
             raise ConfigError(
-                f"get_train_dataloader gave a {type(loader).__name__} that the accelerator has not seen: each of the "
-                f"{self.ranks.count} data ranks would train on all rows. Return self.accelerator.prepare(DataLoader(...))"
+                f"get_train_dataloader gave a {type(loader).__name__} that the accelerator has not seen: each of "
+                f"{self.ranks.count} data ranks would train on all rows. Return "
+                "self.accelerator.prepare(DataLoader(...))"
             )
         plan: Plan = self.plan
         in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
@@ -210,9 +213,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             with contextlib.suppress(TypeError, AttributeError):
                 if len(sampler.batch_sampler) % self.ranks.count:
                     raise BatchError(
-                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self.ranks.count} data ranks cannot "
-                        "share evenly. Under pp with stage 3, or with several stages per rank, they go in step: set "
-                        "--dataloader_drop_last, or sharding.stage = 1 of the plan"
+                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self.ranks.count} data ranks "
+                        "cannot share evenly. Under pp with stage 3, or with several stages per rank, they go in "
+                        "step: set --dataloader_drop_last, or sharding.stage = 1 of the plan"
                     )
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -238,19 +241,18 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of an update, and its items over all data ranks."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        count = sum(map(bool, batches)) if self.ranks.count == 1 else len(batches) * self.ranks.count
+        ranks = self.ranks.count
+        count = len(batches) * ranks
         # Asked of what all ranks know: one of them may have no batch to look into.
-        if self.ranks.count > 1 and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+        if ranks > 1 and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
             present = sum(map(bool, batches))
             own = -math.inf if items is None and present else float(items or 0)
             found, total = self.ranks.sums([own, float(present)], purpose="items of an update")
             count = int(total)
             if self.args.average_tokens_across_devices:
                 items = None if found == -math.inf else torch.tensor(int(found), device=device)
-            elif items is not None:
-                # Each data rank counts its own items, and the mean over data ranks is taken.
-                count = count // self.ranks.count or 1
-        self._num_batches = count
+        self._num_in_update = count
+        self._num_collected += count
         return batches, items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -270,14 +272,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         if inputs or self.ranks.count == 1:
             if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs or not inputs:
                 inputs = self._prepare_inputs(inputs)
-            self._collected.append(
-                {
-                    "inputs": inputs,
-                    "items": num_items_in_batch,
-                    "of": self.current_gradient_accumulation_steps,
-                    "factor": 1.0,
-                }
-            )
+            taken = {"inputs": inputs, "items": num_items_in_batch, "of": self._num_in_update, "factor": 1.0}
+            self._collected.append(taken)
         if not self.accelerator.sync_gradients:
             return self._zero
         return self._step()
@@ -287,10 +283,12 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         if not engine.model.training:
             engine.model.train()
         batches, self._collected = self._collected, []
+        # Batches of an update that never came (a stream that ended) count in the next one, as in the plain Trainer.
+        number, self._num_collected = self._num_collected, 0
         for each in batches:
-            each["factor"] = self._factor(each, len(batches))
+            each["factor"] = self._factor(each["items"], each["of"], number)
         # A loss that divides by it has all microbatches in mind, as in one process.
-        self.current_gradient_accumulation_steps = self._num_batches
+        self.current_gradient_accumulation_steps = self._num_in_update
         with accelerator.computing():
             report = engine.step(batches, stop=self._before_update)
         self.optimizer.has_stepped = True
@@ -307,17 +305,15 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             self._settle(1)
         return self._zero
 
-    def _factor(self, batch: dict[str, Any], num_batches: int) -> float:
-        """What the engine's mean over all microbatches needs, so that losses add up as the Trainer scales them."""
+    def _factor(self, items: Any, num_in_update: int, number: int) -> float:
+        """What the engine's mean over `number` microbatches needs, so that losses add up as the Trainer scales them."""
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
-            counts = self.model_accepts_loss_kwargs and batch["items"] is not None
-            is_scaled = counts or self.compute_loss_func is not None
-        # Batches of an update that never came (a stream that ended) count in the next one, as in the plain Trainer.
-        late = num_batches / batch["of"] if num_batches > batch["of"] else 1.0
+            is_scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
         if not is_scaled:
-            return float(late)
-        return float((self._num_batches if self._num_batches else 1) * late)
+            return number / num_in_update
+        # Where each data rank counts its own items, the mean over data ranks is taken.
+        return float(number) if self.args.average_tokens_across_devices else number / self.ranks.count
 
     def _loss_of(self, batch: dict[str, Any]) -> Any:
         """The loss function of the engine."""

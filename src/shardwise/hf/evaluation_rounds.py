@@ -22,6 +22,7 @@ class PredictedModel:
         self._engine = engine
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """The model's output, which all ranks along pp and tp get."""
         model = self._engine.model
         return self._engine.predict(
             {"args": args, "inputs": inputs}, lambda each: model(*each["args"], **each["inputs"])
@@ -70,6 +71,7 @@ class EvaluationRounds:
             elif args.eval_accumulation_steps is not None and (number + 1) % args.eval_accumulation_steps == 0:
                 for each in found.values():
                     each.to_cpu_and_numpy()
+        self.gather_function = self.accelerator.gather_for_metrics
         arrays = {name: each.get_arrays() for name, each in found.items()}
         has_all = arrays["predictions"] is not None and arrays["labels"] is not None
         if self.compute_metrics is not None and has_all and not args.batch_eval_metrics:
@@ -111,6 +113,9 @@ class EvaluationRounds:
             inputs = self._stand_in(dataloader)
         self._last_batch = inputs
         rows = find_batch_size(inputs) or 0
+        # A Seq2SeqTrainer counts a small last batch as a full one: it sets this function.
+        is_full = self.gather_function == self.accelerator.gather
+        repeats = self.args.eval_batch_size if is_full else rows or 1
         loss, predictions, labels = self._predicted(inputs, loss_only, ignore_keys)
         if is_absent:
             return nothing
@@ -119,7 +124,7 @@ class EvaluationRounds:
         main = getattr(self.model, "main_input_name", "input_ids")
         wants_inputs = "inputs" in self.args.include_for_metrics
         return {
-            "losses": None if loss is None else loss.reshape(1).repeat(rows or 1),
+            "losses": None if loss is None else loss.reshape(1).repeat(repeats),
             "predictions": predictions,
             "labels": labels,
             "inputs": self._prepare_input(inputs[main]) if wants_inputs else None,

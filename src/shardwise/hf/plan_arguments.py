@@ -1,4 +1,4 @@
-"""The plan of a trainer: from an object, a file or the arguments, with what TrainingArguments say of the same things."""
+"""The plan of a trainer: an object, or a file, with what TrainingArguments say of precision and clipping."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path

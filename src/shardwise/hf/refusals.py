@@ -5,7 +5,26 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-_ENGINE_DOES = "the engine trains, and a plan says how"
+_ENGINE_DOES = "the engine does that; leave it out, and set sharding.stage, mesh.tp or mesh.pp of the plan"
+_EVALUATES = "evaluation computes as the plan does; set --bf16, or precision.compute of the plan"
+
+_ARGUMENTS = {
+    "deepspeed": _ENGINE_DOES,
+    "fsdp": _ENGINE_DOES,
+    "parallelism_config": _ENGINE_DOES,
+    "torch_compile": "compile the blocks of the model before the Trainer: block.compile() for each",
+    "auto_find_batch_size": "ranks cannot change the batch in the middle of a step; `shardwise plan` says what fits",
+    "fp16_full_eval": _EVALUATES,
+    "bf16_full_eval": _EVALUATES,
+    "eval_use_gather_object": "ranks take no pickles from each other; let the model output tensors",
+}
+"""Arguments that a plan refuses where they are set, and what to do instead."""
+
+_ON_SEVERAL_RANKS = {
+    "save_on_each_node": "rank 0 writes the files of a checkpoint; give a folder that all hosts share",
+    "enable_jit_checkpoint": "a signal reaches one rank, and all have to save; save by --save_steps",
+}
+"""The same, where there are several ranks."""
 
 _TRAINING = {
     "training_step": "and leave forward, backward and scaling to it; compute_loss is yours",
@@ -67,21 +86,9 @@ def check_arguments(args: Any, num_ranks: int) -> None:
 
 
 def _refused(args: Any, num_ranks: int) -> dict[str, str]:
-    found = {}
-    for name in ("deepspeed", "fsdp", "parallelism_config"):
-        if getattr(args, name, None):
-            found[name] = f"{_ENGINE_DOES}; leave it out, and set sharding.stage, mesh.tp or mesh.pp of the plan"
-    if getattr(args, "torch_compile", False):
-        found["torch_compile"] = "compile the blocks of the model before the Trainer: block.compile() for each"
-    if getattr(args, "auto_find_batch_size", False):
-        found["auto_find_batch_size"] = (
-            "ranks cannot find another batch size in the middle of a step; `shardwise plan` says what fits"
-        )
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(args, name, False):
-            found[name] = "evaluation computes as the plan does; set --bf16, or precision.compute of the plan"
-    if getattr(args, "eval_use_gather_object", False):
-        found["eval_use_gather_object"] = "ranks take no pickles from each other; let the model output tensors"
+    found = {name: why for name, why in _ARGUMENTS.items() if getattr(args, name, None)}
+    if num_ranks > 1:
+        found |= {name: why for name, why in _ON_SEVERAL_RANKS.items() if getattr(args, name, None)}
     optim = str(getattr(args.optim, "value", args.optim))
     for part, why in _OPTIMIZERS.items():
         if part in optim:
@@ -92,11 +99,4 @@ def _refused(args: Any, num_ranks: int) -> dict[str, str]:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name, None):
             found[f"accelerator_config {name}"] = "each data rank reads its own batches; leave it out"
-    if num_ranks > 1:
-        if getattr(args, "save_on_each_node", False):
-            found["save_on_each_node"] = "rank 0 writes the files of a checkpoint; give a folder that all hosts share"
-        if getattr(args, "enable_jit_checkpoint", False):
-            found["enable_jit_checkpoint"] = (
-                "a signal reaches one rank, and all have to save; save by --save_steps, or use sw.Preemption in a loop"
-            )
     return found
