@@ -7,7 +7,7 @@ STAMP := $(VENV)/.setup-stamp
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops mutants stress clean
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops bench-trainer mutants stress clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,9 @@ bench-rewrite: setup
 
 bench-loops: setup
 	$(BIN)/python -m benchmarks.loops --write
+
+bench-trainer: setup
+	$(BIN)/python -m benchmarks.trainer --write
 
 # Needs network namespaces and tc; writes benchmarks/results/transport.md.
 bench-transport: setup
