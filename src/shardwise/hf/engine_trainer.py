@@ -26,10 +26,11 @@ from shardwise.comm.channel import alone
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
+from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
-from shardwise.hf.refusals import check_arguments, check_overrides
+from shardwise.hf.refusals import check_overrides
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
 
