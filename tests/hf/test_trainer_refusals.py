@@ -16,29 +16,13 @@ import shardwise as sw
 import shardwise.hf as hf
 from shardwise.errors import ConfigError, OptimizerError, PlanError
 from shardwise.hf import packages
-from shardwise.hf.rank_batches import RankBatches
+from shardwise.hf.rank_batches import BatchesOfRank
 from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, build, under
 from tests.properties import tried
 
 
 def trainer_on(tmp_path: Path, plan: Any = None, of: Any = hf.Trainer, **asked: Any) -> Any:
     return of(build(), arguments(str(tmp_path), 2, **asked), train_dataset=ROWS, plan=plan)
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"torch_compile": True}, "--torch_compile: compile the blocks of the model before the Trainer"),
-        ({"auto_find_batch_size": True}, "--auto_find_batch_size: ranks cannot change the batch"),
-        ({"bf16_full_eval": True}, "--bf16_full_eval: evaluation computes as the plan does"),
-        ({"optim": "lomo"}, "--optim: lomo cannot train under a plan: it updates inside of backward"),
-        ({"optim": "schedule_free_adamw"}, "swaps the weights between training and evaluation"),
-        ({"accelerator_config": {"split_batches": True}}, "each data rank reads its own batches"),
-    ],
-)
-def test_arguments(asked: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        trainer_on(tmp_path, **asked)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +190,7 @@ def test_classes_of_other_libraries_train_under_a_plan(tmp_path: Path) -> None:
 @tried(60)
 def test_data_ranks_share_the_batches_of_one_process(rows: int, size: int, ranks: int, drop_last: bool) -> None:
     batches = torch.utils.data.BatchSampler(range(rows), size, drop_last)
-    shares = [RankBatches(batches, ranks, rank) for rank in range(ranks)]
+    shares = [BatchesOfRank(batches, ranks, rank) for rank in range(ranks)]
     found = [list(share) for share in shares]
     assert {len(share) for share in shares} == {len(each) for each in found} == {len(found[0])}
     taken = [each for together in zip(*found, strict=True) for each in together if each]

@@ -140,7 +140,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         args = self.args
         device = args.device  # joins the process group, where torchrun started several
         if self.channel is None:
-            self.channel = _channel_of(args, device)
+            self.channel = _channel_on(device)
         check_arguments(args, self.channel.size)
         self.plan = plan_of(self.plan, args, self.channel.size)
         self.ranks = DataRanks(self.plan, self.channel)
@@ -397,6 +397,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return super().hyperparameter_search(*args, **kwargs)
 
 
-def _channel_of(args: Any, device: torch.device) -> Channel:
-    """The ranks that torchrun started, else this process on the device of the arguments."""
-    return alone(device) if args.distributed_state.num_processes == 1 else default_channel()
+def _channel_on(device: torch.device) -> Channel:
+    """The ranks that a launcher started, else this process on the device of the arguments."""
+    found = default_channel()
+    return found if found.size > 1 else alone(device)

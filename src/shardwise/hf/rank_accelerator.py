@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import BatchError, ModelError
-from shardwise.hf.rank_batches import RankBatches, RankCollate, RankStream
+from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
 from shardwise.plan import Plan
 
 
@@ -247,7 +247,7 @@ class PlanAccelerator(Accelerator):
         if ranks.count > 1 and not is_stream:
             for each in (prepared.batch_sampler, prepared.sampler):
                 if hasattr(each, "even_batches"):
-                    each.__class__ = RankBatches
+                    each.__class__ = BatchesOfRank
         prepared._is_accelerate_prepared = True
         self._dataloaders.append(prepared)
         return prepared
