@@ -46,18 +46,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.has_stepped = False
         """Whether the engine made an update since the last `step`."""
 
-    @property  # type: ignore[override]
-    def state(self) -> Any:
+    @property
+    def state(self) -> Any:  # type: ignore[override]
         """Of the engine's optimizer."""
         return self.optimizer.state
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> Any:
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
         """Of the engine's optimizer."""
         return self.optimizer.param_groups
 
-    @property  # type: ignore[override]
-    def defaults(self) -> Any:
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
         """Of the engine's optimizer."""
         return self.optimizer.defaults
 
@@ -96,7 +96,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 class _UpdateEvents(CallbackHandler):
     """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any) -> Any:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Nothing."""
         return control
 
@@ -170,7 +170,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         if isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self.create_optimizer()
-        optimizer = self.optimizer
+        optimizer: Any = self.optimizer
         engine = parallelize(
             model,
             plan,
@@ -181,7 +181,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             channel=self.channel,
             seed=self.args.seed,
         )
-        self.optimizer = EngineOptimizer(optimizer)
+        self.optimizer = self._stepped = EngineOptimizer(optimizer)
         return engine
 
     def _prepare_for_training(
@@ -229,7 +229,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.ranks.count)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
+        sampler: Any = super()._get_train_sampler(train_dataset)
         if type(sampler).__name__ == "LengthGroupedSampler":
             # Grouped within the update of all data ranks, as one process groups.
             sampler.batch_size *= self.ranks.count
@@ -297,7 +297,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self.current_gradient_accumulation_steps = self._num_in_update
         with accelerator.computing():
             report = engine.step(batches, stop=self._before_update)
-        self.optimizer.has_stepped = True
+        self._stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
             accelerator.step_was_skipped = report.skipped
         every = self.args.torch_empty_cache_steps
@@ -323,8 +323,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
 
     def _loss_of(self, batch: dict[str, Any]) -> Any:
         """The loss function of the engine."""
+        model: Any = self.model
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(self.model, batch["inputs"], num_items_in_batch=batch["items"])
+            loss = self.compute_loss(model, batch["inputs"], num_items_in_batch=batch["items"])
         factor = batch["factor"]
         return loss if factor == 1.0 else loss * factor
 
@@ -338,7 +339,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        self.optimizer.check()
+        self._stepped.check()
         # Looked at where it is logged: the look waits for a device.
         return self._report
 

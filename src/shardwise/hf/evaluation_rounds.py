@@ -153,7 +153,10 @@ class EvaluationRounds:
         found = [json.loads(each) for each in told]
         # The first data rank has rows in every round, so it knows what there is.
         own_leaves: list[torch.Tensor | None] = [*leaves] if rows else [None] * _num_leaves(found[0][1])
-        joined = iter([_joined(ranks.tensors(each, purpose="rows of an evaluation")) for each in own_leaves])
+        # A rank without rows cannot know where the others have theirs.
+        device = self.args.device
+        gathered = [ranks.tensors(each, purpose="rows of an evaluation") for each in own_leaves]
+        joined = iter([_joined(each).to(device) for each in gathered])
         parts: dict[str, Any] = _rebuilt(found[0][1], joined)
         return parts | {"rows": sum(each[0] for each in found)}
 

@@ -111,7 +111,7 @@ class RankState:
     distributed_type = DistributedType.NO
 
     def __init__(self, original: Any, ranks: DataRanks) -> None:
-        self.original = original.original if isinstance(original, RankState) else original
+        self.original: Any = original.original if isinstance(original, RankState) else original
         self.num_processes = ranks.count
         self.process_index = ranks.world.rank
         self.is_main_process = ranks.world.rank == 0
