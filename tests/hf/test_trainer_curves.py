@@ -138,6 +138,28 @@ def test_so_are_those_of_other_losses_optimizers_and_data(kind: str) -> None:
         assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+def test_a_loss_may_gather_where_some_ranks_have_no_batch(name: str) -> None:
+    gathered: list[int] = []
+
+    def make(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+        class Gathering(trainers.Trainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+                size = torch.tensor(len(inputs["labels"]))
+                gathered.append(int(self.accelerator.gather_for_metrics(size).sum()))
+                assert self.accelerator.num_processes == 1
+                return super().compute_loss(model, inputs, *args, **more)
+
+        args = arguments(folder, microbatches, eval_strategy="epoch", eval_on_start=True)
+        return Gathering(build(), args, train_dataset=ROWS[:10], eval_dataset=HELD_OUT[:1], **ours)
+
+    wanted = plain(make)
+    gathered.clear()
+    for found in under(name, make):
+        assert_close(found, wanted)
+    assert 4 in gathered  # two rows of each
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Any:
         yield from ROWS

@@ -121,6 +121,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self._num_in_update = self._num_collected = 0
         self._zero = torch.zeros(())
         self._report: StepReport | None = None
+        self._last_batch: Any = None
+        self._is_uneven = False
+        self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
         self._refuse_model()
@@ -249,14 +252,16 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         ranks = self.ranks.count
         count = len(batches) * ranks
+        counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         # Asked of what all ranks know: one of them may have no batch to look into.
-        if ranks > 1 and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+        if ranks > 1 and (counts_items or self._has_own_loss):
             present = sum(map(bool, batches))
             own = -math.inf if items is None and present else float(items or 0)
             found, total = self.ranks.sums([own, float(present)], purpose="items of an update")
             count = int(total)
-            if self.args.average_tokens_across_devices:
+            if counts_items and self.args.average_tokens_across_devices:
                 items = None if found == -math.inf else torch.tensor(int(found), device=device)
+        self._is_uneven = count < len(batches) * ranks
         self._num_in_update = count
         self._num_collected += count
         return batches, items
@@ -295,7 +300,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             each["factor"] = self._factor(each["items"], each["of"], number)
         # A loss that divides by it has all microbatches in mind, as in one process.
         self.current_gradient_accumulation_steps = self._num_in_update
-        with accelerator.computing():
+        with accelerator.computing(alone=self._is_uneven):
             report = engine.step(batches, stop=self._before_update)
         self._stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
