@@ -63,12 +63,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing. Raises OptimizerError where the engine made no update."""
+        self.check()
+        self.has_stepped = False
+
+    def check(self) -> None:
+        """Raise OptimizerError where the engine made no update."""
         if not self.has_stepped:
             raise OptimizerError(
-                "optimizer.step() was called, and the engine made no update: training_step was not reached. Call "
+                "optimizer.step() follows, and the engine made no update: training_step was not reached. Call "
                 "super().training_step(model, inputs, num_items_in_batch) for every batch"
             )
-        self.has_stepped = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the engine has the gradients."""
@@ -116,6 +120,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self._pending: list[tuple[StepReport, int]] = []
         self._num_in_update = self._num_collected = 0
         self._zero = torch.zeros(())
+        self._report: StepReport | None = None
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
         self._refuse_model()
@@ -330,9 +335,10 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return False
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._report
+        return None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self.optimizer.check()
         # Looked at where it is logged: the look waits for a device.
         return self._report
 
