@@ -26,22 +26,6 @@ def trainer_on(tmp_path: Path, plan: Any = None, of: Any = hf.Trainer, **asked: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"torch_compile": True}, "--torch_compile: compile the blocks of the model before the Trainer"),
-        ({"auto_find_batch_size": True}, "--auto_find_batch_size: ranks cannot change the batch"),
-        ({"bf16_full_eval": True}, "--bf16_full_eval: evaluation computes as the plan does"),
-        ({"optim": "lomo"}, "--optim: lomo cannot train under a plan: it updates inside of backward"),
-        ({"optim": "schedule_free_adamw"}, "swaps the weights between training and evaluation"),
-        ({"accelerator_config": {"split_batches": True}}, "each data rank reads its own batches"),
-    ],
-)
-def test_arguments(asked: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        trainer_on(tmp_path, **asked)
-
-
-@pytest.mark.parametrize(
     ("plan", "asked", "words"),
     [
         (sw.Plan(mesh=sw.Mesh(pp=2)), {}, "asks for 2 ranks, but the world has 1"),
