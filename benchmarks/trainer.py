@@ -39,7 +39,7 @@ HEADER = ("tokens of a microbatch", "ranks", "engine alone, ms", "Trainer, ms", 
 NUM_WARM = 5
 
 
-class Turns(TrainerCallback):  # type: ignore[misc]
+class Turns(TrainerCallback):
     """After each step of the Trainer, one of the engine."""
 
     def __init__(self, engine: sw.Engine, drawn: Sequence[Batch]) -> None:

@@ -41,7 +41,8 @@ def test_losses_norms_and_rates_are_those_of_one_process(name: str) -> None:
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     targets = labels[:, 1:].reshape(-1)
     logits = outputs.logits[:, :-1].reshape(len(targets), -1)
-    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+    total = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    return total / torch.as_tensor(num_items_in_batch)
 
 
 def with_loss_function(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
@@ -50,7 +51,7 @@ def with_loss_function(trainers: Any, folder: str, microbatches: int, **ours: An
 
 
 def with_mean_loss(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-    class Mean(trainers.Trainer):  # type: ignore[misc]
+    class Mean(trainers.Trainer):
         loss_is_scaled_for_ga = False
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
@@ -137,6 +138,28 @@ def test_so_are_those_of_other_losses_optimizers_and_data(kind: str) -> None:
         assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+def test_a_loss_may_gather_where_some_ranks_have_no_batch(name: str) -> None:
+    gathered: list[int] = []
+
+    def make(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+        class Gathering(trainers.Trainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+                size = torch.tensor(len(inputs["labels"]))
+                gathered.append(int(self.accelerator.gather_for_metrics(size).sum()))
+                assert self.accelerator.num_processes == 1
+                return super().compute_loss(model, inputs, *args, **more)
+
+        args = arguments(folder, microbatches, eval_strategy="epoch", eval_on_start=True)
+        return Gathering(build(), args, train_dataset=ROWS[:10], eval_dataset=HELD_OUT[:1], **ours)
+
+    wanted = plain(make)
+    gathered.clear()
+    for found in under(name, make):
+        assert_close(found, wanted)
+    assert 4 in gathered  # two rows of each
+
+
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Any:
         yield from ROWS
@@ -167,7 +190,7 @@ def test_a_stream_gives_each_data_rank_its_batches() -> None:
         assert_close(found, wanted)
 
 
-class Rates(TrainerCallback):  # type: ignore[misc]
+class Rates(TrainerCallback):
     """Notes all events, and changes the rate before the second update."""
 
     def __init__(self) -> None:
@@ -277,16 +300,9 @@ def test_metrics_of_batches_see_all_rows() -> None:
 
 def build_t5() -> T5ForConditionalGeneration:
     set_seed(1)
-    sizes = {
-        "vocab_size": 64,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "dropout_rate": 0.0,
-    }
-    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes))
+    sizes: Any = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    tokens: Any = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **sizes, **tokens))
 
 
 @pytest.mark.parametrize("name", ["stage 3", "pp"])

@@ -137,7 +137,7 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_left_out_of_the_log(tmp_
     spoilt = [dict(row) for row in ROWS[:8]]
 
     def with_nan(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
-        class Spoilt(trainers.Trainer):  # type: ignore[misc]
+        class Spoilt(trainers.Trainer):
             def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
                 loss = super().compute_loss(model, inputs, *args, **more)
                 return loss * float("nan") if self.state.global_step == 1 else loss

@@ -16,7 +16,7 @@ import shardwise as sw
 import shardwise.hf as hf
 from shardwise.errors import ConfigError, OptimizerError, PlanError
 from shardwise.hf import packages
-from shardwise.hf.rank_batches import RankBatches
+from shardwise.hf.rank_batches import BatchesOfRank
 from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, build, under
 from tests.properties import tried
 
@@ -57,13 +57,14 @@ def test_a_script_gives_its_plan_by_a_flag(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text('sharding.stage = 2\n[precision]\nkeep = ["*norm*"]\n')
     command = ["--output_dir", str(tmp_path), "--shardwise_plan", str(file), "--use_cpu", "--report_to", "none"]
-    (args,) = HfArgumentParser(hf.TrainingArguments).parse_args_into_dataclasses(command)
-    trainer = hf.Trainer(build(), args, train_dataset=ROWS)
+    parser: Any = HfArgumentParser
+    (args,) = parser(hf.TrainingArguments).parse_args_into_dataclasses(command)
+    trainer: Any = hf.Trainer(build(), args, train_dataset=ROWS)
     assert trainer.plan.sharding.stage == 2
     assert trainer.plan.precision.keep == ("*norm*",)
     with pytest.raises(PlanError, match="two plans"):
         hf.Trainer(build(), args, train_dataset=ROWS, plan=sw.Plan())
-    (sequences,) = HfArgumentParser(hf.Seq2SeqTrainingArguments).parse_args_into_dataclasses(command)
+    (sequences,) = parser(hf.Seq2SeqTrainingArguments).parse_args_into_dataclasses(command)
     assert sequences.shardwise_plan == str(file)
 
 
@@ -113,7 +114,8 @@ def test_a_method_that_extends_a_step_sees_the_loss_of_the_update(tmp_path: Path
 
 class OwnLoader(hf.Trainer):
     def get_train_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(ROWS, batch_size=2, collate_fn=self.data_collator)
+        rows: Any = ROWS
+        return torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=self.data_collator)
 
 
 def test_a_loader_that_gives_all_ranks_the_same_rows() -> None:
@@ -164,7 +166,7 @@ def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest
 
 
 def test_classes_of_other_libraries_train_under_a_plan(tmp_path: Path) -> None:
-    class Other(transformers.Trainer):  # type: ignore[misc]
+    class Other(transformers.Trainer):
         def __init__(self, *, rows: Any, **kwargs: Any) -> None:
             super().__init__(train_dataset=rows, **kwargs)
 
@@ -175,22 +177,23 @@ def test_classes_of_other_libraries_train_under_a_plan(tmp_path: Path) -> None:
     class Arguments(hf.PlanArguments, transformers.TrainingArguments):
         pass
 
-    made = hf.trainer_class(Other)
+    made: Any = hf.trainer_class(Other)
     args = arguments(str(tmp_path), 2, of=Arguments, max_steps=1, shardwise_plan=None)
-    trainer = made(model=build(), args=args, rows=ROWS, plan=sw.Plan(sharding=sw.Sharding(stage=2)))
+    trainer: Any = made(model=build(), args=args, rows=ROWS, plan=sw.Plan(sharding=sw.Sharding(stage=2)))
     trainer.train()
-    assert isinstance(trainer, Other)
     assert trainer.engine.plan.sharding.stage == 2
-    plain = Other(model=build(), args=arguments(str(tmp_path), 2, max_steps=1), rows=ROWS)
+    assert isinstance(trainer, Other)
+    plain: Any = Other(model=build(), args=arguments(str(tmp_path), 2, max_steps=1), rows=ROWS)
     plain.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-6)
+    loss = trainer.state.log_history[0]["loss"]
+    assert loss == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-6)
 
 
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 5), st.booleans())
 @tried(60)
 def test_data_ranks_share_the_batches_of_one_process(rows: int, size: int, ranks: int, drop_last: bool) -> None:
     batches = torch.utils.data.BatchSampler(range(rows), size, drop_last)
-    shares = [RankBatches(batches, ranks, rank) for rank in range(ranks)]
+    shares = [BatchesOfRank(batches, ranks, rank) for rank in range(ranks)]
     found = [list(share) for share in shares]
     assert {len(share) for share in shares} == {len(each) for each in found} == {len(found[0])}
     taken = [each for together in zip(*found, strict=True) for each in together if each]

@@ -46,18 +46,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.has_stepped = False
         """Whether the engine made an update since the last `step`."""
 
-    @property  # type: ignore[override]
-    def state(self) -> Any:
+    @property
+    def state(self) -> Any:  # type: ignore[override]
         """Of the engine's optimizer."""
         return self.optimizer.state
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> Any:
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
         """Of the engine's optimizer."""
         return self.optimizer.param_groups
 
-    @property  # type: ignore[override]
-    def defaults(self) -> Any:
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
         """Of the engine's optimizer."""
         return self.optimizer.defaults
 
@@ -96,7 +96,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 class _UpdateEvents(CallbackHandler):
     """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any) -> Any:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Nothing."""
         return control
 
@@ -121,6 +121,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self._num_in_update = self._num_collected = 0
         self._zero = torch.zeros(())
         self._report: StepReport | None = None
+        self._last_batch: Any = None
+        self._is_uneven = False
+        self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
         self._refuse_model()
@@ -140,7 +143,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         args = self.args
         device = args.device  # joins the process group, where torchrun started several
         if self.channel is None:
-            self.channel = _channel_of(args, device)
+            self.channel = _channel_on(device)
         self.plan = plan_of(self.plan, args, self.channel.size)
         check_arguments(args, self.plan.mesh)
         self.ranks = DataRanks(self.plan, self.channel)
@@ -170,7 +173,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         if isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self.create_optimizer()
-        optimizer = self.optimizer
+        optimizer: Any = self.optimizer
         engine = parallelize(
             model,
             plan,
@@ -181,7 +184,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             channel=self.channel,
             seed=self.args.seed,
         )
-        self.optimizer = EngineOptimizer(optimizer)
+        self.optimizer = self._stepped = EngineOptimizer(optimizer)
         return engine
 
     def _prepare_for_training(
@@ -229,7 +232,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.ranks.count)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
+        sampler: Any = super()._get_train_sampler(train_dataset)
         if type(sampler).__name__ == "LengthGroupedSampler":
             # Grouped within the update of all data ranks, as one process groups.
             sampler.batch_size *= self.ranks.count
@@ -249,14 +252,16 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         ranks = self.ranks.count
         count = len(batches) * ranks
+        counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         # Asked of what all ranks know: one of them may have no batch to look into.
-        if ranks > 1 and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None):
+        if ranks > 1 and (counts_items or self._has_own_loss):
             present = sum(map(bool, batches))
             own = -math.inf if items is None and present else float(items or 0)
             found, total = self.ranks.sums([own, float(present)], purpose="items of an update")
             count = int(total)
-            if self.args.average_tokens_across_devices:
+            if counts_items and self.args.average_tokens_across_devices:
                 items = None if found == -math.inf else torch.tensor(int(found), device=device)
+        self._is_uneven = count < len(batches) * ranks
         self._num_in_update = count
         self._num_collected += count
         return batches, items
@@ -295,9 +300,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             each["factor"] = self._factor(each["items"], each["of"], number)
         # A loss that divides by it has all microbatches in mind, as in one process.
         self.current_gradient_accumulation_steps = self._num_in_update
-        with accelerator.computing():
+        with accelerator.computing(alone=self._is_uneven):
             report = engine.step(batches, stop=self._before_update)
-        self.optimizer.has_stepped = True
+        self._stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
             accelerator.step_was_skipped = report.skipped
         every = self.args.torch_empty_cache_steps
@@ -323,8 +328,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
 
     def _loss_of(self, batch: dict[str, Any]) -> Any:
         """The loss function of the engine."""
+        model: Any = self.model
         with self.compute_loss_context_manager():
-            loss = self.compute_loss(self.model, batch["inputs"], num_items_in_batch=batch["items"])
+            loss = self.compute_loss(model, batch["inputs"], num_items_in_batch=batch["items"])
         factor = batch["factor"]
         return loss if factor == 1.0 else loss * factor
 
@@ -338,7 +344,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        self.optimizer.check()
+        self._stepped.check()
         # Looked at where it is logged: the look waits for a device.
         return self._report
 
@@ -397,6 +403,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return super().hyperparameter_search(*args, **kwargs)
 
 
-def _channel_of(args: Any, device: torch.device) -> Channel:
-    """The ranks that torchrun started, else this process on the device of the arguments."""
-    return alone(device) if args.distributed_state.num_processes == 1 else default_channel()
+def _channel_on(device: torch.device) -> Channel:
+    """The ranks that a launcher started, else this process on the device of the arguments."""
+    found = default_channel()
+    return found if found.size > 1 else alone(device)

@@ -106,17 +106,18 @@ class EvaluationRounds:
         """What this data rank has of a round: the loss of each row, predictions, labels, inputs."""
         nothing: dict[str, Any] = dict.fromkeys(("losses", "predictions", "labels", "inputs")) | {"rows": 0}
         is_absent = not inputs and self.ranks.count > 1
+        is_uneven = self.ranks.count > 1 and self._has_own_loss and self._is_missing(inputs)
         if is_absent:
             if self.plan.sharding.stage < 3:
                 return nothing
             # The others gather parameters together with this rank, in the same calls.
             inputs = self._stand_in(dataloader)
-        self._last_batch = inputs
+        self._last_batch = inputs if self.plan.sharding.stage == 3 else None
         rows = find_batch_size(inputs) or 0
         # A Seq2SeqTrainer counts a small last batch as a full one: it sets this function.
         is_full = self.gather_function == self.accelerator.gather
         repeats = self.args.eval_batch_size if is_full else rows or 1
-        loss, predictions, labels = self._predicted(inputs, loss_only, ignore_keys)
+        loss, predictions, labels = self._predicted(inputs, loss_only, ignore_keys, alone=is_uneven)
         if is_absent:
             return nothing
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
@@ -131,14 +132,19 @@ class EvaluationRounds:
             "rows": rows,
         }
 
-    def _predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any) -> Any:
+    def _is_missing(self: Any, inputs: Any) -> bool:
+        """Whether some data rank has no batch in this round: what the loss of the others gathers would wait for it."""
+        (present,) = self.ranks.sums([float(bool(inputs))], purpose="data ranks with a batch")
+        return bool(present < self.ranks.count)
+
+    def _predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any, *, alone: bool) -> Any:
         model: Any = PredictedModel(self.engine)
-        with self.accelerator.computing(), _generating(self.engine):
+        with self.accelerator.computing(alone=alone), _generating(self.engine):
             return self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def _stand_in(self: Any, dataloader: Any) -> Any:
-        if (last := getattr(self, "_last_batch", None)) is not None:
-            return last
+        if self._last_batch is not None:
+            return self._last_batch
         dataset = dataloader.dataset
         row = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(getattr(dataset, "dataset", dataset)))
         return dataloader.collate_fn([row])
@@ -153,7 +159,10 @@ class EvaluationRounds:
         found = [json.loads(each) for each in told]
         # The first data rank has rows in every round, so it knows what there is.
         own_leaves: list[torch.Tensor | None] = [*leaves] if rows else [None] * _num_leaves(found[0][1])
-        joined = iter([_joined(ranks.tensors(each, purpose="rows of an evaluation")) for each in own_leaves])
+        # A rank without rows cannot know where the others have theirs.
+        device = self.args.device
+        gathered = [ranks.tensors(each, purpose="rows of an evaluation") for each in own_leaves]
+        joined = iter([_joined(each).to(device) for each in gathered])
         parts: dict[str, Any] = _rebuilt(found[0][1], joined)
         return parts | {"rows": sum(each[0] for each in found)}
 

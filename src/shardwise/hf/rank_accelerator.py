@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import BatchError, ModelError
-from shardwise.hf.rank_batches import RankBatches, RankCollate, RankStream
+from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
 from shardwise.plan import Plan
 
 
@@ -111,7 +111,7 @@ class RankState:
     distributed_type = DistributedType.NO
 
     def __init__(self, original: Any, ranks: DataRanks) -> None:
-        self.original = original.original if isinstance(original, RankState) else original
+        self.original: Any = original.original if isinstance(original, RankState) else original
         self.num_processes = ranks.count
         self.process_index = ranks.world.rank
         self.is_main_process = ranks.world.rank == 0
@@ -139,6 +139,8 @@ class PlanAccelerator(Accelerator):
     ranks: DataRanks
     is_computing: bool
     """Whether a loss or a prediction is computed: there is one process then, and the engine adds over the ranks."""
+    is_alone: bool
+    """Whether what a loss gathers stays on its data rank: some other has no batch, and computes none."""
     step_was_skipped: bool
 
     @classmethod
@@ -147,7 +149,7 @@ class PlanAccelerator(Accelerator):
         # Not another object: the Trainer has handed out its methods already.
         accelerator.__class__ = cls
         accelerator.ranks = ranks
-        accelerator.is_computing = accelerator.step_was_skipped = False
+        accelerator.is_computing = accelerator.is_alone = accelerator.step_was_skipped = False
 
     @property
     def num_processes(self) -> int:
@@ -190,13 +192,16 @@ class PlanAccelerator(Accelerator):
         return self.step_was_skipped
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Inside, a loss or a prediction is computed."""
-        before, self.is_computing = self.is_computing, True
+    def computing(self, *, alone: bool) -> Iterator[None]:
+        """Inside, a loss or a prediction is computed; alone: see `is_alone`."""
+        self.is_computing, self.is_alone = True, alone
         try:
             yield
         finally:
-            self.is_computing = before
+            self.is_computing = self.is_alone = False
+
+    def _found(self, tensor: torch.Tensor, purpose: str) -> list[torch.Tensor]:
+        return [tensor] if self.is_alone else self.ranks.tensors(tensor, purpose=purpose)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Data loaders give this data rank's batches; the rest stays as it is."""
@@ -247,7 +252,7 @@ class PlanAccelerator(Accelerator):
         if ranks.count > 1 and not is_stream:
             for each in (prepared.batch_sampler, prepared.sampler):
                 if hasattr(each, "even_batches"):
-                    each.__class__ = RankBatches
+                    each.__class__ = BatchesOfRank
         prepared._is_accelerate_prepared = True
         self._dataloaders.append(prepared)
         return prepared
@@ -272,7 +277,7 @@ class PlanAccelerator(Accelerator):
 
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        found = self.ranks.tensors(own, purpose="tensors that a Trainer gathers")
+        found = self._found(own, "tensors that a Trainer gathers")
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -290,7 +295,7 @@ class PlanAccelerator(Accelerator):
         def padded(each: torch.Tensor) -> torch.Tensor:
             if each.ndim <= dim:
                 return each
-            sizes = self.ranks.tensors(torch.tensor([each.shape[dim]]), purpose="sizes to pad to")
+            sizes = self._found(torch.tensor([each.shape[dim]]), "sizes to pad to")
             return padded_to(each, int(torch.cat(sizes).max()), dim=dim, value=pad_index, first=pad_first)
 
         return recursively_apply(padded, tensor, error_on_other_type=True)
@@ -299,7 +304,7 @@ class PlanAccelerator(Accelerator):
         """The sum or the mean over data ranks."""
 
         def reduced(each: torch.Tensor) -> torch.Tensor:
-            found = torch.stack(self.ranks.tensors(each, purpose="tensors that a Trainer reduces"))
+            found = torch.stack(self._found(each, "tensors that a Trainer reduces"))
             whole = found.sum(0) if reduction != "mean" else found.float().mean(0)
             return whole * scale
 

@@ -17,7 +17,7 @@ _ABSENT = object()
 """In a stream, the one element of a batch that this rank does not have."""
 
 
-class RankBatches(BatchSamplerShard):
+class BatchesOfRank(BatchSamplerShard):
     """Every n-th batch of a sampler, and an empty one where this rank has none in the last round."""
 
     def __len__(self) -> int:

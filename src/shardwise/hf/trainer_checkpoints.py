@@ -38,7 +38,7 @@ class TrainerCheckpoints:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         engine = self.engine
-        save(Path(output_dir, _SAVE), engine)
+        save(Path(output_dir, _SAVE), engine, keep=1)
         if getattr(self.args, "shardwise_optimizer_pt", True):
             with engine.whole(rank0_only=True):
                 if self.args.should_save:

@@ -32,7 +32,7 @@ class Trainer(PlanTaking, EngineTrainer):
     """`transformers.Trainer` for a model that trains under a plan."""
 
 
-class Seq2SeqTrainer(PlanTaking, transformers.Seq2SeqTrainer, EngineTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(PlanTaking, transformers.Seq2SeqTrainer, EngineTrainer):
     """`transformers.Seq2SeqTrainer` for a model that trains under a plan."""
 
 
