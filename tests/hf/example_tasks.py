@@ -205,10 +205,12 @@ def image_classification() -> Task:
     return Task(
         build=_seeded(lambda: transformers.ViTForImageClassification(config)),
         rows=[{"image": torch.randn(3, 8, 8, generator=numbers) + n % 3, "label": n % 3} for n in range(29)],
-        collator=lambda model: lambda rows: {
-            "pixel_values": torch.stack([row["image"] for row in rows]),
-            "labels": torch.tensor([row["label"] for row in rows]),
-        },
+        collator=lambda model: (
+            lambda rows: {
+                "pixel_values": torch.stack([row["image"] for row in rows]),
+                "labels": torch.tensor([row["label"] for row in rows]),
+            }
+        ),
         metrics=_right,
         arguments={"remove_unused_columns": False},
     )

@@ -1,4 +1,4 @@
-"""The example scripts of transformers, with one changed import and a plan, against plain transformers in one process."""
+"""The example scripts of transformers, with one changed import and a plan, against the plain ones in one process."""
 
 from pathlib import Path
 
@@ -55,7 +55,9 @@ def test_a_task_trains_evaluates_and_predicts_as_in_one_process(task: str, plan:
         check_equal(found, expected)
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=() if "dp" in plan else pytest.mark.stress) for plan in PLANS])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if "dp" in plan else pytest.mark.stress) for plan in PLANS]
+)
 def test_a_run_goes_on_from_plain_to_a_plan_and_back(plan: str, tmp_path: Path) -> None:
     task = causal_language_model()
     saves = {"save_strategy": "steps", "save_steps": 1}

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import transformers
 
+import shardwise as sw
 from shardwise import hf
 from shardwise.errors import ConfigError
 from shardwise.hf.arguments import ARGUMENTS, KNOWN_CLASSES, check_arguments
 from tests.hf.example_tasks import causal_language_model
+
+STAGES = sw.Mesh(pp=2)
 
 
 def arguments(folder: Path, **given: Any) -> Any:
@@ -27,9 +30,9 @@ def test_the_table_has_every_field_of_transformers_and_no_other() -> None:
 
 
 def test_defaults_are_taken(tmp_path: Path) -> None:
-    for num_ranks in (1, 2):
-        check_arguments(arguments(tmp_path), num_ranks)
-        check_arguments(transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True), num_ranks)
+    for mesh in (sw.Mesh(), STAGES):
+        check_arguments(arguments(tmp_path), mesh)
+        check_arguments(transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True), mesh)
 
 
 REFUSED: dict[str, Any] = {
@@ -58,10 +61,16 @@ def test_every_field_that_the_table_refuses_is_tried_here() -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_value_is_named_with_the_way_out(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        check_arguments(arguments(tmp_path, **{name: REFUSED[name]}), 2)
+        check_arguments(arguments(tmp_path, **{name: REFUSED[name]}), STAGES)
     (problem,) = error.value.problems
     assert problem.startswith(f"--{name} ")
     assert any(treatment.text in problem for treatment in ARGUMENTS[name])
+
+
+@pytest.mark.parametrize("name", ["adalomo", "apollo_adamw_layerwise", "schedule_free_sgd"])
+def test_optimizers_that_update_elsewhere_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--optim {name}: it "):
+        check_arguments(arguments(tmp_path, optim=name), STAGES)
 
 
 def test_all_problems_come_at_once_when_a_trainer_is_made(tmp_path: Path) -> None:
@@ -76,9 +85,9 @@ def test_a_field_that_a_newer_transformers_adds_is_refused_unless_it_has_its_def
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(ARGUMENTS, "dataloader_in_order")
-    check_arguments(arguments(tmp_path), 2)
+    check_arguments(arguments(tmp_path), STAGES)
     with pytest.raises(ConfigError, match="dataloader_in_order False: this shardwise does not know"):
-        check_arguments(arguments(tmp_path, dataloader_in_order=False), 2)
+        check_arguments(arguments(tmp_path, dataloader_in_order=False), STAGES)
 
 
 def test_fields_of_another_library_are_its_trainers(tmp_path: Path) -> None:
@@ -86,4 +95,4 @@ def test_fields_of_another_library_are_its_trainers(tmp_path: Path) -> None:
     class Config(hf.TrainingArguments):
         beta: float = 0.1
 
-    check_arguments(Config(output_dir=str(tmp_path), use_cpu=True, beta=0.5), 2)
+    check_arguments(Config(output_dir=str(tmp_path), use_cpu=True, beta=0.5), STAGES)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import transformers
 
 from shardwise.errors import ConfigError
+from shardwise.space import Mesh
 
 Kind = Literal["honoured", "mapped", "refused"]
 
@@ -30,8 +31,8 @@ class Treatment:
     names: tuple[str, ...]
     text: str
     """What it means under a plan; for what is refused, the reason and the way out."""
-    is_refused: Callable[[Any, int], bool] | None = None
-    """Whether a value is refused on so many ranks, for `kind` "refused"."""
+    is_refused: Callable[[Any, Mesh], bool] | None = None
+    """Whether a value is refused on a mesh, for `kind` "refused"."""
     values: str = ""
     """Which values of the field are meant, in words; "" for all."""
 
@@ -44,25 +45,33 @@ def _mapped(names: str, text: str) -> Treatment:
     return Treatment("mapped", tuple(names.split()), text)
 
 
-def _is_set(value: Any, num_ranks: int) -> bool:
+def _is_set(value: Any, mesh: Mesh) -> bool:
     return bool(value)
 
 
-def _is_set_on_several(value: Any, num_ranks: int) -> bool:
-    return bool(value) and num_ranks > 1
+def _is_set_on_several(value: Any, mesh: Mesh) -> bool:
+    return bool(value) and mesh.size > 1
 
 
-def _refused(names: str, text: str, is_refused: Callable[[Any, int], bool] = _is_set, values: str = "") -> Treatment:
+def _refused(names: str, text: str, is_refused: Callable[[Any, Mesh], bool] = _is_set, values: str = "") -> Treatment:
     return Treatment("refused", tuple(names.split()), text, is_refused, values)
 
 
-def _updates_elsewhere(value: Any, num_ranks: int) -> bool:
+def _updates_in_backward(value: Any, mesh: Mesh) -> bool:
     name = str(getattr(value, "value", value))
-    return "lomo" in name or name.startswith("schedule_free") or name.endswith("layerwise")
+    return "lomo" in name or name.endswith("layerwise")
 
 
-def _reads_for_others(value: Any, num_ranks: int) -> bool:
+def _swaps_weights(value: Any, mesh: Mesh) -> bool:
+    return str(getattr(value, "value", value)).startswith("schedule_free")
+
+
+def _reads_for_others(value: Any, mesh: Mesh) -> bool:
     return bool(getattr(value, "split_batches", False) or getattr(value, "dispatch_batches", False))
+
+
+def _reads_stages(value: Any, mesh: Mesh) -> bool:
+    return bool(value) and mesh.pp > 1
 
 
 _TREATMENTS = (
@@ -84,10 +93,15 @@ _TREATMENTS = (
     ),
     _refused(
         "optim",
-        "it updates inside of backward, or swaps the weights for evaluations; take adamw_torch, or give "
-        "optimizer_cls_and_kwargs",
-        _updates_elsewhere,
-        values="lomo, adalomo, schedule_free_*, *_layerwise",
+        "it updates inside of backward; take adamw_torch, or give optimizer_cls_and_kwargs",
+        _updates_in_backward,
+        values="lomo, adalomo, *_layerwise",
+    ),
+    _refused(
+        "optim",
+        "it swaps the weights between training and evaluation; take adamw_torch, or average of the plan",
+        _swaps_weights,
+        values="schedule_free_*",
     ),
     _honoured(
         "average_tokens_across_devices",
@@ -110,7 +124,8 @@ _TREATMENTS = (
     # Memory and speed.
     _honoured(
         "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs",
-        "the checkpoints of the model. activations.checkpoint of the plan does the same for any model",
+        "the checkpoints of the model, with use_reentrant=False under tp. activations.checkpoint of the plan does the "
+        "same for any model",
     ),
     _refused(
         "torch_compile torch_compile_backend torch_compile_mode",
@@ -199,14 +214,21 @@ _TREATMENTS = (
     ),
     # Data.
     _honoured(
-        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
         "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
         "the loader of transformers, with the batches of the data rank",
     ),
+    _honoured("dataloader_drop_last", "also batches that not every data rank would have"),
     _honoured("remove_unused_columns label_names", "as in one process"),
     _honoured("train_sampling_strategy length_column_name", "the order of one process, shared among the data ranks"),
     # The rest.
-    _honoured("debug", "hooks on the modules that a rank has"),
+    _honoured("debug", "hooks on the modules"),
+    _refused(
+        "debug",
+        "it reads the values of all stages between modules; debug with mesh.pp = 1",
+        _reads_stages,
+        values="underflow_overflow with stages",
+    ),
     _honoured("skip_memory_metrics", "of rank 0"),
     _honoured("do_train do_eval do_predict", "read by scripts"),
     _honoured("predict_with_generate generation_max_length generation_num_beams generation_config", "engine.generate"),
@@ -227,7 +249,7 @@ def known_fields() -> Iterator[Field[Any]]:
     yield from found.values()
 
 
-def check_arguments(args: Any, num_ranks: int) -> None:
+def check_arguments(args: Any, mesh: Mesh) -> None:
     """Raise ConfigError, with every problem, for arguments that cannot hold under a plan."""
     values = {each.name: getattr(args, each.name) for each in known_fields() if hasattr(args, each.name)}
     problems = []
@@ -238,7 +260,7 @@ def check_arguments(args: Any, num_ranks: int) -> None:
         given = [
             f"--{name} {_shown(values[name], treatment)}"
             for name in treatment.names
-            if name in values and refused(values[name], num_ranks)
+            if name in values and refused(values[name], mesh)
         ]
         if given:
             problems.append(f"{' '.join(given)}: {treatment.text}")

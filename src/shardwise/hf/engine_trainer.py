@@ -144,8 +144,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         device = args.device  # joins the process group, where torchrun started several
         if self.channel is None:
             self.channel = _channel_on(device)
-        check_arguments(args, self.channel.size)
         self.plan = plan_of(self.plan, args, self.channel.size)
+        check_arguments(args, self.plan.mesh)
         self.ranks = DataRanks(self.plan, self.channel)
         super().create_accelerator_and_postprocess()
         PlanAccelerator.take_over(self.accelerator, self.ranks)

@@ -1,7 +1,7 @@
 """Custom autograd functions between placed modules, seen as operations like torch's own.
 
-A mode of torch sees the functions of torch, and not `torch.autograd.Function.apply`. So while some thread runs a program
-over stages, another method stands there, which asks the modes of the thread that calls it.
+A mode of torch sees the functions of torch, and not `torch.autograd.Function.apply`. So while some thread runs a
+program over stages, another method stands there, which asks the modes of the thread that calls it.
 """
 
 import threading
