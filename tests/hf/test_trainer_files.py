@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, assert_close, build, plain, trained, under
+from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, assert_close, build, logged, plain, trained, under
 
 PLAIN = "plain"
-UPDATES = 4
 
 
 def make(trainers: Any, folder: str, microbatches: int, *, asked: Any = None, **ours: Any) -> Any:
@@ -54,16 +53,10 @@ def test_a_run_goes_on_in_another_layout(first: str, second: str, expected: Any,
 
     def resumed(trainer: Any) -> Any:
         trainer.train(resume_from_checkpoint=str(checkpoint))
-        return [each for each in trained_log(trainer) if "train_loss" not in each]
+        return [each for each in logged(trainer) if "train_loss" not in each]
 
     wanted = [each for each in expected if "train_loss" not in each]
     assert_close(run_on(second, resumed, tmp_path / "second"), wanted)
-
-
-def trained_log(trainer: Any) -> Any:
-    from tests.hf.tiny_trainers import logged
-
-    return logged(trainer)
 
 
 def test_weights_alone_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -127,7 +120,7 @@ def test_without_optimizer_pt_runs_go_on_from_the_save(expected: Any, tmp_path: 
 
     def resumed(trainer: Any) -> Any:
         trainer.train(resume_from_checkpoint=True)
-        return [each for each in trained_log(trainer) if "train_loss" not in each]
+        return [each for each in logged(trainer) if "train_loss" not in each]
 
     assert_close(run_on("stage 1", resumed, tmp_path), [each for each in expected if "train_loss" not in each])
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 3
