@@ -39,7 +39,7 @@ def functions_seen(mode: SeesFunctions) -> Iterator[None]:
         with _lock:
             _running.remove(mode)
             if not _running:
-                torch.autograd.Function.apply = _PLAIN
+                torch.autograd.Function.apply = _PLAIN  # type: ignore[method-assign]
 
 
 def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
