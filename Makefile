@@ -9,7 +9,7 @@ WORKERS ?= 3
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops bench-matrix mutants stress clean
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops bench-matrix bench-trainer mutants stress clean
 
 setup: $(STAMP)
 
@@ -73,6 +73,9 @@ bench-loops: setup
 bench-matrix: setup
 	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.matrix_optimizers --write
+
+bench-trainer: setup
+	$(BIN)/python -m benchmarks.trainer --write
 
 # Needs network namespaces and tc; writes benchmarks/results/transport.md.
 bench-transport: setup

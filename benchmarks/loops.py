@@ -42,11 +42,11 @@ Sides: TypeAlias = tuple[Turn, Turn]
 """Without and with what a row is about."""
 
 
-def engine_on(channel: Channel, k: int, *, loss: Any = None, **asked: Any) -> sw.Engine:
+def engine_on(channel: Channel, k: int, *, loss: Any = None, build: Any = None, **asked: Any) -> sw.Engine:
     """The model of the other benchmarks; `asked`: what else the plan has."""
     plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), merge=sw.Merge(microbatches=k), clip_grad_norm=1.0, **asked)
     optimizer = lambda parameters: torch.optim.AdamW(parameters, **ADAMW)  # noqa: E731
-    return sw.parallelize(llama(), plan, optimizer=optimizer, loss=loss, channel=channel)
+    return sw.parallelize((build or llama)(), plan, optimizer=optimizer, loss=loss, channel=channel)
 
 
 def stepping(engine: sw.Engine, *, listed: bool = False) -> Turn:

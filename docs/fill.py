@@ -82,6 +82,26 @@ def _default(field: FieldInfo) -> str:
     return "see below" if isinstance(default, Table) else f"`{json.dumps(default)}`"
 
 
+def training_arguments() -> str:
+    """Every field of the TrainingArguments of transformers, and what a trainer under a plan does with it."""
+    from shardwise.hf.arguments import ARGUMENTS, known_fields
+
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for field in known_fields():
+        for each in ARGUMENTS[field.name]:
+            rows.setdefault((each.kind, each.text, each.values), []).append(f"`{field.name}`")
+    return "\n".join(
+        [
+            "| fields | | under a plan |",
+            "|---|---|---|",
+            *(
+                f"| {', '.join(names)}{values and f' = {values}'} | {kind} | {text} |"
+                for (kind, text, values), names in rows.items()
+            ),
+        ]
+    )
+
+
 def glossary() -> str:
     """The words with a meaning of their own."""
     return "\n".join(
@@ -165,7 +185,19 @@ def reference(dotted: str, options: str = "") -> str:
 
 MACROS: dict[str, Callable[..., str]] = {
     macro.__name__: macro
-    for macro in (settings, glossary, commands, measured, results, drawing, include, diff, about, reference)
+    for macro in (
+        settings,
+        training_arguments,
+        glossary,
+        commands,
+        measured,
+        results,
+        drawing,
+        include,
+        diff,
+        about,
+        reference,
+    )
 }
 
 

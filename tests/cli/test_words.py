@@ -3,12 +3,15 @@
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import shardwise
 from shardwise.cli import main
+from shardwise.hf import PlanArguments
+from shardwise.hf.arguments import known_fields
 from shardwise.train.config import CheckpointTable, ModelTable, TrainTable
 from shardwise.train.data_settings import DataTable
 from shardwise.train.strict_tables import Table
@@ -101,6 +104,7 @@ def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
 def test_every_flag_that_a_message_names_is_one() -> None:
     flags = {"--nproc-per-node"}  # of torchrun
     flags |= {"--ckpt-format", "--dist-ckpt-optim-fully-reshardable", "--saver", "--local-dir"}  # Megatron-LM, hf
+    flags |= {f"--{each.name}" for each in (*known_fields(), *fields(PlanArguments))}
     commands = [main]
     while commands:
         command = commands.pop()
@@ -110,7 +114,7 @@ def test_every_flag_that_a_message_names_is_one() -> None:
         f"{path.relative_to(SOURCE)}:{line}: {flag}"
         for path in sorted(SOURCE.rglob("*.py"))
         for line, text in messages(path)
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*", text)
         if flag not in flags
     ]
     assert not unknown, unknown

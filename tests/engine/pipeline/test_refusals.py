@@ -17,7 +17,6 @@ from tests.engine.expected import seeded
 from tests.engine.oracle import Batch
 from tests.engine.pipeline.models import CASES, ROWS, Block, Chain, square, vectors
 from tests.engine.pipeline.oracle import adamw
-from tests.engine.pipeline.value_models import cube
 from tests.engine.refusals import same_error_everywhere
 
 STAGES = {"first": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 2, "last": 2}
@@ -267,7 +266,6 @@ def test_an_exception_between_modules_is_every_ranks_own() -> None:
 
 
 GLUE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a function with a backward of its own": (cube, "custom autograd function"),
     "reentrant checkpointing": (lambda h: checkpoint(torch.tanh, h, use_reentrant=True), "use_reentrant=False"),
 }
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
+from shardwise.engine.pipeline.autograd_functions import functions_seen
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
@@ -137,7 +138,7 @@ class Glue(TorchFunctionMode):
 
     def run(self, compute: Callable[..., _Result], part: Microbatch, *more: Any) -> _Result:
         """The result of the user's program for a microbatch; it calls the model's forward."""
-        with self:
+        with self, functions_seen(self):
             result = compute(part, *more)
         self._refuse_kept_values()
         return result
@@ -208,6 +209,12 @@ class Glue(TorchFunctionMode):
         if func in _READS or func in _GRAPH:
             self._refuse_read(func, args, kwargs)
         return self.executor.execute(flow, StagedOperation(func, draws=func in _RANDOM), None, args, kwargs)
+
+    def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a custom autograd function that is called between placed modules."""
+        # As torch calls a mode: without it on the stack.
+        with self.off():
+            return self.on_call(func, args, kwargs)
 
     def _describe(
         self, func: Callable[..., Any], tensor: StageTensor, args: tuple[Any, ...], kwargs: dict[str, Any]

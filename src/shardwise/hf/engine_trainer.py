@@ -1,0 +1,409 @@
+"""A Trainer whose steps are an engine's: its loop, callbacks and files are those of transformers.
+
+    _run_epoch          get_batch_samples    k batches of this data rank; items are counted over all of them
+      k times           training_step        takes a batch; with the last one, engine.step of all k:
+                          compute_loss       in each forward; the losses of all data ranks add up as in one process
+                          on_pre_optimizer_step   with the gradients there, before the update
+                        optimizer.step       has happened
+                        _maybe_log_...       losses and norms come in where they are logged
+
+The microbatches of D data ranks are those of one process with D times as many gradient accumulation steps: the same
+rows, the same losses, the same sum. So its loss curve is that of the plain Trainer.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer_callback import CallbackHandler
+
+from shardwise.comm import Channel, default_channel
+from shardwise.comm.channel import alone
+from shardwise.engine import Engine, StepReport
+from shardwise.engine.parallelize import parallelize
+from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
+from shardwise.hf.arguments import check_arguments
+from shardwise.hf.evaluation_rounds import EvaluationRounds
+from shardwise.hf.plan_arguments import plan_of
+from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
+from shardwise.hf.refusals import check_overrides
+from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
+from shardwise.plan import Plan
+
+_MOST_PENDING = 64
+"""Steps whose losses may wait for a look."""
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer, as the loop of a Trainer sees it: its `step` has happened in `engine.step`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.has_stepped = False
+        """Whether the engine made an update since the last `step`."""
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Of the engine's optimizer."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """Of the engine's optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """Of the engine's optimizer."""
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing. Raises OptimizerError where the engine made no update."""
+        self.check()
+        self.has_stepped = False
+
+    def check(self) -> None:
+        """Raise OptimizerError where the engine made no update."""
+        if not self.has_stepped:
+            raise OptimizerError(
+                "optimizer.step() follows, and the engine made no update: training_step was not reached. Call "
+                "super().training_step(model, inputs, num_items_in_batch) for every batch"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the engine has the gradients."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        """To the engine's optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> Any:
+        """Of the engine's optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Into the engine's optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"
+
+
+class _UpdateEvents(CallbackHandler):
+    """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Nothing."""
+        return control
+
+
+class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
+    """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
+
+    The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`.
+    """
+
+    plan: Any = None
+    """A Plan, or the path of a TOML file with one; a Plan from the constructor on."""
+    channel: Channel | None = None
+    """The ranks that train together."""
+    ranks: DataRanks
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_overrides(type(self), EngineTrainer)
+        self._engine: Engine[nn.Module] | None = None
+        self._collected: list[dict[str, Any]] = []
+        self._pending: list[tuple[StepReport, int]] = []
+        self._num_in_update = self._num_collected = 0
+        self._zero = torch.zeros(())
+        self._report: StepReport | None = None
+        self._last_batch: Any = None
+        self._is_uneven = False
+        self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+        super().__init__(*args, **kwargs)
+        self.callback_handler.__class__ = _UpdateEvents
+        self._refuse_model()
+
+    def _refuse_model(self) -> None:
+        model: Any = self.model
+        if getattr(model, "is_distributed_loading_by_transformers", False) or self.is_model_parallel:
+            raise ConfigError(
+                "the model is cut over devices already (device_map or distributed_config of from_pretrained); load it "
+                "whole, or on the meta device: the plan cuts it"
+            )
+
+    # The plan and the engine ----------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The accelerator of transformers, over the plan's data ranks."""
+        args = self.args
+        device = args.device  # joins the process group, where torchrun started several
+        if self.channel is None:
+            self.channel = _channel_on(device)
+        self.plan = plan_of(self.plan, args, self.channel.size)
+        check_arguments(args, self.plan.mesh)
+        self.ranks = DataRanks(self.plan, self.channel)
+        super().create_accelerator_and_postprocess()
+        PlanAccelerator.take_over(self.accelerator, self.ranks)
+        self.gather_function = self.accelerator.gather_for_metrics
+        args.distributed_state = RankState(args.distributed_state, self.ranks)
+        args._n_gpu = min(1, args.n_gpu)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the engine moves what a rank holds."""
+
+    @property
+    def engine(self) -> Engine[nn.Module]:
+        """The engine of the model; made at its first use, by all ranks together."""
+        model: Any = self.model
+        if self._engine is None or self._engine.model is not model:
+            self._engine = self._parallelized(model)
+        return self._engine
+
+    def _parallelized(self, model: nn.Module) -> Engine[nn.Module]:
+        plan: Plan = self.plan
+        count = getattr(model, "num_parameters", None)
+        # Of whole tensors: afterwards this rank has parts.
+        self._num_parameters = None if count is None else count(exclude_embeddings=True)
+        # One that has another engine is not of this model.
+        if isinstance(self.optimizer, EngineOptimizer):
+            self.optimizer = None
+        self.create_optimizer()
+        optimizer: Any = self.optimizer
+        engine = parallelize(
+            model,
+            plan,
+            optimizer=optimizer,
+            loss=self._loss_of,
+            # The Trainer scales losses itself.
+            loss_weight=lambda microbatch: 1.0,
+            channel=self.channel,
+            seed=self.args.seed,
+        )
+        self.optimizer = self._stepped = EngineOptimizer(optimizer)
+        return engine
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        """The engine in the place of `accelerator.prepare`."""
+        if self._created_lr_scheduler:
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
+        self._check_loader(train_dataloader)
+        model = self.engine.model
+        self.create_scheduler(num_training_steps=max_steps)
+        self.model_wrapped = model
+        self._collected.clear()
+        self._num_collected = 0
+        self._pending.clear()
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        return model, train_dataloader
+
+    def _check_loader(self, loader: Any) -> None:
+        if self.ranks.count > 1 and not getattr(loader, "_is_accelerate_prepared", False):
+            raise ConfigError(
+                f"get_train_dataloader gave a {type(loader).__name__} that the accelerator has not seen: each of "
+                f"{self.ranks.count} data ranks would train on all rows. Return "
+                "self.accelerator.prepare(DataLoader(...))"
+            )
+        plan: Plan = self.plan
+        in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
+        sampler = getattr(loader, "batch_sampler", None)
+        if in_step and self.ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
+            with contextlib.suppress(TypeError, AttributeError):
+                if len(sampler.batch_sampler) % self.ranks.count:
+                    raise BatchError(
+                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self.ranks.count} data ranks "
+                        "cannot share evenly. Under pp with stage 3, or with several stages per rank, they go in "
+                        "step: set --dataloader_drop_last, or sharding.stage = 1 of the plan"
+                    )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of an update: of all data ranks and microbatches."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.ranks.count)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler: Any = super()._get_train_sampler(train_dataset)
+        if type(sampler).__name__ == "LengthGroupedSampler":
+            # Grouped within the update of all data ranks, as one process groups.
+            sampler.batch_size *= self.ranks.count
+        elif type(sampler).__name__ == "BatchRebalanceSampler":
+            sampler.rank = self.ranks.rank
+        return sampler
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # On the host: nothing waits for a device to add zeros.
+        self._tr_loss = self._tr_loss.cpu()
+        super()._run_epoch(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The batches of an update, and its items over all data ranks."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        ranks = self.ranks.count
+        count = len(batches) * ranks
+        counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        # Asked of what all ranks know: one of them may have no batch to look into.
+        if ranks > 1 and (counts_items or self._has_own_loss):
+            present = sum(map(bool, batches))
+            own = -math.inf if items is None and present else float(items or 0)
+            found, total = self.ranks.sums([own, float(present)], purpose="items of an update")
+            count = int(total)
+            if counts_items and self.args.average_tokens_across_devices:
+                items = None if found == -math.inf else torch.tensor(int(found), device=device)
+        self._is_uneven = count < len(batches) * ranks
+        self._num_in_update = count
+        self._num_collected += count
+        return batches, items
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # `get_batch_samples` adds over ranks; an evaluation counts each batch for itself.
+        world_size = self.args.distributed_state.num_processes
+        self.args.distributed_state.num_processes = 1
+        try:
+            return super()._get_num_items_in_batch([each for each in batch_samples if each], device)
+        finally:
+            self.args.distributed_state.num_processes = world_size
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Take a batch; with the last one of an update, `engine.step` of all.
+
+        Returns zero for the batches before. Where a subclass extends this, the last one gives the loss of the update.
+        """
+        if inputs or self.ranks.count == 1:
+            if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs or not inputs:
+                inputs = self._prepare_inputs(inputs)
+            taken = {"inputs": inputs, "items": num_items_in_batch, "of": self._num_in_update, "factor": 1.0}
+            self._collected.append(taken)
+        if not self.accelerator.sync_gradients:
+            return self._zero
+        return self._step()
+
+    def _step(self) -> torch.Tensor:
+        engine, accelerator = self.engine, self.accelerator
+        if not engine.model.training:
+            engine.model.train()
+        batches, self._collected = self._collected, []
+        # Batches of an update that never came (a stream that ended) count in the next one, as in the plain Trainer.
+        number, self._num_collected = self._num_collected, 0
+        for each in batches:
+            each["factor"] = self._factor(each["items"], each["of"], number)
+        # A loss that divides by it has all microbatches in mind, as in one process.
+        self.current_gradient_accumulation_steps = self._num_in_update
+        with accelerator.computing(alone=self._is_uneven):
+            report = engine.step(batches, stop=self._before_update)
+        self._stepped.has_stepped = True
+        if engine.plan.precision.loss_scale is not None:
+            accelerator.step_was_skipped = report.skipped
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0 and accelerator.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        self._report = report
+        if type(self).training_step is not EngineTrainer.training_step:
+            return torch.tensor(report.loss)
+        self._pending.append((report, self.state.global_step))
+        if len(self._pending) > _MOST_PENDING:
+            self._settle(1)
+        return self._zero
+
+    def _factor(self, items: Any, num_in_update: int, number: int) -> float:
+        """What the engine's mean over `number` microbatches needs, so that losses add up as the Trainer scales them."""
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        if not is_scaled:
+            return number / num_in_update
+        # Where each data rank counts its own items, the mean over data ranks is taken.
+        return float(number) if self.args.average_tokens_across_devices else number / self.ranks.count
+
+    def _loss_of(self, batch: dict[str, Any]) -> Any:
+        """The loss function of the engine."""
+        model: Any = self.model
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, batch["inputs"], num_items_in_batch=batch["items"])
+        factor = batch["factor"]
+        return loss if factor == 1.0 else loss * factor
+
+    def _before_update(self) -> bool:
+        """Asked by the engine when gradients are there, before the update."""
+        handler = self.callback_handler
+        self.control = CallbackHandler.on_pre_optimizer_step(handler, self.args, self.state, self.control)
+        return False
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._stepped.check()
+        # Looked at where it is logged: the look waits for a device.
+        return self._report
+
+    def _settle(self, count: int | None = None) -> None:
+        """Bring in the losses of the first steps that wait; None: of all."""
+        ready, self._pending = self._pending[:count], self._pending[count:] if count is not None else []
+        for report, step in ready:
+            loss = report.loss
+            if self.args.logging_nan_inf_filter and not math.isfinite(loss):
+                self._tr_loss += self._tr_loss / (1 + step - self._globalstep_last_logged)
+            else:
+                self._tr_loss += loss
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log:
+            self._settle()
+        if isinstance(grad_norm, StepReport):
+            grad_norm = grad_norm.grad_norm if self.control.should_log else None
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._settle()
+        return super()._finalize_training(*args, **kwargs)
+
+    # Counts ---------------------------------------------------------------------------------------------------------
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """As in transformers, of the whole model."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs or self._engine is None or self._num_parameters is None:
+            return 0
+        return int(6 * inputs[name].numel() * self._num_parameters)
+
+    def store_flos(self) -> None:
+        """As in transformers, over the data ranks."""
+        (total,) = self.ranks.sums([float(self.current_flos)], purpose="floating point operations")
+        self.state.total_flos += total
+        self.current_flos = 0
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        if inputs:
+            super()._track_num_input_tokens(inputs)
+        else:
+            nothing = torch.zeros((), dtype=torch.int64, device=self.args.device)
+            self.state.num_input_tokens_seen += int(self.accelerator.gather(nothing).sum())
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, in one process. Raises ModelError on several ranks."""
+        if self.ranks.world.size > 1:
+            raise ModelError(
+                "a search for hyperparameters on several ranks would give each of them other trials; search in one "
+                "process per trial"
+            )
+        return super().hyperparameter_search(*args, **kwargs)
+
+
+def _channel_on(device: torch.device) -> Channel:
+    """The ranks that a launcher started, else this process on the device of the arguments."""
+    found = default_channel()
+    return found if found.size > 1 else alone(device)

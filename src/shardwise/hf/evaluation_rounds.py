@@ -1,0 +1,250 @@
+"""Evaluation and prediction: each data rank computes its batches, and all get the rows of all in their order."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
+
+from shardwise.errors import BatchError
+from shardwise.hf.rank_accelerator import padded_to
+from shardwise.hf.rank_batches import RankStream
+
+
+class PredictedModel:
+    """In the place of the model in a prediction: a call goes through the engine, and gives its whole output."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """The model's output, which all ranks along pp and tp get."""
+        model = self._engine.model
+        return self._engine.predict(
+            {"args": args, "inputs": inputs}, lambda each: model(*each["args"], **each["inputs"])
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.model, name)
+
+
+class EvaluationRounds:
+    """The part of a trainer that evaluates and predicts."""
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As in transformers, over the data ranks; every rank gets all rows, in the order of the dataset."""
+        args = self.args
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        # A loader of the user's own gives every rank all batches, and each computes them.
+        is_shared = getattr(dataloader, "_is_accelerate_prepared", False)
+        engine = self.engine
+        engine.model.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        is_streamed = args.batch_eval_metrics and description != "Prediction"
+        names = ("losses", "predictions", "labels", "inputs")
+        found = {name: EvalLoopContainer(args.eval_do_concat_batches, padding_index=-100) for name in names}
+        metrics: dict[str, Any] | None = None
+        num_rows = 0
+        for number, (inputs, is_last) in enumerate(_with_last(dataloader)):
+            own = self._computed(inputs, dataloader, loss_only, ignore_keys)
+            parts = self._of_all_ranks(own) if is_shared and self.ranks.count > 1 else own
+            num_rows += parts.pop("rows", 0)
+            for name, each in parts.items():
+                if each is not None and (name == "losses" or not is_streamed):
+                    found[name].add(each)
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+            if args.batch_eval_metrics:
+                has_both = parts["predictions"] is not None and parts["labels"] is not None
+                if self.compute_metrics is not None and has_both:
+                    metrics = self.compute_metrics(self._metric_inputs(parts), compute_result=is_last)
+            elif args.eval_accumulation_steps is not None and (number + 1) % args.eval_accumulation_steps == 0:
+                for each in found.values():
+                    each.to_cpu_and_numpy()
+        self.gather_function = self.accelerator.gather_for_metrics
+        arrays = {name: each.get_arrays() for name, each in found.items()}
+        has_all = arrays["predictions"] is not None and arrays["labels"] is not None
+        if self.compute_metrics is not None and has_all and not args.batch_eval_metrics:
+            metrics = self.compute_metrics(self._metric_inputs(arrays))
+        return EvalLoopOutput(
+            predictions=arrays["predictions"],
+            label_ids=arrays["labels"],
+            metrics=self._named_metrics(metrics or {}, arrays["losses"], metric_key_prefix),
+            num_samples=_num_samples(dataloader, num_rows),
+        )
+
+    def _metric_inputs(self: Any, parts: dict[str, Any]) -> EvalPrediction:
+        wanted = self.args.include_for_metrics
+        return EvalPrediction(
+            predictions=parts["predictions"],
+            label_ids=parts["labels"],
+            losses=parts["losses"] if "loss" in wanted else None,
+            inputs=parts["inputs"] if "inputs" in wanted else None,
+        )
+
+    def _named_metrics(self: Any, metrics: dict[str, Any], losses: Any, prefix: str) -> dict[str, Any]:
+        metrics = denumpify_detensorize(metrics)
+        if isinstance(losses, list) and losses:
+            losses = np.concatenate(losses)
+        if isinstance(losses, np.ndarray):
+            finite = np.isfinite(losses)
+            kept = losses[finite] if self.args.logging_nan_inf_filter and finite.any() else losses
+            metrics[f"{prefix}_loss"] = kept.mean().item()
+        return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": each for name, each in metrics.items()}
+
+    def _computed(self: Any, inputs: Any, dataloader: Any, loss_only: bool, ignore_keys: Any) -> dict[str, Any]:
+        """What this data rank has of a round: the loss of each row, predictions, labels, inputs."""
+        nothing: dict[str, Any] = dict.fromkeys(("losses", "predictions", "labels", "inputs")) | {"rows": 0}
+        is_absent = not inputs and self.ranks.count > 1
+        is_uneven = self.ranks.count > 1 and self._has_own_loss and self._is_missing(inputs)
+        if is_absent:
+            if self.plan.sharding.stage < 3:
+                return nothing
+            # The others gather parameters together with this rank, in the same calls.
+            inputs = self._stand_in(dataloader)
+        self._last_batch = inputs if self.plan.sharding.stage == 3 else None
+        rows = find_batch_size(inputs) or 0
+        # A Seq2SeqTrainer counts a small last batch as a full one: it sets this function.
+        is_full = self.gather_function == self.accelerator.gather
+        repeats = self.args.eval_batch_size if is_full else rows or 1
+        loss, predictions, labels = self._predicted(inputs, loss_only, ignore_keys, alone=is_uneven)
+        if is_absent:
+            return nothing
+        if predictions is not None and self.preprocess_logits_for_metrics is not None:
+            predictions = self.preprocess_logits_for_metrics(predictions, labels)
+        main = getattr(self.model, "main_input_name", "input_ids")
+        wants_inputs = "inputs" in self.args.include_for_metrics
+        return {
+            "losses": None if loss is None else loss.reshape(1).repeat(repeats),
+            "predictions": predictions,
+            "labels": labels,
+            "inputs": self._prepare_input(inputs[main]) if wants_inputs else None,
+            "rows": rows,
+        }
+
+    def _is_missing(self: Any, inputs: Any) -> bool:
+        """Whether some data rank has no batch in this round: what the loss of the others gathers would wait for it."""
+        (present,) = self.ranks.sums([float(bool(inputs))], purpose="data ranks with a batch")
+        return bool(present < self.ranks.count)
+
+    def _predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any, *, alone: bool) -> Any:
+        model: Any = PredictedModel(self.engine)
+        with self.accelerator.computing(alone=alone), _generating(self.engine):
+            return self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+
+    def _stand_in(self: Any, dataloader: Any) -> Any:
+        if self._last_batch is not None:
+            return self._last_batch
+        dataset = dataloader.dataset
+        row = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(getattr(dataset, "dataset", dataset)))
+        return dataloader.collate_fn([row])
+
+    def _of_all_ranks(self: Any, own: dict[str, Any]) -> dict[str, Any]:
+        """The rows of all data ranks of a round, in their order."""
+        ranks = self.ranks
+        rows = own.pop("rows")
+        leaves: list[torch.Tensor] = []
+        outline = _outline(own, leaves)
+        told = ranks.texts(json.dumps([rows, outline]), purpose="outline of an evaluation")
+        found = [json.loads(each) for each in told]
+        # The first data rank has rows in every round, so it knows what there is.
+        own_leaves: list[torch.Tensor | None] = [*leaves] if rows else [None] * _num_leaves(found[0][1])
+        # A rank without rows cannot know where the others have theirs.
+        device = self.args.device
+        gathered = [ranks.tensors(each, purpose="rows of an evaluation") for each in own_leaves]
+        joined = iter([_joined(each).to(device) for each in gathered])
+        parts: dict[str, Any] = _rebuilt(found[0][1], joined)
+        return parts | {"rows": sum(each[0] for each in found)}
+
+
+def _outline(value: Any, leaves: list[torch.Tensor]) -> Any:
+    """The nesting of a value as JSON; its tensors go to `leaves`."""
+    if isinstance(value, torch.Tensor):
+        leaves.append(value)
+        return "tensor"
+    if isinstance(value, Mapping):
+        return {str(name): _outline(each, leaves) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_outline(each, leaves) for each in value]
+    if value is None:
+        return None
+    raise BatchError(
+        f"an evaluation cannot gather a {type(value).__name__} of the model's output; name its key in ignore_keys, or "
+        "drop it in preprocess_logits_for_metrics"
+    )
+
+
+def _num_leaves(outline: Any) -> int:
+    if isinstance(outline, dict | list):
+        return sum(map(_num_leaves, outline.values() if isinstance(outline, dict) else outline))
+    return int(outline == "tensor")
+
+
+def _rebuilt(outline: Any, leaves: Iterator[torch.Tensor]) -> Any:
+    if isinstance(outline, dict):
+        return {name: _rebuilt(each, leaves) for name, each in outline.items()}
+    if isinstance(outline, list):
+        return tuple(_rebuilt(each, leaves) for each in outline)
+    return None if outline is None else next(leaves)
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other in dim 0; as long in dim 1 as the longest, filled with -100 as the Trainer does."""
+    if tensors[0].ndim > 1 and len({each.shape[1] for each in tensors}) > 1:
+        size = max(each.shape[1] for each in tensors)
+        tensors = [padded_to(each, size, dim=1, value=-100) for each in tensors]
+    return torch.cat([each.reshape(1) if each.ndim == 0 else each for each in tensors])
+
+
+def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last."""
+    nothing = object()
+    ahead: Any = nothing
+    for batch in batches:
+        if ahead is not nothing:
+            yield ahead, False
+        ahead = batch
+    if ahead is not nothing:
+        yield ahead, True
+
+
+def _num_samples(dataloader: Any, num_rows: int) -> int:
+    dataset = getattr(dataloader, "dataset", None)
+    return len(dataset) if has_length(dataset) and not isinstance(dataset, RankStream) else num_rows
+
+
+@contextmanager
+def _generating(engine: Any) -> Iterator[None]:
+    """Inside, `model.generate` goes through the engine."""
+    attributes = vars(engine.model)
+    before = {name: attributes[name] for name in ("generate",) if name in attributes}
+
+    def put_back() -> None:
+        attributes.pop("generate", None)
+        attributes.update(before)
+
+    def generate(inputs: Any = None, **kwargs: Any) -> Any:
+        tensors = {name: each for name, each in kwargs.items() if isinstance(each, torch.Tensor)}
+        rest = {name: each for name, each in kwargs.items() if name not in tensors}
+        put_back()
+        try:
+            return engine.generate(tensors if inputs is None else inputs, **(rest if inputs is None else kwargs))
+        finally:
+            attributes["generate"] = generate
+
+    if callable(getattr(engine.model, "generate", None)):
+        attributes["generate"] = generate
+    try:
+        yield
+    finally:
+        put_back()

@@ -1,0 +1,76 @@
+"""The batches of one data rank: those that a single process with as many gradient accumulation steps would have.
+
+    sampler, batches of 2       01 23 45 67 8          an epoch of one process
+    data rank 0 of 2            01    45    8
+    data rank 1 of 2               23    67  {}        {}: no batch in this round, and the rank trains with the others
+
+No row is given twice, and none is left out. With drop_last only full rounds count.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+
+_ABSENT = object()
+"""In a stream, the one element of a batch that this rank does not have."""
+
+
+class BatchesOfRank(BatchSamplerShard):
+    """Every n-th batch of a sampler, and an empty one where this rank has none in the last round."""
+
+    def __len__(self) -> int:
+        total, ranks = len(self.batch_sampler), self.num_processes
+        return int(total // ranks if self._drops else -(-total // ranks))
+
+    @property
+    def _drops(self) -> bool:
+        return bool(self.drop_last) and self.num_processes > 1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Read anew: the Trainer sets num_processes to 1 for a sampler that knows its rank.
+        ranks, own = self.num_processes, self.process_index
+        group: list[list[int]] = []
+        for batch in self.batch_sampler:
+            group.append(batch)
+            if len(group) == ranks:
+                yield group[own]
+                group = []
+        if group and not self._drops:
+            yield group[own] if own < len(group) else []
+
+
+class RankStream(IterableDatasetShard):
+    """The elements of this rank's batches in a stream, which every rank reads as a whole."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(self.epoch)
+        own = slice(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
+        group: list[Any] = []
+        for element in self.dataset:
+            group.append(element)
+            if len(group) == self.batch_size * self.num_processes:
+                yield from group[own]
+                group = []
+        if group and not self.drop_last:
+            yield from group[own] or [_ABSENT]
+
+
+class RankCollate:
+    """A collator that gives {} for the batch that a rank does not have."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """What the collator makes of the rows."""
+        return self._collate(rows) if rows and rows[0] is not _ABSENT else {}
+
+    def __getattr__(self, name: str) -> Any:
+        # Of the collator: the Trainer looks for its tokenizer.
+        if name == "_collate":
+            raise AttributeError(name)
+        return getattr(self._collate, name)
