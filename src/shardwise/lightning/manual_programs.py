@@ -48,7 +48,13 @@ class ManualProgram:
 
     def go_on(self) -> Any:
         """Run until a section begins; its optimizer. None at the end of `training_step`."""
-        found = self._switch()
+        try:
+            found = self._switch()
+        except ModelError as error:
+            # Of a forward, say, for which the engine has no step. What began too late reads as an error of the plan.
+            if _TOGGLE in str(error):
+                raise
+            raise ModelError(f"{error}\nUnder manual optimisation, {_TOGGLE}") from error
         if not self._greenlet.dead:
             return found
         self.output = found
@@ -60,7 +66,7 @@ class ManualProgram:
         if not self._greenlet.dead:
             return found
         raise ModelError(
-            "training_step ended without the opt.step() of the optimizer that it began with, so nothing was trained. An "
+            "training_step ended without the opt.step() of an optimizer that it began, so nothing was trained. An "
             "engine keeps no gradients for the next batch. Call opt.step() in each training_step; to accumulate, give "
             "larger batches and Plan(merge=sw.Merge(microbatches=...)), merge.microbatches in TOML"
         )

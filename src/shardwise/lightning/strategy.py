@@ -11,42 +11,50 @@ What Lightning calls                       what happens                         
 """
 
 import copy
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import do_nothing_closure
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from shardwise.comm import Channel, default_channel
+from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.comm.channel import alone
-from shardwise.engine import Engine, StepReport
+from shardwise.engine import Engine
 from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batches import count_rows, split_batch
-from shardwise.engine.channels import DATA_AXES
 from shardwise.engine.parallelize import parallelize
-from shardwise.errors import BatchError, CheckpointError, ModelError, PlanError
-from shardwise.lightning.manual_programs import ManualProgram
-from shardwise.lightning.step_logs import StepLogs
-from shardwise.lightning.trainer_settings import check_clip, plan_for
+from shardwise.errors import BatchError, CheckpointError, ModelError
+from shardwise.lightning.manual_training import ManualTraining
+from shardwise.lightning.trainer_settings import plan_for
 from shardwise.lightning.whole_checkpoints import ENTRY, gathered, take_over
 from shardwise.plan import Plan
-from shardwise.space import Mesh
 
 _IN_MODULE = ("log", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 """Methods of a module that the strategy stands in for, in the object."""
 
+_TURN = "a turn of trainer.predict"
 
-class Strategy(ParallelStrategy):
+
+_HOLD = "_hold_of_engine"
+"""The attribute of a module that says which engine has it: a later run, with another Trainer, goes on with it."""
+
+
+class _Hold:
+    """The engine that has a module. A copy of the module has none."""
+
+    def __init__(self, engine: Engine[Any] | None = None, frozen: Sequence[str] = ()) -> None:
+        """`frozen`: what is frozen because the module was only evaluated."""
+        self.engine, self.frozen = engine, frozen
+
+    def __reduce__(self) -> Any:
+        return _Hold, ()
+
+
+class Strategy(ManualTraining):
     """Trains a LightningModule under a plan: `Trainer(strategy=Strategy(plan))`."""
 
     def __init__(self, plan: Plan | None = None, *, channel: Channel | None = None, rows: RowDims = 0) -> None:
@@ -54,15 +62,9 @@ class Strategy(ParallelStrategy):
 
         rows: see `parallelize`; for plans that cut a batch into microbatches.
         """
-        super().__init__()
+        super().__init__(plan, channel)
         self.engine: Engine[Any] | None = None
         """What has the module, since the last `fit`, `validate`, `test` or `predict` began."""
-        self.report: StepReport | None = None
-        """What the last update reported: `grad_norm`, `skipped`, `ranks`."""
-        self.num_nodes = 1
-        self._given_plan = plan
-        self._channel = channel
-        self._data: Channel | None = None
         self._rows = BatchRows(rows)
         self._kept: list[tuple[Any, ...]] = []
         """Arguments of `training_step` whose update is to come."""
@@ -71,130 +73,31 @@ class Strategy(ParallelStrategy):
         self._share = 1.0
         """The batches of this update over those of a whole one."""
         self._extra: dict[str, Any] = {}
-        self._program: ManualProgram | None = None
-        self._logs = StepLogs()
+        self._evaluations: Callable[[], Any] | None = None
+        """Runs the last batch of an evaluation again."""
         self._states: list[dict[str, Any]] = []
         self._own_state: dict[str, Any] = {}
 
-    # Ranks ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that was given, else stage 1 over all ranks."""
-        return self._given_plan or Plan(mesh=Mesh(dp_shard=self.world_size))
-
-    @property
-    def channel(self) -> Channel:
-        """All ranks."""
-        if self._channel is None:
-            raise PlanError("the strategy has no ranks before trainer.fit, validate, test or predict")
-        return self._channel
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where this rank computes."""
-        if self._channel is not None:
-            return self._channel.device
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[0] if devices[0].type == "cpu" else devices[self.local_rank]
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return super().global_rank if self._channel is None else self._channel.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return super().world_size if self._channel is None else self._channel.size
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether Lightning gives ranks different rows; those along pp and tp see the same."""
-        return self.plan.mesh.num_data_ranks > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For torch's DistributedSampler."""
-        mesh = self.plan.mesh
-        return {"num_replicas": mesh.num_data_ranks, "rank": mesh.data_rank(self.global_rank)}
-
-    def set_world_ranks(self) -> None:
-        """Called once the devices are known."""
-        environment, count = self.cluster_environment, len(self.parallel_devices or [0])
-        if self._channel is None and environment is not None:
-            environment.set_global_rank(self.node_rank * count + self.local_rank)
-            environment.set_world_size(self.num_nodes * count)
-
-    def _configure_launcher(self) -> None:
-        if self._channel is None and self.cluster_environment is not None:
-            count = len(self.parallel_devices or [0])
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, count, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Meet the other ranks."""
-        super().setup_environment()
-        if self._channel is None:
-            reset_seed()
-            if self.world_size > 1 and self.cluster_environment is not None:
-                is_cpu = self.root_device.type == "cpu"
-                _init_dist_connection(self.cluster_environment, "gloo" if is_cpu else "nccl")
-                self._channel = default_channel()
-            else:
-                self._channel = alone(self.root_device)
-        if self._data is None:
-            self.plan.mesh.check_world(self.channel.size)
-            self._data = self.channel.over(self.plan.mesh.peers(self.channel.rank, DATA_AXES))
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if self._channel is not None:
-            self._channel.exchange(b"", purpose=f"barrier of Lightning: {name}")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The value of rank `src`, which JSON can hold: no rank unpickles what another one sends."""
-        try:
-            mine = json.dumps(obj).encode() if self.global_rank == src else b""
-        except TypeError as error:
-            raise ModelError(f"broadcast of a {type(obj).__name__}: give numbers, texts, lists or dicts") from error
-        return json.loads(self.channel.exchange(mine, purpose="broadcast of Lightning")[src])
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any of them, decide so."""
-        said = self.channel.exchange(b"\1" * bool(decision), purpose="a decision of Lightning")
-        return len([each for each in said if each]) >= (len(said) if all else 1)
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of the data ranks, in a new first dim."""
-        assert self._data is not None
-        if sync_grads:
-            raise ModelError("all_gather(sync_grads=True): an engine sends no gradients of values that ranks gather")
-        mine = tensor.detach().to(self.root_device).contiguous()
-        output = mine.new_empty(self._data.size * mine.numel())
-        self._data.all_gather(output, mine.reshape(-1), purpose="all_gather of Lightning").wait()
-        return output.reshape(self._data.size, *mine.shape)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The sum, mean, minimum or maximum over the data ranks; ranks along pp and tp have the same values."""
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        name = str(reduce_op).rpartition(".")[2].lower()
-        values = self.all_gather(tensor)
-        if name in ("mean", "avg", "none"):
-            return (values if values.is_floating_point() else values.float()).mean(0)
-        return {"sum": values.sum, "max": values.amax, "min": values.amin}[name](0)
-
     # The engine -----------------------------------------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        """Called with the module of a run, which an engine may have since the run before."""
+        super().connect(model)
+        self.engine = getattr(vars(model).get(_HOLD), "engine", None)
 
     def setup(self, trainer: Any) -> None:
         """Put the module under the plan."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        # Tensors of the inference mode, in gathered parameters or buffers, would still be there in the next step.
+        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in loops:
+            loop.inference_mode = False
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        if self.engine is not None and self.engine.model is module and fits:
+        if self.engine is not None and (fits or self.engine.plan.mesh != self.plan.mesh):
             self._take_back(self.engine, module)
-        if self.engine is None or self.engine.model is not module:
+        if self.engine is None:
             self.precision_plugin.convert_module(module)
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
             self.setup_optimizers(trainer) if fits else None
@@ -211,8 +114,7 @@ class Strategy(ParallelStrategy):
         frozen = [] if fits else [each for each in module.parameters() if each.requires_grad]
         for each in frozen:  # no gradients, masters or states for a model that is only evaluated
             each.requires_grad_(False)
-        self._frozen = [names[id(each)] for each in frozen]
-        return parallelize(
+        engine = parallelize(
             module,
             plan,
             optimizer=list(self.optimizers) if fits else partial(torch.optim.SGD, lr=0.0),
@@ -221,18 +123,19 @@ class Strategy(ParallelStrategy):
             channel=self.channel,
             groups=groups if len(groups) > 1 else None,
         )
+        vars(module)[_HOLD] = _Hold(engine, [names[id(each)] for each in frozen])
+        return engine
 
     def _take_back(self, engine: Engine[Any], module: Any) -> None:
         """Make the module the plain one again, with its values: another engine comes, for other optimizers."""
-        trainer = module._trainer
+        trainer, hold = module._trainer, vars(module)[_HOLD]
         with engine.whole(optimizer=False):
             plain = copy.deepcopy(module)
         vars(module).clear()
         vars(module).update(vars(plain))
-        module._trainer = trainer
-        for name in self._frozen:
+        module._trainer, self.engine = trainer, None
+        for name in hold.frozen:
             module.get_parameter(name).requires_grad_(True)
-        self.engine = None
 
     def model_to_device(self) -> None:
         """Nothing: an engine moves what a rank holds."""
@@ -256,7 +159,7 @@ class Strategy(ParallelStrategy):
         assert module is not None
         assert engine is not None
         if not module.automatic_optimization:
-            return self._train_by_hand(engine, args)
+            return self._train_by_hand(engine, self._cut(args))
         if module.trainer.fit_loop._should_accumulate():
             self._kept.append(args)
             return torch.full((), float("nan"), device=self.root_device)
@@ -294,9 +197,7 @@ class Strategy(ParallelStrategy):
         self._extra.pop("loss", None)
         if loss is None:
             raise BatchError("training_step returned no loss: an engine skips no batch. Return a loss of 0 * self(x)")
-        return self._measured(loss if self._share == 1 else loss * self._share, values, part)
-
-    def _measured(self, loss: Any, values: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+        loss = loss if self._share == 1 else loss * self._share
         return {"loss": loss, **self._logs.entries(values, part["weight"])}
 
     @property
@@ -324,69 +225,6 @@ class Strategy(ParallelStrategy):
         finally:
             self._updates = False
 
-    # Manual optimisation --------------------------------------------------------------------------------------------
-
-    def _train_by_hand(self, engine: Engine[Any], args: tuple[Any, ...]) -> Any:
-        assert self.lightning_module is not None
-        parts = self._cut(args)
-        programs = [
-            ManualProgram(
-                partial(self.lightning_module.training_step, *part["args"]),
-                number=part["number"],
-                begins=self.optimizers[0] if len(self.optimizers) == 1 else None,
-                looks_at_graphs=not self._has_stages,
-            )
-            for part in parts
-        ]
-        self._share = 1.0
-        try:
-            while True:
-                wanted = [self._run(each, each.go_on) for each in programs]
-                if not (asked := [each for each in wanted if each is not None]):
-                    return None if self._has_stages else programs[0].output
-                if any(each is not asked[0] for each in wanted):
-                    raise ModelError("training_step toggles different optimizers for the microbatches of a batch")
-                only = None if len(self.optimizers) == 1 else str(self.optimizers.index(asked[0]))
-                section = partial(self._loss_of_section, programs)
-                self.report = engine.step(parts, only=only, loss=section)
-                for each in programs:
-                    each.ended(self.report.loss)
-                self._logs.log_step(partial(type(self.lightning_module).log, self.lightning_module), self.report, _none)
-        finally:
-            for each in programs:
-                each.abandon()
-
-    def _run(self, program: ManualProgram, what: Callable[[], Any]) -> Any:
-        self._program = program
-        try:
-            with self.precision_plugin.train_step_context():
-                return what()
-        finally:
-            self._program = None
-
-    def _loss_of_section(self, programs: list[ManualProgram], part: Mapping[str, Any]) -> Any:
-        program = programs[part["number"]]
-        with self._logs.noting() as values:
-            return self._measured(self._run(program, program.loss), values, part)
-
-    def _toggle(self, optimizer: Any) -> None:
-        """In the place of `module.toggle_optimizer`."""
-        if self._program is not None:
-            self._program.begin(getattr(optimizer, "optimizer", optimizer))
-
-    def _clip_by_hand(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-        """In the place of `module.clip_gradients`."""
-        check_clip(self.plan, gradient_clip_val, gradient_clip_algorithm)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Where Lightning accumulates, which the engine does; by hand it would train nothing."""
-        if self._program is not None:
-            raise ModelError(
-                "toggle_model(sync_grad=False): give Plan(merge=sw.Merge(microbatches=...)) larger batches"
-            )
-        yield
-
     # Evaluation and logs --------------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -413,11 +251,28 @@ class Strategy(ParallelStrategy):
                 output = getattr(module, method)(*inputs["args"])
             return {"output": output, "values": dict(values)}
 
-        # Tensors of the inference mode in gathered parameters would be there in the next step.
-        with torch.inference_mode(False):
-            found = engine.predict({"args": args}, run)
+        self._evaluations = partial(engine.predict, {"args": args}, run)
+        if self._meets:
+            self._meets.exchange(b"+", purpose=_TURN)
+        found = self._evaluations()
         self._logs.log(partial(type(module).log, module), found["values"], {})
         return found["output"]
+
+    def on_predict_end(self) -> None:
+        """Go on gathering with the ranks that have more batches: Lightning repeats no row to make them even."""
+        while self._meets and any(self._meets.exchange(b"", purpose=_TURN)):
+            if self._evaluations is None:
+                self.channel.abort("a rank has no batch to predict, and others have: give each rank one")
+                raise BatchError("this rank has no batch to predict, and others have: give each rank one")
+            self._evaluations()
+        self._evaluations = None
+
+    @property
+    def _meets(self) -> Channel | None:
+        """The data ranks, where they gather parameters together, and may have unlike numbers of batches."""
+        assert self.lightning_module is not None
+        gathers = self.plan.sharding.stage == 3 and self.lightning_module.trainer.predicting
+        return self._data if gathers else None
 
     def _log(self, name: str, value: Any, prog_bar: bool = False, **settings: Any) -> None:
         """In the place of `module.log`."""
@@ -441,7 +296,7 @@ class Strategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Its whole state on rank 0; {} elsewhere."""
         found = self.optimizers.index(getattr(optimizer, "optimizer", optimizer))
-        return self._states[found] if self._states else {}
+        return self._states[found] if self._states and self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the file from rank 0; where that fails, all ranks raise."""
@@ -468,10 +323,6 @@ class Strategy(ParallelStrategy):
 
 def _weight_of(part: Mapping[str, Any]) -> float:
     return float(part["weight"])
-
-
-def _none() -> None:
-    return None
 
 
 def _rows_of(batches: list[tuple[Any, ...]]) -> int | None:
