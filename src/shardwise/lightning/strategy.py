@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
+from torchmetrics import Metric
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
@@ -102,6 +103,10 @@ class Strategy(ManualTraining):
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
             self.setup_optimizers(trainer) if fits else None
             self.engine = self._made(module, plan, fits)
+        for each in module.modules():
+            if isinstance(each, Metric):  # its states are no buffers, and ranks along pp and tp count the same rows
+                each.to(self.root_device)
+                each.dist_sync_fn, each.distributed_available_fn = self.gathered, self._has_data_ranks
         stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
         vars(module).update(zip(_IN_MODULE[: 1 if module.automatic_optimization else None], stand_ins, strict=False))
 
@@ -136,6 +141,9 @@ class Strategy(ManualTraining):
         module._trainer, self.engine = trainer, None
         for name in hold.frozen:
             module.get_parameter(name).requires_grad_(True)
+
+    def _has_data_ranks(self) -> bool:
+        return self.plan.mesh.num_data_ranks > 1
 
     def model_to_device(self) -> None:
         """Nothing: an engine moves what a rank holds."""

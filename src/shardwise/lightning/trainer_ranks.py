@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from shardwise.comm import Channel, default_channel
+from shardwise.comm.agreement import a_list, understood
 from shardwise.comm.channel import alone
 from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import ModelError, PlanError
@@ -84,8 +85,8 @@ class TrainerRanks(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Meet the other ranks."""
-        super().setup_environment()
         if self._channel is None:
+            super().setup_environment()
             reset_seed()
             if self.world_size > 1 and self.cluster_environment is not None:
                 is_cpu = self.root_device.type == "cpu"
@@ -117,13 +118,20 @@ class TrainerRanks(ParallelStrategy):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of the data ranks, in a new first dim."""
-        assert self._data is not None
         if sync_grads:
             raise ModelError("all_gather(sync_grads=True): an engine sends no gradients of values that ranks gather")
+        return torch.stack(self.gathered(tensor))
+
+    def gathered(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """The tensor of each data rank, of any shape: torchmetrics gathers its states by it."""
+        assert self._data is not None
         mine = tensor.detach().to(self.root_device).contiguous()
-        output = mine.new_empty(self._data.size * mine.numel())
-        self._data.all_gather(output, mine.reshape(-1), purpose="all_gather of Lightning").wait()
-        return output.reshape(self._data.size, *mine.shape)
+        said = self._data.exchange(json.dumps(mine.shape).encode(), purpose="shapes for Lightning")
+        shapes = [torch.Size(shape) for shape in understood(said, a_list, purpose="shapes for Lightning")]
+        counts = [shape.numel() for shape in shapes]
+        output = mine.new_empty(sum(counts))
+        self._data.all_gather(output, mine.reshape(-1), purpose="all_gather of Lightning", counts=counts).wait()
+        return [part.reshape(shape) for part, shape in zip(output.split(counts), shapes, strict=True)]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, minimum or maximum over the data ranks; ranks along pp and tp have the same values."""
