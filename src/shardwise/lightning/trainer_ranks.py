@@ -10,8 +10,8 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import a_list, understood
 from shardwise.comm.channel import alone
+from shardwise.comm.gathered_tensors import gathered
 from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan import Plan
@@ -125,13 +125,7 @@ class TrainerRanks(ParallelStrategy):
     def gathered(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """The tensor of each data rank, of any shape: torchmetrics gathers its states by it."""
         assert self._data is not None
-        mine = tensor.detach().to(self.root_device).contiguous()
-        said = self._data.exchange(json.dumps(mine.shape).encode(), purpose="shapes for Lightning")
-        shapes = [torch.Size(shape) for shape in understood(said, a_list, purpose="shapes for Lightning")]
-        counts = [shape.numel() for shape in shapes]
-        output = mine.new_empty(sum(counts))
-        self._data.all_gather(output, mine.reshape(-1), purpose="all_gather of Lightning", counts=counts).wait()
-        return [part.reshape(shape) for part, shape in zip(output.split(counts), shapes, strict=True)]
+        return gathered(self._data, tensor, purpose="all_gather of Lightning")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, minimum or maximum over the data ranks; ranks along pp and tp have the same values."""
