@@ -1,7 +1,6 @@
 """Modules of Lightning as users write them, and how the tests train them: plainly, and under plans."""
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -213,9 +212,7 @@ def fitted(
     torch.manual_seed(3)
     module, seen = build(), Seen()
     trainer = trainer_for(strategy, seen, *callbacks, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, loader(strategy), loader(strategy), ckpt_path=ckpt_path)
+    trainer.fit(module, loader(strategy), loader(strategy), ckpt_path=ckpt_path)
     return trainer, seen
 
 

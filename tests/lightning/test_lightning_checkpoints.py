@@ -12,8 +12,6 @@ from shardwise.errors import CheckpointError
 from shardwise.lightning import Strategy
 from tests.lightning.lightning_modules import PLANS, Gan, Net, assert_near, fitted, loader, trainer_for, under, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 class Dropped(Net):
     """Draws random numbers, and has buffers that its forward writes."""

@@ -12,8 +12,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.lightning import Strategy
 from tests.lightning.lightning_modules import PLANS, Net, fitted, under
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 class LooksAtGradients(Net):
     def on_after_backward(self) -> None:

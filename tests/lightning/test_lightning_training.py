@@ -12,8 +12,6 @@ import shardwise as sw
 from shardwise.lightning import Strategy
 from tests.lightning.lightning_modules import PLANS, Net, Seen, assert_near, fitted, loader, trainer_for, under, weights
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated and clipped": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
