@@ -1,7 +1,7 @@
 """Modules of Lightning as users write them, and how the tests train them: plainly, and under plans."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Net(pl.LightningModule):
         self.head = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
+        out: torch.Tensor = self.head(self.body(x))
+        return out
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -53,7 +54,7 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        out = self(x)
+        out: torch.Tensor = self(x)
         self.log("val_loss", functional.cross_entropy(out, y), sync_dist=True)
         self.log("val_right", (out.argmax(-1) == y).float().mean(), sync_dist=True)
         return out
@@ -62,7 +63,8 @@ class Net(pl.LightningModule):
         self.log("test_loss", functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self(batch[0])
+        out: torch.Tensor = self(batch[0])
+        return out
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
@@ -81,7 +83,8 @@ class Gan(pl.LightningModule):
         self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, noise: torch.Tensor) -> torch.Tensor:
-        return self.body(noise)
+        out: torch.Tensor = self.body(noise)
+        return out
 
     def critic_loss(self, x: torch.Tensor) -> torch.Tensor:
         fake = self(x * 2).detach()
@@ -91,10 +94,10 @@ class Gan(pl.LightningModule):
         return functional.softplus(-self.head(self(x * 2))).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        generator, critic = self.optimizers()  # type: ignore[misc]
+        generator, critic = self.optimizers()
         getattr(self, self.style)(batch[0], generator, critic)
-        for rates in self.lr_schedulers():  # type: ignore[union-attr]
-            rates.step()  # type: ignore[call-arg]
+        for rates in self.lr_schedulers():
+            rates.step()
 
     def toggled(self, x: torch.Tensor, generator: Any, critic: Any) -> None:
         self.toggle_optimizer(critic)
@@ -186,10 +189,9 @@ def loader(strategy: Any, global_batch: int = 8) -> DataLoader[Any]:
 
 
 def trainer_for(strategy: Any, *callbacks: pl.Callback, folder: Path | None = None, **settings: Any) -> pl.Trainer:
-    given = {"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False} | settings
+    given = {"devices": 1, "max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False} | settings
     return pl.Trainer(
         accelerator="cpu",
-        devices=1,
         strategy=strategy,
         logger=False,
         enable_progress_bar=False,
@@ -225,10 +227,11 @@ def weights(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
     """The whole state dict of the module, on each rank."""
     engine = getattr(trainer.strategy, "engine", None)
     if engine is None:
-        return trainer.lightning_module.state_dict()
+        plain: dict[str, torch.Tensor] = trainer.lightning_module.state_dict()
+        return plain
     found: dict[str, torch.Tensor] = sw.full_state_dict(engine, rank0_only=False)
     return found
 
 
-def assert_near(ones: Sequence[float] | dict[str, torch.Tensor], others: Any) -> None:
+def assert_near(ones: Any, others: Any) -> None:
     torch.testing.assert_close(others, ones, rtol=2e-5, atol=2e-6)

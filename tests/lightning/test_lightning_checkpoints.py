@@ -124,7 +124,7 @@ def test_runs_of_other_trainers_go_on_with_the_weights() -> None:
 def test_the_whole_module_is_at_hand_after_a_fit() -> None:
     def run(strategy: Strategy) -> dict[str, torch.Tensor]:
         trainer, _ = fitted(strategy)
-        engine: sw.Engine[Any] = trainer.strategy.engine  # type: ignore[attr-defined]
+        engine: sw.Engine[Any] = trainer.strategy.engine
         with engine.whole():
             return {name: each.clone() for name, each in trainer.lightning_module.state_dict().items()}
 

@@ -35,7 +35,7 @@ class GivesNothing(Net):
 
 class LogsAnExtreme(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self(batch[0]).square().mean()
+        loss: torch.Tensor = self(batch[0]).square().mean()
         self.log("largest", loss, reduce_fx="max")
         return loss
 
@@ -46,7 +46,7 @@ class LogsAMetric(Net):
         self.accuracy = MulticlassAccuracy(3)
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        out = self(batch[0])
+        out: torch.Tensor = self(batch[0])
         self.accuracy.update(out.detach(), batch[1])
         self.log("accuracy", self.accuracy)
         return out

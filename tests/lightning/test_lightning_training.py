@@ -104,7 +104,7 @@ def test_ranks_with_fewer_batches_to_predict_do_not_keep_others_waiting() -> Non
     def run(strategy: Strategy) -> int:
         rows = torch.utils.data.TensorDataset(torch.ones(5, 4))
         found = trainer_for(strategy, use_distributed_sampler=True).predict(Net(), torch.utils.data.DataLoader(rows))
-        return len(found)  # type: ignore[arg-type]
+        return len(found)
 
     torch.manual_seed(0)
     assert under(PLANS["stage 3"], lambda strategy: (torch.manual_seed(0), run(strategy))[1]) == [3, 2]
@@ -113,7 +113,7 @@ def test_ranks_with_fewer_batches_to_predict_do_not_keep_others_waiting() -> Non
 def test_a_run_stops_early_on_all_ranks_alike() -> None:
     def stopped(strategy: Any) -> int:
         stopping = pl.callbacks.EarlyStopping("val_right", patience=1, mode="max", min_delta=0.5)
-        return fitted(strategy, Net, stopping, max_epochs=9)[0].current_epoch
+        return int(fitted(strategy, Net, stopping, max_epochs=9)[0].current_epoch)
 
     expected = stopped("auto")
     assert expected < 8
@@ -142,7 +142,7 @@ def test_what_else_a_training_step_gives_comes_to_the_hooks() -> None:
 
 def test_a_name_takes_the_place_of_a_plan() -> None:
     trainer, _ = fitted("shardwise")
-    assert trainer.strategy.plan == sw.Plan()  # type: ignore[attr-defined]
+    assert trainer.strategy.plan == sw.Plan()
     assert_near(plain("plain")[0], weights(trainer))
 
 
@@ -151,7 +151,7 @@ def test_averages_are_saved_and_go_on(tmp_path: Path) -> None:
 
     def averages(strategy: Strategy, **settings: Any) -> Any:
         trainer, _ = fitted(strategy, Net, *settings.pop("callbacks", ()), **settings)
-        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        engine = trainer.strategy.engine
         with engine.averaged():
             return engine.num_averaged, sw.full_state_dict(engine, rank0_only=False)
 

@@ -14,6 +14,9 @@ from torch import nn
 from shardwise.engine import StepReport
 from shardwise.errors import ModelError
 
+ALIKE = "alike on all ranks"
+"""The group of values that need no reduction; Lightning gives it to `Strategy.reduce`."""
+
 _ENTRY = "self.log: "
 """Before the names of entries: a user may log a "loss"."""
 
@@ -31,7 +34,8 @@ class StepLogs:
     @contextmanager
     def noting(self) -> Iterator[dict[str, Any]]:
         """Inside, what is logged comes into the dict."""
-        self.values = values = {}
+        values: dict[str, Any] = {}
+        self.values = values
         try:
             yield values
         finally:
@@ -72,7 +76,7 @@ class StepLogs:
                         "mean over ranks and microbatches, not their extreme. Log it in on_train_batch_end"
                     )
                 values[name] = value * report.weight if _is_sum(settings) else value
-        self.log(log, values, {"sync_dist": False}, size_of_batches)
+        self.log(log, values, {"sync_dist": True, "sync_dist_group": ALIKE}, size_of_batches)
 
     def log(
         self,

@@ -74,6 +74,8 @@ class Strategy(ManualTraining):
         self._share = 1.0
         """The batches of this update over those of a whole one."""
         self._extra: dict[str, Any] = {}
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        """Where the strategy stands in for methods of the module, what was there, and what is."""
         self._evaluations: Callable[[], Any] | None = None
         """Runs the last batch of an evaluation again."""
         self._states: list[dict[str, Any]] = []
@@ -103,12 +105,18 @@ class Strategy(ManualTraining):
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
             self.setup_optimizers(trainer) if fits else None
             self.engine = self._made(module, plan, fits)
+        stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
+        self._stand_in(module, **dict(zip(_IN_MODULE, stand_ins, strict=True)))
         for each in module.modules():
             if isinstance(each, Metric):  # its states are no buffers, and ranks along pp and tp count the same rows
                 each.to(self.root_device)
-                each.dist_sync_fn, each.distributed_available_fn = self.gathered, self._has_data_ranks
-        stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
-        vars(module).update(zip(_IN_MODULE[: 1 if module.automatic_optimization else None], stand_ins, strict=False))
+                self._stand_in(each, dist_sync_fn=self.gathered, distributed_available_fn=self._has_data_ranks)
+
+    def _stand_in(self, owner: Any, **values: Any) -> None:
+        """Put values into an object, until the run ends."""
+        held: dict[str, Any] = owner.__dict__
+        self._replaced.append((held, {name: held[name] for name in values if name in held}, values))
+        held.update(values)
 
     def _made(self, module: Any, plan: Plan, fits: bool) -> Engine[Any]:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -151,8 +159,11 @@ class Strategy(ManualTraining):
     def teardown(self) -> None:
         """End a run. The engine keeps the module: see `engine.whole`."""
         assert self.accelerator is not None
-        for name in _IN_MODULE:
-            vars(self.lightning_module).pop(name, None)
+        for held, before, values in self._replaced:
+            for name in values:
+                held.pop(name, None)
+            held.update(before)
+        self._replaced.clear()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

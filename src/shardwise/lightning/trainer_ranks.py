@@ -14,6 +14,7 @@ from shardwise.comm.channel import alone
 from shardwise.comm.gathered_tensors import gathered
 from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import ModelError, PlanError
+from shardwise.lightning.step_logs import ALIKE
 from shardwise.plan import Plan
 from shardwise.space import Mesh
 
@@ -47,7 +48,7 @@ class TrainerRanks(ParallelStrategy):
         """Where this rank computes."""
         if self._channel is not None:
             return self._channel.device
-        devices = self.parallel_devices or [torch.device("cpu")]
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
         return devices[0] if devices[0].type == "cpu" else devices[self.local_rank]
 
     @property
@@ -129,10 +130,14 @@ class TrainerRanks(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, minimum or maximum over the data ranks; ranks along pp and tp have the same values."""
-        if not isinstance(tensor, torch.Tensor):
+        if group == ALIKE or not isinstance(tensor, torch.Tensor):
             return tensor
-        name = str(reduce_op).rpartition(".")[2].lower()
+        name = str(reduce_op or "sum").rpartition(".")[2].lower()
+        reduce = {"mean": torch.mean, "avg": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}.get(
+            name
+        )
+        if reduce is None:
+            raise ModelError(f"reduce of Lightning by {reduce_op!r}; the strategy knows mean, sum, max and min")
         values = self.all_gather(tensor)
-        if name in ("mean", "avg", "none"):
-            return (values if values.is_floating_point() else values.float()).mean(0)
-        return {"sum": values.sum, "max": values.amax, "min": values.amin}[name](0)
+        is_mean = reduce is torch.mean and not values.is_floating_point()
+        return reduce(values.float() if is_mean else values, dim=0)

@@ -48,7 +48,7 @@ def plan_for(trainer: Any, module: Any, plan: Plan) -> Plan:
         if getattr(plan, name) not in (None, float(value)):
             problems.append(f"gradient_clip_val={value} and Plan({name}={getattr(plan, name)}) differ; give one")
         else:
-            plan = replace(plan, **{name: float(value)})
+            plan = replace(plan, **{name: float(value)})  # type: ignore[arg-type]
     if problems:
         raise PlanError(*problems)
     return plan
