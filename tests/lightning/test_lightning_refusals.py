@@ -52,6 +52,12 @@ class LogsAMetric(Net):
         return out
 
 
+class TakesTheLoader(Net):
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        loss: torch.Tensor = self(next(dataloader_iter)[0]).sum()
+        return loss
+
+
 class Peeks(pl.Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Would find no gradients."""
@@ -63,6 +69,7 @@ class Peeks(pl.Callback):
         ("stage 1", LooksAtGradients, {}, "LooksAtGradients.on_after_backward would find no gradients"),
         ("stage 1", ClipsItself, {}, "clip by gradient_clip_val or the plan"),
         ("stage 1", SkipsTheOptimizer, {}, "call optimizer.step(closure=optimizer_closure)"),
+        ("stage 1", TakesTheLoader, {}, "take (batch, batch_idx)"),
         ("pp", GivesNothing, {}, "training_step returned no loss"),
         ("stage 1", LogsAnExtreme, {}, "Log it in on_train_batch_end"),
         ("stage 1", Net, {"sync_batchnorm": True}, "sync_batchnorm"),

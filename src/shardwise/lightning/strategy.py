@@ -98,12 +98,14 @@ class Strategy(ManualTraining):
         for loop in loops:
             loop.inference_mode = False
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        self._kept = []  # of a run that failed
         if self.engine is not None and (fits or self.engine.plan.mesh != self.plan.mesh):
             self._take_back(self.engine, module)
         if self.engine is None:
             self.precision_plugin.convert_module(module)
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
-            self.setup_optimizers(trainer) if fits else None
+            if fits:
+                self.setup_optimizers(trainer)
             self.engine = self._made(module, plan, fits)
         stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
         self._stand_in(module, **dict(zip(_IN_MODULE, stand_ins, strict=True)))
@@ -121,8 +123,10 @@ class Strategy(ManualTraining):
     def _made(self, module: Any, plan: Plan, fits: bool) -> Engine[Any]:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         groups = {
-            str(at): [names[id(each)] for group in optimizer.param_groups for each in group["params"]]
-            for at, optimizer in enumerate(self.optimizers)
+            str(at): [
+                names[id(each)] for group in optimizer.param_groups for each in group["params"] if id(each) in names
+            ]
+            for at, optimizer in enumerate(self.optimizers if fits else ())
         }
         frozen = [] if fits else [each for each in module.parameters() if each.requires_grad]
         for each in frozen:  # no gradients, masters or states for a model that is only evaluated
@@ -191,8 +195,7 @@ class Strategy(ManualTraining):
         # Lightning divides by the same number where an epoch ends with fewer batches.
         self._share = len(batches) / module.trainer.accumulate_grad_batches
         self.report = report = engine.step([part for each in batches for part in self._cut(each)])
-        size = partial(_rows_of, batches)
-        self._logs.log_step(partial(type(module).log, module), report, size)
+        self._logs.log_step(partial(type(module).log, module), report, partial(_rows_of, batches))
         return {"loss": torch.tensor(report.loss / self._share, device=self.root_device), **self._extra}
 
     def _cut(self, args: tuple[Any, ...]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The ranks of a Trainer: who starts them, which rows each gets, and what Lightning sends between them."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,10 +134,14 @@ class TrainerRanks(ParallelStrategy):
         if group == ALIKE or not isinstance(tensor, torch.Tensor):
             return tensor
         name = str(reduce_op or "sum").rpartition(".")[2].lower()
-        reduce = {"mean": torch.mean, "avg": torch.mean, "sum": torch.sum, "max": torch.amax, "min": torch.amin}.get(
-            name
-        )
-        if reduce is None:
+        reductions: dict[str, Callable[..., torch.Tensor]] = {
+            "mean": torch.mean,
+            "avg": torch.mean,
+            "sum": torch.sum,
+            "max": torch.amax,
+            "min": torch.amin,
+        }
+        if (reduce := reductions.get(name)) is None:
             raise ModelError(f"reduce of Lightning by {reduce_op!r}; the strategy knows mean, sum, max and min")
         values = self.all_gather(tensor)
         is_mean = reduce is torch.mean and not values.is_floating_point()

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from shardwise.errors import PlanError
 from shardwise.plan import Plan
@@ -34,6 +35,8 @@ def plan_for(trainer: Any, module: Any, plan: Plan) -> Plan:
                 f"{type(each).__name__} copies the module, which ranks hold in parts: give "
                 "Plan(average=sw.Average(...)), the table [average] in TOML"
             )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        problems.append("training_step(dataloader_iter) takes its batches itself; take (batch, batch_idx)")
     if trainer.strategy._layer_sync is not None:
         problems.append("Trainer(sync_batchnorm=True) sums statistics inside of forwards: leave it out")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
