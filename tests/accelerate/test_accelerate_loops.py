@@ -73,6 +73,8 @@ def test_settings_of_the_plan_are_not_those_of_accelerate() -> None:
         alone(mixed_precision="bf16")
     with pytest.raises(PlanError, match=r"merge\.microbatches"):
         alone(sw.Plan(merge=sw.Merge(microbatches=2)))
+    with pytest.raises(PlanError, match=r"pipeline\.schedule"):
+        alone(sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="interleaved")))
 
 
 @pytest.mark.parametrize("given", ["engine", "model"])

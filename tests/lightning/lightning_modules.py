@@ -24,6 +24,13 @@ PLANS = {
     "stage 2, k = 2": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2), merge=sw.Merge(microbatches=2)),
     "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
     "pp": sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2), pipeline=STAGES),
+    "interleaved": sw.Plan(
+        mesh=sw.Mesh(pp=2),
+        merge=sw.Merge(microbatches=2),
+        pipeline=sw.Pipeline(
+            schedule="interleaved", stages={"body.0": 0, "body.1": 1, "body.2": 2, "body.3": 2, "head": 3}
+        ),
+    ),
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"body.0": "column", "body.2": "row"})),
 }
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import ShardwiseError
+import shardwise as sw
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.lightning import Strategy
 from tests.lightning.lightning_modules import PLANS, Gan, Net, assert_near, fitted, under, weights
 
@@ -63,6 +64,17 @@ def test_one_optimizer_needs_no_toggle() -> None:
     for name in ("stage 3", "pp"):
         for state in under(PLANS[name], lambda strategy: weights(fitted(strategy, ByHand)[0])):
             assert_near(expected, state)
+
+
+def test_interleaved_stages_are_for_automatic_optimisation() -> None:
+    plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="interleaved"))
+
+    def run(strategy: Strategy) -> str:
+        with pytest.raises(PlanError) as raised:
+            fitted(strategy, ByHand)
+        return str(raised.value)
+
+    assert all("pipeline.schedule" in each for each in under(plan, run))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # a scheduler steps, and its optimizer does not

@@ -1,5 +1,7 @@
 """What a Trainer or a module asks for that an engine does not do is refused in words, by all ranks."""
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,3 +108,12 @@ def test_a_metric_object_under_stages_is_refused() -> None:
         return str(raised.value)
 
     assert all("stage" in each for each in under(PLANS["pp"], run))
+
+
+@pytest.mark.parametrize("room", ["lightning", "accelerate"])
+def test_a_missing_package_is_named_with_the_command(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(f"shardwise.{room}")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, room, None)
+    with pytest.raises(ShardwiseError, match=rf'pip install "shardwise\[{room}\]"'):
+        import_module(f"shardwise.{room}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.errors import PeerError
 from shardwise.lightning import Strategy
 from tests.lightning.lightning_modules import PLANS, Net, Seen, assert_near, fitted, loader, trainer_for, under, weights
 
@@ -162,3 +163,36 @@ def test_averages_are_saved_and_go_on(tmp_path: Path) -> None:
     for (count, expected), (found, state) in zip(whole, again, strict=True):
         assert count == found == 6
         assert_near(expected, state)
+
+
+class FailsOnOne(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1 and self.global_rank == 1:
+            raise OSError("no such file")
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    def run(strategy: Strategy) -> str:
+        with pytest.raises((OSError, PeerError)) as raised:
+            fitted(strategy, FailsOnOne)
+        return str(raised.value)
+
+    assert all("no such file" in each for each in under(PLANS["stage 3"], run))
+
+
+class Overflows(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(batch, batch_idx)
+        return loss * (float("inf") if batch_idx == 1 else 1.0)
+
+
+def test_an_update_that_is_not_finite_is_skipped_by_all() -> None:
+    def run(strategy: Strategy) -> Any:
+        trainer, _ = fitted(strategy, Overflows, limit_train_batches=2)
+        return trainer.strategy.report.skipped, weights(trainer)
+
+    for skipped, state in under(PLANS["stage 1"], run):
+        assert skipped
+        assert all(each.isfinite().all() for each in state.values())

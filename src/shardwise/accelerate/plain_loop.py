@@ -44,6 +44,11 @@ class Accelerator(accelerate.Accelerator):
             problems.append(
                 "merge.microbatches: a loop of accelerate calls the model once for each batch; leave it at 1"
             )
+        if plan.pipeline.num_chunks > 1:
+            problems.append(
+                "pipeline.schedule: a loop of accelerate stops inside of forwards, and so cannot run several stages on "
+                "a rank in turns; give each rank one stage, schedule='1f1b'"
+            )
         if problems:
             raise PlanError(*problems)
         self.plan = plan

@@ -4,6 +4,7 @@ A value of a pipeline's stage is on one rank only, and a batch may be several mi
 logs goes the way of its loss: one entry of each microbatch, averaged over all of them and over all ranks.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +26,8 @@ class StepLogs:
     """What one call of the engine logs."""
 
     def __init__(self) -> None:
-        self.values: dict[str, Any] | None = None
-        """By name, of the microbatch that runs; None outside of all."""
+        # Where stages of a rank take turns, forwards of several microbatches stop in the middle, each in its thread.
+        self._here = threading.local()
         self._settings: dict[str, dict[str, Any]] = {}
         self._sizes: dict[str, int] = {}
         self._metrics: dict[str, nn.Module] = {}
@@ -35,20 +36,27 @@ class StepLogs:
     def noting(self) -> Iterator[dict[str, Any]]:
         """Inside, what is logged comes into the dict."""
         values: dict[str, Any] = {}
-        self.values = values
+        self._here.values = values
         try:
             yield values
         finally:
-            self.values = None
+            self._here.values = None
+
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """By name, of the microbatch that runs; None outside of all."""
+        found: dict[str, Any] | None = getattr(self._here, "values", None)
+        return found
 
     def note(self, name: str, value: Any, settings: dict[str, Any], *, has_stages: bool) -> None:
         """One call of `self.log`. Raises ModelError for a metric object where a model has stages."""
-        assert self.values is not None
+        values = self.values
+        assert values is not None
         self._settings[name] = settings
         if (size := settings.get("batch_size")) is not None:
             self._sizes[name] = self._sizes.get(name, 0) + size
         if not isinstance(value, nn.Module):
-            self.values[name] = value
+            values[name] = value
         elif has_stages:
             raise ModelError(
                 f"self.log({name!r}) was given a {type(value).__name__}, and the model has stages (mesh.pp): its "
