@@ -46,8 +46,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if plan.pipeline.num_chunks > 1:
             problems.append(
-                "pipeline.schedule: a loop of accelerate stops inside of forwards, and so cannot run several stages on "
-                "a rank in turns; give each rank one stage, schedule='1f1b'"
+                "pipeline.schedule: a loop of accelerate stops inside of forwards. Stages of a rank cannot take turns "
+                "then; give each rank one, schedule='1f1b'"
             )
         if problems:
             raise PlanError(*problems)

@@ -5,11 +5,12 @@ logs goes the way of its loss: one entry of each microbatch, averaged over all o
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 
 from shardwise.engine import StepReport
@@ -108,3 +109,8 @@ def _is_sum(settings: Mapping[str, Any]) -> bool:
 
 def _is_extreme(settings: Mapping[str, Any]) -> bool:
     return settings.get("reduce_fx") in ("min", "max", torch.min, torch.max)
+
+
+def rows_of(batches: Sequence[tuple[Any, ...]]) -> int | None:
+    """The rows of several batches; None for one, which Lightning counts itself."""
+    return sum(extract_batch_size(each[0]) for each in batches) if len(batches) > 1 else None

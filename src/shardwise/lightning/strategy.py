@@ -10,16 +10,15 @@ What Lightning calls                       what happens                         
     a checkpoint                           rank 0 gathers the whole state        the file of any other strategy
 """
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from torchmetrics import Metric
 
 from shardwise.comm import Channel
@@ -29,7 +28,9 @@ from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batches import count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, CheckpointError, ModelError
+from shardwise.lightning.held_modules import StandIns, engine_of, hold, take_back
 from shardwise.lightning.manual_training import ManualTraining
+from shardwise.lightning.step_logs import rows_of
 from shardwise.lightning.trainer_settings import plan_for
 from shardwise.lightning.whole_checkpoints import ENTRY, gathered, take_over
 from shardwise.plan import Plan
@@ -38,21 +39,6 @@ _IN_MODULE = ("log", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
 """Methods of a module that the strategy stands in for, in the object."""
 
 _TURN = "a turn of trainer.predict"
-
-
-_HOLD = "_hold_of_engine"
-"""The attribute of a module that says which engine has it: a later run, with another Trainer, goes on with it."""
-
-
-class _Hold:
-    """The engine that has a module. A copy of the module has none."""
-
-    def __init__(self, engine: Engine[Any] | None = None, frozen: Sequence[str] = ()) -> None:
-        """`frozen`: what is frozen because the module was only evaluated."""
-        self.engine, self.frozen = engine, frozen
-
-    def __reduce__(self) -> Any:
-        return _Hold, ()
 
 
 class Strategy(ManualTraining):
@@ -74,8 +60,7 @@ class Strategy(ManualTraining):
         self._share = 1.0
         """The batches of this update over those of a whole one."""
         self._extra: dict[str, Any] = {}
-        self._replaced: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        """Where the strategy stands in for methods of the module, what was there, and what is."""
+        self._stand_ins = StandIns()
         self._evaluations: Callable[[], Any] | None = None
         """Runs the last batch of an evaluation again."""
         self._states: list[dict[str, Any]] = []
@@ -86,7 +71,7 @@ class Strategy(ManualTraining):
     def connect(self, model: Any) -> None:
         """Called with the module of a run, which an engine may have since the run before."""
         super().connect(model)
-        self.engine = getattr(vars(model).get(_HOLD), "engine", None)
+        self.engine = engine_of(model)
 
     def setup(self, trainer: Any) -> None:
         """Put the module under the plan."""
@@ -100,7 +85,8 @@ class Strategy(ManualTraining):
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._kept = []  # of a run that failed
         if self.engine is not None and (fits or self.engine.plan.mesh != self.plan.mesh):
-            self._take_back(self.engine, module)
+            take_back(module, self.engine)
+            self.engine = None
         if self.engine is None:
             self.precision_plugin.convert_module(module)
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
@@ -108,17 +94,13 @@ class Strategy(ManualTraining):
                 self.setup_optimizers(trainer)
             self.engine = self._made(module, plan, fits)
         stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
-        self._stand_in(module, **dict(zip(_IN_MODULE, stand_ins, strict=True)))
+        self._stand_ins.put(module, **dict(zip(_IN_MODULE, stand_ins, strict=True)))
         for each in module.modules():
             if isinstance(each, Metric):  # its states are no buffers, and ranks along pp and tp count the same rows
                 each.to(self.root_device)
-                self._stand_in(each, dist_sync_fn=self.gathered, distributed_available_fn=self._has_data_ranks)
-
-    def _stand_in(self, owner: Any, **values: Any) -> None:
-        """Put values into an object, until the run ends."""
-        held: dict[str, Any] = owner.__dict__
-        self._replaced.append((held, {name: held[name] for name in values if name in held}, values))
-        held.update(values)
+                self._stand_ins.put(
+                    each, dist_sync_fn=self.gathered, distributed_available_fn=lambda: self.is_distributed
+                )
 
     def _made(self, module: Any, plan: Plan, fits: bool) -> Engine[Any]:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -136,26 +118,12 @@ class Strategy(ManualTraining):
             plan,
             optimizer=list(self.optimizers) if fits else partial(torch.optim.SGD, lr=0.0),
             loss=self._loss,
-            loss_weight=_weight_of,
+            loss_weight=itemgetter("weight"),
             channel=self.channel,
             groups=groups if len(groups) > 1 else None,
         )
-        vars(module)[_HOLD] = _Hold(engine, [names[id(each)] for each in frozen])
+        hold(module, engine, [names[id(each)] for each in frozen])
         return engine
-
-    def _take_back(self, engine: Engine[Any], module: Any) -> None:
-        """Make the module the plain one again, with its values: another engine comes, for other optimizers."""
-        trainer, hold = module._trainer, vars(module)[_HOLD]
-        with engine.whole(optimizer=False):
-            plain = copy.deepcopy(module)
-        vars(module).clear()
-        vars(module).update(vars(plain))
-        module._trainer, self.engine = trainer, None
-        for name in hold.frozen:
-            module.get_parameter(name).requires_grad_(True)
-
-    def _has_data_ranks(self) -> bool:
-        return self.plan.mesh.num_data_ranks > 1
 
     def model_to_device(self) -> None:
         """Nothing: an engine moves what a rank holds."""
@@ -163,11 +131,7 @@ class Strategy(ManualTraining):
     def teardown(self) -> None:
         """End a run. The engine keeps the module: see `engine.whole`."""
         assert self.accelerator is not None
-        for held, before, values in self._replaced:
-            for name in values:
-                held.pop(name, None)
-            held.update(before)
-        self._replaced.clear()
+        self._stand_ins.remove()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -195,7 +159,7 @@ class Strategy(ManualTraining):
         # Lightning divides by the same number where an epoch ends with fewer batches.
         self._share = len(batches) / module.trainer.accumulate_grad_batches
         self.report = report = engine.step([part for each in batches for part in self._cut(each)])
-        self._logs.log_step(partial(type(module).log, module), report, partial(_rows_of, batches))
+        self._logs.log_step(partial(type(module).log, module), report, partial(rows_of, batches))
         return {"loss": torch.tensor(report.loss / self._share, device=self.root_device), **self._extra}
 
     def _cut(self, args: tuple[Any, ...]) -> list[dict[str, Any]]:
@@ -341,12 +305,3 @@ class Strategy(ManualTraining):
         """Into the engine, each rank its part."""
         assert self.engine is not None
         take_over(self.engine, self.optimizers, checkpoint)
-
-
-def _weight_of(part: Mapping[str, Any]) -> float:
-    return float(part["weight"])
-
-
-def _rows_of(batches: list[tuple[Any, ...]]) -> int | None:
-    """The rows of several batches; None for one, which Lightning counts itself."""
-    return sum(extract_batch_size(each[0]) for each in batches) if len(batches) > 1 else None

@@ -39,8 +39,8 @@ def plan_for(trainer: Any, module: Any, plan: Plan) -> Plan:
         problems.append("training_step(dataloader_iter) takes its batches itself; take (batch, batch_idx)")
     if plan.pipeline.num_chunks > 1 and not module.automatic_optimization:
         problems.append(
-            "manual optimisation stops inside of forwards, and so cannot run several stages on a rank in turns: give "
-            "each rank one stage (Pipeline(schedule='1f1b'), pipeline.schedule in TOML)"
+            "manual optimisation stops inside of forwards. Stages of a rank cannot take turns then; give it one: "
+            "Pipeline(schedule='1f1b'), pipeline.schedule in TOML"
         )
     if trainer.strategy._layer_sync is not None:
         problems.append("Trainer(sync_batchnorm=True) sums statistics inside of forwards: leave it out")
