@@ -66,8 +66,6 @@ class Strategy(ManualTraining):
         self._states: list[dict[str, Any]] = []
         self._own_state: dict[str, Any] = {}
 
-    # The engine -----------------------------------------------------------------------------------------------------
-
     def connect(self, model: Any) -> None:
         """Called with the module of a run, which an engine may have since the run before."""
         super().connect(model)
@@ -137,8 +135,6 @@ class Strategy(ManualTraining):
         self.checkpoint_io.teardown()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
-
-    # Training -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the update of a batch; its loss."""
@@ -211,8 +207,6 @@ class Strategy(ManualTraining):
         finally:
             self._updates = False
 
-    # Evaluation and logs --------------------------------------------------------------------------------------------
-
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, on all ranks of its model together."""
         return self._evaluated("validation_step", self.precision_plugin.val_step_context, args)
@@ -270,8 +264,6 @@ class Strategy(ManualTraining):
         elif self._program is None or self._program.number == 0:
             value = value if self._program is None else self._program.value_of(value)
             type(module).log(module, name, value, **settings)
-
-    # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's whole state on rank 0; {} elsewhere."""
