@@ -20,7 +20,7 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any, Generic
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.plain_calls import CHANGED_LINES, PlainCalls
 from shardwise.engine.plan_sizes import PlanSizes
 from shardwise.engine.reports import Counters, EvaluationReport, StepReport, report_on_look
 from shardwise.engine.span_recorder import SpanRecorder
@@ -220,6 +220,10 @@ class Engine(Generic[Model_co]):
         """Ask `stop` once in every step from now on, next to the `stop` of `step`; returns what ends that."""
         self._asks_to_stop.append(stop)
         return lambda: self._asks_to_stop.remove(stop)
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise ModelError: a loop that calls an engine as its model would train nothing (accelerate's prepare)."""
+        raise ModelError(f"an engine is no module: call engine.step(batch) or engine.predict(inputs). {CHANGED_LINES}")
 
     def step(
         self,

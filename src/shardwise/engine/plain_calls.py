@@ -27,6 +27,19 @@ _SAVE = (
 )
 
 
+CHANGED_LINES = """A loop of accelerate changes one line, and its prepare gets the plain model and optimizer:
+-    accelerator = accelerate.Accelerator()
++    accelerator = shardwise.accelerate.Accelerator(plan=plan)
+A loop without it changes these:
+-    loss = loss_of(model(inputs), targets)
+-    accelerator.backward(loss)
+-    optimizer.step()
+-    optimizer.zero_grad()
++    report = engine.step((inputs, targets))
+Lightning takes strategy=shardwise.lightning.Strategy(plan)"""
+"""Of a loop that is not the engine's own."""
+
+
 class PlainCalls:
     """What is refused on the model and the optimizers of one engine, from `refuse` on."""
 
@@ -170,8 +183,8 @@ class _StepOutside(_RefusalHook):
         raise OptimizerError(
             f"{type(optimizer).__name__}.step() was called outside of engine.step, and would train nothing: this "
             "optimizer has the engine's masters, which have gradients in engine.step alone. Call engine.step(batch) "
-            "instead of the forward, loss.backward() and optimizer.step(). A Trainer, accelerate or GradScaler that "
-            "steps the optimizer itself cannot train an engine; precision.loss_scale does the work of a GradScaler"
+            "instead of the forward, loss.backward() and optimizer.step(); precision.loss_scale does the work of a "
+            f"GradScaler. {CHANGED_LINES}"
         )
 
 

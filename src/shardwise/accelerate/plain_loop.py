@@ -1,0 +1,318 @@
+"""accelerate's Accelerator, whose prepared objects train an engine.
+
+The loop stays as it is. `model(batch)` in training mode opens a step of the engine, and `optimizer.step()`, or
+`clip_grad_norm_` before it, runs its backward and its update: see `OpenStep`.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import nn
+
+from shardwise.accelerate.open_steps import OpenStep
+from shardwise.checkpoint import load, save
+from shardwise.comm import Channel, default_channel
+from shardwise.comm.gathered_tensors import gathered
+from shardwise.engine import Engine, StepReport
+from shardwise.engine.channels import DATA_AXES
+from shardwise.engine.full_state import full_state_dict
+from shardwise.engine.parallelize import parallelize
+from shardwise.errors import ModelError, OptimizerError, PlanError
+from shardwise.plan import Plan
+
+
+class Accelerator(accelerate.Accelerator):
+    """Runs the loop of accelerate under a plan: `prepare`, `backward`, `clip_grad_norm_`, `save_state`, ..."""
+
+    def __init__(self, *args: Any, plan: Plan, channel: Channel | None = None, **kwargs: Any) -> None:
+        """plan: with the clip that the loop asks for. channel: see `parallelize`. Others: as accelerate takes them."""
+        super().__init__(*args, **kwargs)
+        problems = []
+        if self.mixed_precision != "no":
+            problems.append(
+                f"mixed_precision={self.mixed_precision!r}: leave it out, and give Plan(precision=sw.Precision("
+                "compute='bfloat16')), precision.compute in TOML"
+            )
+        if plan.merge.microbatches != 1:
+            problems.append(
+                "merge.microbatches: a loop of accelerate calls the model once for each batch; leave it at 1"
+            )
+        if plan.pipeline.num_chunks > 1:
+            problems.append(
+                "pipeline.schedule: a loop of accelerate stops inside of forwards. Stages of a rank cannot take turns "
+                "then; give each rank one, schedule='1f1b'"
+            )
+        if problems:
+            raise PlanError(*problems)
+        self.plan = plan
+        self.channel = default_channel() if channel is None else channel
+        """All ranks."""
+        plan.mesh.check_world(self.channel.size)
+        self._data = self.channel.over(plan.mesh.peers(self.channel.rank, DATA_AXES))
+        self._engine: Engine[Any] | None = None
+        self._open: OpenStep | None = None
+        self._is_claimed = True
+        """Whether the loop has called `optimizer.step()` for the last update."""
+        self.report: StepReport | None = None
+        """What the last update reported: `loss`, the mean over ranks, and `grad_norm`."""
+
+    @property
+    def engine(self) -> Engine[Any]:
+        """What trains the prepared model. Raises ModelError before `prepare`."""
+        if self._engine is None:
+            raise ModelError("no model is prepared yet; call accelerator.prepare(model, optimizer, ...)")
+        return self._engine
+
+    # Ranks ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data ranks: ranks along pp and tp see the same batches."""
+        return self.plan.mesh.num_data_ranks
+
+    @property
+    def process_index(self) -> int:
+        """The data rank."""
+        return self.plan.mesh.data_rank(self.channel.rank)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.channel.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.channel.device if "channel" in vars(self) else super().device
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks."""
+        self.channel.exchange(b"", purpose="wait_for_everyone")
+
+    def gather(self, tensor: Any) -> Any:
+        """The rows of all data ranks, for tensors in any nesting."""
+        return recursively_apply(self._rows_of_all, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The same, without the rows that fill up the last batch. Raises ModelError for what is no tensor."""
+        try:
+            recursively_apply(lambda each: each, input_data, error_on_other_type=True)
+        except TypeError as error:
+            raise ModelError("gather_for_metrics takes tensors; no rank unpickles what another one sends") from error
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean over the data ranks, for tensors in any nesting."""
+
+        def reduced(each: torch.Tensor) -> torch.Tensor:
+            values = torch.stack(gathered(self._data, each, purpose="reduce of accelerate"))
+            return (values.sum(0) if reduction == "sum" else values.float().mean(0)) * scale
+
+        return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
+
+    def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        parts = gathered(self._data, tensor, purpose="gather of accelerate")
+        return torch.cat([each.reshape(1) if not each.dim() else each for each in parts])
+
+    # Prepared objects -----------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """The objects of a loop under the plan, in the same order. Raises ModelError and OptimizerError."""
+        models = [each for each in args if isinstance(each, nn.Module)]
+        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
+        if models or optimizers:
+            if self._engine is not None or len(models) != 1 or len(optimizers) != 1:
+                raise ModelError(
+                    f"prepare was given {len(models)} models and {len(optimizers)} optimizers"
+                    f"{' after others' if self._engine is not None else ''}; give one model and its optimizer in one "
+                    "call. Put several models into one nn.Module, and call engine.step(batch, only=...) for each"
+                )
+            self._engine = parallelize(
+                models[0], self.plan, optimizer=optimizers[0], loss_weight=_one, channel=self.channel
+            )
+        return super().prepare(*args)
+
+    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+        """The model, whose forwards are the engine's."""
+        self._models.append(prepared := PreparedModel(self, model))
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
+        """The optimizer, whose step is the engine's."""
+        self._optimizers.append(prepared := PreparedOptimizer(self, optimizer))
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler, which steps once for each update, whatever the number of ranks."""
+        self._schedulers.append(prepared := AcceleratedScheduler(scheduler, self._optimizers, split_batches=True))
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+        """The loader, with the batches of this data rank."""
+        config = self.dataloader_config
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=config.split_batches,
+            put_on_device=True,
+            rng_types=None if self.rng_types is None else [*self.rng_types],
+            even_batches=config.even_batches,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    # Updates --------------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward of the training begins."""
+        if not self._is_claimed:
+            raise OptimizerError(
+                "clip_grad_norm_ has updated the model, and optimizer.step() did not follow; call it after each clip"
+            )
+        if self._open is None:
+            self._open = OpenStep(self.engine)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Keep the loss for the update."""
+        if kwargs:
+            raise ModelError(f"backward({', '.join(kwargs)}=...) is not for an engine; give it a loss alone")
+        if self._open is None:
+            raise ModelError(
+                "accelerator.backward(loss) came without a forward of the prepared model in training mode; compute the "
+                "loss from model(batch), after model.train()"
+            )
+        steps = self.gradient_accumulation_steps
+        self._open.losses.append(loss if steps == 1 else loss / steps)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Run the update, which clips as the plan says; the norm before the clip. `optimizer.step()` has to follow."""
+        if norm_type != 2 or self.plan.clip_grad_norm != max_norm:
+            raise PlanError(
+                f"clip_grad_norm_(..., {max_norm}, norm_type={norm_type}) is not the clip of the plan, "
+                f"clip_grad_norm={self.plan.clip_grad_norm}; give Plan(clip_grad_norm={max_norm}), clip_grad_norm in "
+                "TOML, and leave this call as it is"
+            )
+        report = self._finish()
+        self._is_claimed = False
+        return torch.tensor(report.grad_norm, device=self.device)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Nothing: the plan clips. Raises PlanError where it does not."""
+        if self.plan.clip_grad_value != clip_value:
+            raise PlanError(
+                f"clip_grad_value_(..., {clip_value}) is not the clip of the plan, "
+                f"clip_grad_value={self.plan.clip_grad_value}; give Plan(clip_grad_value={clip_value}), "
+                "clip_grad_value in TOML, and leave this call as it is"
+            )
+
+    def update(self) -> None:
+        """`optimizer.step()`."""
+        if not self._is_claimed:
+            self._is_claimed = True
+        elif self.sync_gradients:
+            self._finish()
+
+    def _finish(self) -> StepReport:
+        if self._open is None or not self._open.losses:
+            raise OptimizerError(
+                "the update came without accelerator.backward(loss), and would train nothing; call it first, with a "
+                "loss from model(batch) in training mode"
+            )
+        opened, self._open = self._open, None
+        self.report = opened.finish()
+        return self.report
+
+    # Saves ----------------------------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model that was given to `prepare`. Its parameters are this rank's."""
+        return model.module if isinstance(model, PreparedModel) else model
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """The whole state dict of the model on rank 0; {} elsewhere. All ranks call it together."""
+        return full_state_dict(self.engine)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save model, optimizer, schedulers and registered objects: `sw.save`, which loads into any layout."""
+        if output_dir is None:
+            raise ModelError("save_state() needs a folder: accelerator.save_state('saves/10')")
+        objects = [*self._schedulers, *self._custom_objects]
+        save(output_dir, self.engine, extra={"accelerate": {"step": self.step, "states": [_state(e) for e in objects]}})
+        return output_dir
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Go on from what `save_state` saved, under this plan or another one."""
+        if input_dir is None:
+            raise ModelError("load_state() needs the folder of a save: accelerator.load_state('saves/10')")
+        extra: Mapping[str, Any] = load(input_dir, self.engine)
+        found = extra.get("accelerate", {"step": 0, "states": []})
+        self.step = found["step"]
+        for each, state in zip([*self._schedulers, *self._custom_objects], found["states"], strict=True):
+            each.load_state_dict(state)
+
+
+class PreparedModel(nn.Module):
+    """A model in a loop of accelerate."""
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.train(module.training)
+        vars(self)["_accelerator"] = accelerator
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In training mode the first forward of an update opens it; in evaluation mode a prediction of the engine."""
+        accelerator: Accelerator = vars(self)["_accelerator"]
+        if self.training and torch.is_grad_enabled():
+            accelerator.begin()
+            return self.module(*args, **kwargs)
+        if self.training:
+            raise ModelError("the model is in training mode, without gradients; call model.eval() for an evaluation")
+        with torch.inference_mode(False):
+            return accelerator.engine.predict({"args": args, "kwargs": kwargs}, partial(_called, self.module))
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """An optimizer in a loop of accelerate."""
+
+    def __init__(self, accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self._accelerator = accelerator
+
+    def step(self, closure: Any = None) -> None:
+        """The engine's update, where the loop does not accumulate."""
+        self._accelerator.update()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Nothing: an engine keeps no gradients."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last gradient was not finite."""
+        report = self._accelerator.report
+        return report is not None and report.skipped
+
+
+def _called(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    return module(*inputs["args"], **inputs["kwargs"])
+
+
+def _one(part: Mapping[str, Any]) -> float:
+    return float(part["weight"])
+
+
+def _state(owner: Any) -> dict[str, Any]:
+    """Of a scheduler, what JSON can hold: functions come from the program again."""
+    return {name: each for name, each in owner.state_dict().items() if not callable(each)}

@@ -1,0 +1,103 @@
+"""Manual optimisation in a strategy: sections of the user's programs, and the steps of the engine that run them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from shardwise.comm import Channel
+from shardwise.engine import Engine, StepReport
+from shardwise.errors import ModelError
+from shardwise.lightning.manual_programs import ManualProgram
+from shardwise.lightning.step_logs import StepLogs
+from shardwise.lightning.trainer_ranks import TrainerRanks
+from shardwise.lightning.trainer_settings import check_clip
+from shardwise.plan import Plan
+
+
+class ManualTraining(TrainerRanks):
+    """What of a strategy concerns manual optimisation."""
+
+    def __init__(self, plan: Plan | None, channel: Channel | None) -> None:
+        super().__init__(plan, channel)
+        self.report: StepReport | None = None
+        """What the last update reported: `grad_norm`, `skipped`, `ranks`."""
+        self._program: ManualProgram | None = None
+        """The `training_step` that runs now."""
+        self._logs = StepLogs()
+
+    def _train_by_hand(self, engine: Engine[Any], parts: list[dict[str, Any]]) -> Any:
+        module, has_stages = self.lightning_module, engine.pipeline is not None
+        assert module is not None
+        programs = [
+            ManualProgram(
+                partial(module.training_step, *part["args"]),
+                number=part["number"],
+                begins=self.optimizers[0] if len(self.optimizers) == 1 else None,
+                looks_at_graphs=not has_stages,
+            )
+            for part in parts
+        ]
+        try:
+            while True:
+                wanted = [self._run(each, each.go_on) for each in programs]
+                if not (asked := [each for each in wanted if each is not None]):
+                    return None if has_stages else programs[0].output
+                if any(each is not asked[0] for each in wanted):
+                    raise ModelError("training_step toggles different optimizers for the microbatches of a batch")
+                only = None if len(self.optimizers) == 1 else str(self.optimizers.index(asked[0]))
+                section = partial(self._loss_of_section, programs)
+                self.report = engine.step(parts, only=only, loss=section)
+                for each in programs:
+                    each.ended(self.report.loss)
+                self._logs.log_step(partial(type(module).log, module), self.report, _none)
+        finally:
+            for each in programs:
+                each.abandon()
+
+    def _run(self, program: ManualProgram, what: Callable[[], Any]) -> Any:
+        self._program = program
+        # Lightning counts updates in its optimizers, and a program may step schedulers: one microbatch does it for all.
+        quiet = [config.scheduler for config in self.lr_scheduler_configs] if program.number else []
+        counting = [(each, each._on_before_step, each._on_after_step) for each in self._lightning_optimizers]
+        for scheduler in quiet:
+            vars(scheduler)["step"] = _none
+        for each, _, _ in counting if program.number else ():
+            each._on_before_step = each._on_after_step = _none
+        try:
+            with self.precision_plugin.train_step_context():
+                return what()
+        finally:
+            self._program = None
+            for scheduler in quiet:
+                vars(scheduler).pop("step")
+            for each, before, after in counting:
+                each._on_before_step, each._on_after_step = before, after
+
+    def _loss_of_section(self, programs: list[ManualProgram], part: Mapping[str, Any]) -> Any:
+        program = programs[part["number"]]
+        with self._logs.noting() as values:
+            loss = self._run(program, program.loss)
+            return {"loss": loss, **self._logs.entries(values, part["weight"])}
+
+    def _toggle(self, optimizer: Any) -> None:
+        """In the place of `module.toggle_optimizer`."""
+        if self._program is not None:
+            self._program.begin(getattr(optimizer, "optimizer", optimizer))
+
+    def _clip_by_hand(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+        """In the place of `module.clip_gradients`."""
+        check_clip(self.plan, gradient_clip_val, gradient_clip_algorithm)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Where Lightning accumulates, which the engine does; by hand it would train nothing."""
+        if self._program is not None:
+            raise ModelError(
+                "toggle_model(sync_grad=False): give Plan(merge=sw.Merge(microbatches=...)) larger batches"
+            )
+        yield
+
+
+def _none(*_: Any, **__: Any) -> None:
+    """Nothing is done."""

@@ -1,0 +1,99 @@
+"""Manual optimisation under plans, and what of it is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.lightning import Strategy
+from tests.lightning.lightning_modules import PLANS, Gan, Net, assert_near, fitted, under, weights
+
+
+@pytest.mark.parametrize(
+    ("plan", "style"),
+    [
+        ("one rank", "toggled"),
+        ("one rank", "in_closures"),
+        ("stage 0", "in_closures"),
+        ("stage 2, k = 2", "toggled"),
+        ("stage 3", "toggled"),
+        ("stage 3", "in_closures"),
+        ("pp", "toggled"),
+        ("pp", "in_closures"),
+        ("tp", "toggled"),
+    ],
+)
+def test_two_optimizers_in_turns_are_those_of_the_plain_trainer(plan: str, style: str) -> None:
+    def run(strategy: Any) -> Any:
+        trainer, seen = fitted(strategy, lambda: Gan(style))
+        logged = {name: float(trainer.callback_metrics[name]) for name in ("critic", "generator")}
+        return weights(trainer), logged, seen.rates, trainer.global_step
+
+    state, logged, rates, steps = run("auto")
+    for found, here, *counts in under(PLANS[plan], run):
+        assert_near(state, found)
+        if PLANS[plan].mesh.num_data_ranks == 1:  # a plain loss of other rows is another one
+            assert_near(logged, here)
+        assert counts == [rates, steps]
+        assert plan != "one rank" or all(torch.equal(found[name], each) for name, each in state.items())
+
+
+class ByHand(Net):
+    """One optimizer by hand, which needs no toggle."""
+
+    def __init__(self, *, steps: bool = True, clip: float | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.does_step, self.clip = steps, clip
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.clip:
+            self.clip_gradients(optimizer, self.clip)
+        if self.does_step or batch_idx % 2:
+            optimizer.step()
+
+
+def test_one_optimizer_needs_no_toggle() -> None:
+    expected = weights(fitted("auto", ByHand)[0])
+    for name in ("stage 3", "pp"):
+        for state in under(PLANS[name], lambda strategy: weights(fitted(strategy, ByHand)[0])):
+            assert_near(expected, state)
+
+
+def test_interleaved_stages_are_for_automatic_optimisation() -> None:
+    plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="interleaved"))
+
+    def run(strategy: Strategy) -> str:
+        with pytest.raises(PlanError) as raised:
+            fitted(strategy, ByHand)
+        return str(raised.value)
+
+    assert all("pipeline.schedule" in each for each in under(plan, run))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # a scheduler steps, and its optimizer does not
+@pytest.mark.parametrize(
+    ("build", "plan", "message"),
+    [
+        (lambda: Gan("untoggled"), "one rank", "self.toggle_optimizer(opt) before the forward"),
+        (lambda: Gan("untoggled"), "stage 3", "self.toggle_optimizer(opt) before the forward"),
+        (lambda: Gan("untoggled"), "pp", "self.toggle_optimizer(opt) before the forward"),
+        (lambda: Gan("old_graph"), "stage 1", "a forward that ran before its optimizer was known"),
+        (lambda: Gan("never_stepped"), "stage 1", "without the opt.step()"),
+        (lambda: ByHand(steps=False), "stage 1", "Plan(merge=sw.Merge(microbatches=...))"),
+        (lambda: ByHand(clip=0.5), "stage 1", "Plan(clip_grad_norm=0.5)"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(build: Any, plan: str, message: str) -> None:
+    def run(strategy: Strategy) -> str:
+        with pytest.raises(ShardwiseError) as raised:
+            fitted(strategy, build)
+        return str(raised.value)
+
+    assert all(message in each for each in under(PLANS[plan], run))
