@@ -31,7 +31,9 @@ def expected() -> Any:
     return plain(simple(**ASKED))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.stress) if name == "pp" else name for name in PLANS]
+)
 def test_losses_norms_and_rates_are_those_of_one_process(name: str) -> None:
     # 11 rows: the last microbatch has one row, and the last round of data ranks has none for some of them.
     for found in under(name, simple(**ASKED)):
@@ -130,7 +132,13 @@ KINDS: dict[str, tuple[Make, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+WIDE = {"lengths under pp", "rmsprop, cosine"}
+"""Kinds whose parts others have."""
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.stress) if kind in WIDE else kind for kind in KINDS]
+)
 def test_so_are_those_of_other_losses_optimizers_and_data(kind: str) -> None:
     make, name = KINDS[kind]
     wanted = plain(make)
@@ -305,7 +313,7 @@ def build_t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, **sizes, **tokens))
 
 
-@pytest.mark.parametrize("name", ["stage 3", "pp"])
+@pytest.mark.parametrize("name", ["stage 3", pytest.param("pp", marks=pytest.mark.stress)])
 def test_sequences_are_generated_as_in_one_process(name: str) -> None:
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][:5]} for row in ROWS]
 

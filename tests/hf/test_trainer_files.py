@@ -37,9 +37,9 @@ PAIRS = [
     ("stage 3", "pp"),
     ("pp", PLAIN),
     ("tp", "one process"),
-    (PLAIN, "tp"),
+    pytest.param(PLAIN, "tp", marks=pytest.mark.stress),
     ("stage 2, four ranks", PLAIN),
-    ("one process", "replicas"),
+    pytest.param("one process", "replicas", marks=pytest.mark.stress),
 ]
 
 
@@ -88,7 +88,7 @@ def test_weights_alone_are_saved_and_loaded(tmp_path: Path) -> None:
     assert run_on("stage 3", evaluated_late, tmp_path / "late") == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["stage 3", "pp"])
+@pytest.mark.parametrize("name", ["stage 3", pytest.param("pp", marks=pytest.mark.stress)])
 def test_the_best_model_is_kept_loaded_and_saved_whole(name: str, tmp_path: Path) -> None:
     asked = {
         **{"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True},
