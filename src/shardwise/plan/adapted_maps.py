@@ -62,6 +62,8 @@ def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Ada
     downs, ups = of(_DOWN), of(_UP)
     known = {each.name for each in (base, *downs, *ups)}
     others = tuple((each, key) for each in inside if each.name not in known for key in each.parameters)
+    if not (downs or ups or others):
+        others = ((base, "weight"),)  # its parameters are another adapter's (ties), so it may compute anything
     return AdaptedMap(base=base, downs=downs, ups=ups, others=others)
 
 
