@@ -50,6 +50,13 @@ def load_adapters(engine: Engine[Any], folder: Folder, *, adapter: str = "defaul
     folder that cannot be read, or whose tensors are not those of the adapter.
     """
     model = _adapted(engine)
+    if adapter in model.peft_config and model.peft_config[adapter].is_prompt_learning:
+        others = [name for name, _ in model.prompt_encoder[adapter].named_parameters() if name != "embedding.weight"]
+        if others:
+            raise ModelError(
+                f"peft saves of {adapter!r} what its encoder computes, and not {others[0]!r}, and a training cannot "
+                "go on from that. Resume with sw.save and sw.load; PeftModel.from_pretrained loads it for inference"
+            )
     _on_rank_0(engine, [adapter], "load_adapters", lambda: _load(model, os.fspath(folder), adapter))
 
 
@@ -119,13 +126,15 @@ def _read_of_all(engine: Engine[Any], adapters: Sequence[str], doing: str) -> li
     """The parameters and buffers of which peft makes what it saves of these adapters, as rank 0 finds them."""
     model: Any = engine.model
     names: list[str] = []
-    with agreed(engine.channel, purpose=f"verdict on {doing}", doing=doing) as agreement:
+    with agreed(engine.channel, purpose=f"verdict on {doing}", doing=doing):
         if unknown := [each for each in adapters if each not in model.peft_config]:
             raise ModelError(f"{doing}: the model has no adapter {unknown[0]!r}; it has {few_of(list(model.peft_config))}")
+    # Nothing is gathered: peft asks modules for their state dicts, and looks at the names alone.
+    with engine.whole(optimizer=False, rank0_only=True, only=()):
         if engine.channel.rank == 0:
             names = sorted({name for each in adapters for name in _read_by_peft(model, each)})
-        agreement.value = json.dumps(names).encode()
-    return understood(agreement.values[:1], a_list, purpose=f"tensors of {doing}")[0]
+    answers = engine.channel.exchange(json.dumps(names).encode(), purpose=f"tensors of {doing}")
+    return understood(answers[:1], a_list, purpose=f"tensors of {doing}")[0]
 
 
 def _read_by_peft(model: Any, adapter: str) -> Iterator[str]:
