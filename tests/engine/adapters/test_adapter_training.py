@@ -55,7 +55,7 @@ def check(model: str, kind: str, layout: str) -> None:
     [
         *[("llama", "dora", "all"), ("gpt2", "everywhere", "tp"), ("bert", "whole", "pp"), ("t5", "ia3", "tp")],
         *[("vit", "lora", "stage 3"), ("llama", "tokens", "tp"), ("gpt2", "embedding", "stage 2")],
-        *[("llama", "prompt", "all"), ("bert", "everywhere", "stage 0"), ("gpt2", "dora", "tp")],
+        *[("llama", "prompt", "pp"), ("bert", "everywhere", "stage 0"), ("gpt2", "dora", "tp")],
     ],
 )
 def test_a_model_with_adapters_trains_as_in_one_process(model: str, kind: str, layout: str) -> None:
