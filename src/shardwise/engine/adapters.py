@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.comm.agreement import a_list, aborting, agreed, understood
 from shardwise.engine.engine import Engine
+from shardwise.engine.state import ModelNames
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words
 from shardwise.plan import Parameter
 
@@ -35,11 +36,11 @@ def save_adapters(engine: Engine[Any], folder: Folder, *, adapters: Sequence[str
     `adapter_model.safetensors`, which `PeftModel.from_pretrained(model, folder)` loads. Raises ModelError for a model
     without adapters and for a name that it does not have, and CheckpointError where peft cannot write.
     """
-    model = _adapted(engine)
-    chosen = list(model.peft_config) if adapters is None else list(adapters)
-    _on_rank_0(
-        engine, chosen, "save_adapters", lambda: model.save_pretrained(os.fspath(folder), selected_adapters=chosen)
-    )
+
+    def save(model: Any, names: Sequence[str]) -> None:
+        model.save_pretrained(os.fspath(folder), selected_adapters=list(names))
+
+    _on_rank_0(engine, adapters, "sw.save_adapters", save)
 
 
 def load_adapters(engine: Engine[Any], folder: Folder, *, adapter: str = "default") -> None:
@@ -49,27 +50,40 @@ def load_adapters(engine: Engine[Any], folder: Folder, *, adapter: str = "defaul
     stays. All ranks call it together, and rank 0 reads. Raises ModelError as `save_adapters`, and CheckpointError for a
     folder that cannot be read, or whose tensors are not those of the adapter.
     """
-    model = _adapted(engine)
-    if adapter in model.peft_config and model.peft_config[adapter].is_prompt_learning:
-        others = [name for name, _ in model.prompt_encoder[adapter].named_parameters() if name != "embedding.weight"]
-        if others:
-            raise ModelError(
-                f"peft saves of {adapter!r} what its encoder computes, and not {others[0]!r}, and a training cannot "
-                "go on from that. Resume with sw.save and sw.load; PeftModel.from_pretrained loads it for inference"
-            )
-    _on_rank_0(engine, [adapter], "load_adapters", lambda: _load(model, os.fspath(folder), adapter))
+    _on_rank_0(
+        engine, [adapter], "sw.load_adapters", lambda model, _: _load(model, os.fspath(folder), adapter), goes_on=True
+    )
 
 
-def _on_rank_0(engine: Engine[Any], adapters: Sequence[str], call: str, act: Callable[[], None]) -> None:
-    """Do something on rank 0 while what peft reads of these adapters is whole there; all ranks raise what it raises."""
-    doing = f"sw.{call}"
+def _on_rank_0(
+    engine: Engine[Any],
+    adapters: Sequence[str] | None,
+    doing: str,
+    act: Callable[[Any, Sequence[str]], None],
+    *,
+    goes_on: bool = False,
+) -> None:
+    """Do something on rank 0 while what peft reads of these adapters is whole there; all ranks raise what it raises.
+
+    goes_on: training goes on with what is read.
+    """
     failure: Exception | None = None
     with aborting(engine.channel, doing):
-        names = _read_of_all(engine, adapters, doing)
+        with agreed(engine.channel, purpose=f"verdict on {doing}", doing=doing):
+            model = adapted_model(engine.model)
+            chosen = list(model.peft_config) if adapters is None else list(adapters)
+            _check_names(model, chosen, goes_on=goes_on)
+        names: list[str] = []
+        # Nothing is gathered: peft asks modules for their state dicts, and looks at the names alone.
+        with engine.whole(optimizer=False, rank0_only=True, only=()):
+            if engine.channel.rank == 0:
+                names = sorted({name for each in chosen for name in _read_by_peft(model, each)})
+        answers = engine.channel.exchange(json.dumps(names).encode(), purpose=f"tensors of {doing}")
+        (names,) = understood(answers[:1], a_list, purpose=f"tensors of {doing}")
         with engine.whole(optimizer=False, rank0_only=True, only=names):
             if engine.channel.rank == 0:
                 try:
-                    act()
+                    act(model, chosen)
                 except Exception as error:
                     failure = error
         with agreed(engine.channel, purpose=f"the end of {doing}", doing=doing):
@@ -79,10 +93,28 @@ def _on_rank_0(engine: Engine[Any], adapters: Sequence[str], call: str, act: Cal
                 raise CheckpointError(f"{doing}: rank 0 raised {in_words(failure)}") from failure
 
 
+def _check_names(model: Any, adapters: Sequence[str], *, goes_on: bool) -> None:
+    if unknown := [each for each in adapters if each not in model.peft_config]:
+        raise ModelError(f"the model has no adapter {unknown[0]!r}; it has {few_of(list(model.peft_config))}")
+    for each in adapters:
+        if not goes_on or not model.peft_config[each].is_prompt_learning:
+            continue
+        held = [name for name, _ in model.prompt_encoder[each].named_parameters() if name != "embedding.weight"]
+        if held:
+            raise ModelError(
+                f"peft saves of {each!r} what its encoder computes, without {held[0]!r}, so training cannot go on from "
+                "it. Resume with sw.save and sw.load; PeftModel.from_pretrained loads it for inference"
+            )
+
+
 def _load(model: Any, folder: str, adapter: str) -> None:
     from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
+    # Local files only, and no pickle: peft would ask a hub for another name, and read adapter_model.bin.
+    for each in ("adapter_config.json", "adapter_model.safetensors"):
+        if not os.path.isfile(os.path.join(folder, each)):
+            raise CheckpointError(f"{folder} holds no {each}; name a folder that save_pretrained of peft has written")
     config, own = PeftConfig.from_pretrained(folder), model.peft_config[adapter]
     if config.peft_type != own.peft_type:
         raise CheckpointError(
@@ -108,33 +140,18 @@ def _load(model: Any, folder: str, adapter: str) -> None:
     set_peft_model_state_dict(model, weights, adapter_name=adapter)
 
 
-def _adapted(engine: Engine[Any]) -> Any:
-    """The engine's model, which peft has made. Raises ModelError for another."""
+def adapted_model(model: nn.Module) -> Any:
+    """The model, which peft has made. Raises ModelError for another."""
     try:
         from peft import PeftModel
     except ImportError as error:
-        raise ModelError("adapters need the library peft: pip install peft") from error
-    if not isinstance(engine.model, PeftModel):
+        raise ModelError('adapters need the library peft: pip install "shardwise[peft]"') from error
+    if not isinstance(model, PeftModel):
         raise ModelError(
-            f"the model is a {type(engine.model).__name__}, which has no adapters of peft; give parallelize what "
+            f"the model is a {type(model).__name__}, which has no adapters of peft; give parallelize what "
             "peft.get_peft_model(model, config) returns"
         )
-    return engine.model
-
-
-def _read_of_all(engine: Engine[Any], adapters: Sequence[str], doing: str) -> list[str]:
-    """The parameters and buffers of which peft makes what it saves of these adapters, as rank 0 finds them."""
-    model: Any = engine.model
-    names: list[str] = []
-    with agreed(engine.channel, purpose=f"verdict on {doing}", doing=doing):
-        if unknown := [each for each in adapters if each not in model.peft_config]:
-            raise ModelError(f"{doing}: the model has no adapter {unknown[0]!r}; it has {few_of(list(model.peft_config))}")
-    # Nothing is gathered: peft asks modules for their state dicts, and looks at the names alone.
-    with engine.whole(optimizer=False, rank0_only=True, only=()):
-        if engine.channel.rank == 0:
-            names = sorted({name for each in adapters for name in _read_by_peft(model, each)})
-    answers = engine.channel.exchange(json.dumps(names).encode(), purpose=f"tensors of {doing}")
-    return understood(answers[:1], a_list, purpose=f"tensors of {doing}")[0]
+    return model
 
 
 def _read_by_peft(model: Any, adapter: str) -> Iterator[str]:
@@ -173,9 +190,9 @@ class MergedTensor:
 class MergedModel:
     """What `merge_and_unload` of the engine's model gives, tensor by tensor, on rank 0."""
 
-    def __init__(self, engine: Engine[Any]) -> None:
-        """Raises ModelError for adapters that cannot be merged."""
-        model: Any = _adapted(engine)
+    def __init__(self, engine: Engine[Any], names: ModelNames) -> None:
+        """names: of the engine. Nothing is sent yet. Raises ModelError for adapters that cannot be merged."""
+        model = adapted_model(engine.model)
         if model.active_peft_config.is_prompt_learning:
             raise ModelError(
                 f"a prompt ({model.active_peft_config.peft_type}) cannot be merged into a model; save it with "
@@ -187,7 +204,6 @@ class MergedModel:
         """Other names of tensors: alias -> name."""
         self._engine = engine
         self._prefix = next(name for name, each in model.named_modules() if each is self.base)
-        names = engine.hand_over(doing="sw.save_merged", needs_weights=False).names
         self._first = names.ties
         self._specs: Mapping[str, Parameter] = {spec.name: spec for spec in names.specs}
         self.tensors = list(self._listed())
@@ -327,11 +343,10 @@ def _lone(module: nn.Module) -> nn.Module:
 
 def _merge(module: Any) -> nn.Module:
     """As `merge_and_unload` of peft does with each module."""
+    merged: nn.Module = module
     if hasattr(module, "unload_and_optionally_merge_module"):
-        merged: nn.Module = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-        return merged
-    if "base_layer" in module._modules:
+        merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    elif "base_layer" in module._modules:
         module.merge(safe_merge=False, adapter_names=None)
         merged = module.get_base_layer()
-        return merged
-    return module
+    return merged

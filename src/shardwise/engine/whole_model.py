@@ -146,7 +146,9 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     exact = {name for name, alike in names.items() if not asked.isdisjoint(alike)}
     known = {each for name in exact for each in names[name]}
     globs = [each for each in only if each not in known]
-    if problems := unmatched(globs, [each for alike in names.values() for each in alike], role="engine.whole(only=...)"):
+    if problems := unmatched(
+        globs, [each for alike in names.values() for each in alike], role="engine.whole(only=...)"
+    ):
         raise ModelError(*problems)
     return frozenset(exact | {name for name, alike in names.items() if globs and any_matches(globs, alike)})
 

@@ -16,7 +16,7 @@ A rule for a module with an adapter cuts what is in it (`adapted_maps`).
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from shardwise.errors import PlanError

@@ -36,8 +36,9 @@ def save_merged(engine: Engine[Any], folder: str | os.PathLike[str], *, max_shar
     channel = engine.channel
     with aborting(channel, "sw.save_merged"):
         path = ""
+        names = engine.hand_over(doing="sw.save_merged", needs_weights=False).names
         with agreed(channel, purpose="verdict on sw.save_merged"):
-            merged = MergedModel(engine)
+            merged = MergedModel(engine, names)
             if channel.rank == 0:
                 path = check_folder(folder)
         stored = [
@@ -58,8 +59,9 @@ def save_merged(engine: Engine[Any], folder: str | os.PathLike[str], *, max_shar
             writes.write(memoryview(file.header))
             for piece in file.pieces:
                 name, tensor = next(values)
-                assert name == piece.name and tensor is not None
-                writes.write(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+                assert name == piece.name
+                assert tensor is not None
+                writes.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
             writes.flush()
 
         def finish(store: Store) -> None:

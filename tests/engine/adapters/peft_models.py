@@ -1,6 +1,7 @@
 """Tiny models of transformers with adapters of peft, their batches, and a plain loop over them in one process."""
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,47 +10,50 @@ from torch import nn
 WORDS, WIDTH, ROWS = 16, 8, 4
 Batch = Mapping[str, torch.Tensor]
 
+
+def _of_transformers() -> Any:
+    return import_module("transformers")  # seconds, which to collect tests does not take
+
+
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": WIDTH, "intermediate_size": 12}
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**_SIZES, vocab_size=WORDS, num_key_value_heads=2, use_cache=False))
+    return _of_transformers().LlamaForCausalLM(
+        _of_transformers().LlamaConfig(**_SIZES, vocab_size=WORDS, num_key_value_heads=2, use_cache=False)
+    )
 
 
 def gpt2() -> Any:
     """Conv1D holds weights the other way round, queries, keys and values in one; the head is tied to the embedding."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 16, "n_inner": 12}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, vocab_size=WORDS, use_cache=False))
+    return _of_transformers().GPT2LMHeadModel(
+        _of_transformers().GPT2Config(**sizes, **dropouts, vocab_size=WORDS, use_cache=False)
+    )
 
 
 def t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
     sizes = {"d_model": WIDTH, "d_kv": 2, "d_ff": 12, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(
-        T5Config(**sizes, vocab_size=WORDS, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
+    return _of_transformers().T5ForConditionalGeneration(
+        _of_transformers().T5Config(
+            **sizes, vocab_size=WORDS, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False
+        )
     )
 
 
 def bert() -> Any:
-    from transformers import BertConfig, BertForSequenceClassification
-
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return BertForSequenceClassification(
-        BertConfig(**_SIZES, **dropouts, vocab_size=WORDS, max_position_embeddings=16)
+    return _of_transformers().BertForSequenceClassification(
+        _of_transformers().BertConfig(**_SIZES, **dropouts, vocab_size=WORDS, max_position_embeddings=16)
     )
 
 
 def vit() -> Any:
-    from transformers import ViTConfig, ViTForImageClassification
-
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return ViTForImageClassification(ViTConfig(**_SIZES, **dropouts, image_size=8, patch_size=4, num_labels=3))
+    return _of_transformers().ViTForImageClassification(
+        _of_transformers().ViTConfig(**_SIZES, **dropouts, image_size=8, patch_size=4, num_labels=3)
+    )
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2": gpt2, "t5": t5, "bert": bert, "vit": vit}
@@ -87,7 +91,9 @@ def config(model: str, kind: str) -> Any:
         case "embedding":
             return LoraConfig(**{**common, "target_modules": [*_QUERIES[model], _EMBEDDINGS[model]]})
         case "ia3":
-            own = {"target_modules": _QUERIES[model], "feedforward_modules": []} if model == "vit" else {}
+            own: dict[str, Any] = (
+                {"target_modules": _QUERIES[model], "feedforward_modules": []} if model == "vit" else {}
+            )
             own |= {"fan_in_fan_out": True} if model == "gpt2" else {}
             return IA3Config(task_type=_TASKS[model], init_ia3_weights=False, **own)
         case "prompt":

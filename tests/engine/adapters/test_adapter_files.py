@@ -1,5 +1,6 @@
-"""Adapters of peft, saved alone and loaded under another layout or by peft; merged models; checkpoints of the engine."""
+"""Adapters of peft, saved alone and loaded under another layout or by peft; merged models; saves of the engine."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def with_values(model: Any, values: dict[str, torch.Tensor]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "model, kind, layout",
+    ("model", "kind", "layout"),
     [
         *[("llama", "everywhere", "all"), ("llama", "prompt", "stage 3"), ("gpt2", "whole", "tp")],
         *[("t5", "ia3", "pp"), ("llama", "tokens", "stage 3"), ("bert", "dora", "tp"), ("gpt2", "embedding", "pp")],
@@ -125,7 +126,7 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path) -> None:
 
     expected, *_ = sw.simulate(2, first)
     for layout in ("stage 3", "pp"):
-        for got in sw.simulate(2, lambda channel, layout=layout: second(channel, layout)):
+        for got in sw.simulate(2, partial(second, layout=layout)):
             assert got == pytest.approx(expected, rel=1e-6)
 
 
@@ -145,7 +146,7 @@ def test_what_cannot_be_is_refused_by_all_ranks(tmp_path: Path) -> None:
         ("", lambda engine: sw.save_adapters(engine, tmp_path / "x"), ModelError, "has no adapters of peft"),
         ("lora", lambda engine: sw.save_adapters(engine, tmp_path / "x", adapters=["b"]), ModelError, "no adapter 'b'"),
         ("lora", lambda engine: sw.save_adapters(engine, tmp_path / "file"), CheckpointError, "rank 0 raised"),
-        ("lora", lambda engine: sw.load_adapters(engine, tmp_path / "none"), CheckpointError, "rank 0 raised"),
+        ("lora", lambda engine: sw.load_adapters(engine, tmp_path / "none"), CheckpointError, "holds no adapter"),
         ("ia3", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "of the kind"),
         ("everywhere", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "does not fit"),
         ("prompt", lambda engine: sw.save_merged(engine, tmp_path / "x"), ModelError, "cannot be merged"),

@@ -51,7 +51,7 @@ def check(model: str, kind: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model, kind, layout",
+    ("model", "kind", "layout"),
     [
         *[("llama", "dora", "all"), ("gpt2", "everywhere", "tp"), ("bert", "whole", "pp"), ("t5", "ia3", "tp")],
         *[("vit", "lora", "stage 3"), ("llama", "tokens", "tp"), ("gpt2", "embedding", "stage 2")],
@@ -63,7 +63,7 @@ def test_a_model_with_adapters_trains_as_in_one_process(model: str, kind: str, l
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("model, kind, layout", pairwise(list(BUILDERS), KINDS, list(LAYOUTS)))
+@pytest.mark.parametrize(("model", "kind", "layout"), pairwise(list(BUILDERS), KINDS, list(LAYOUTS)))
 def test_every_kind_of_adapter_in_every_model(model: str, kind: str, layout: str) -> None:
     if model == "vit" and kind in ("tokens", "embedding", "prompt"):
         kind = "lora"  # it has no tokens

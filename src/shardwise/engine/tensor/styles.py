@@ -304,9 +304,7 @@ class Uncut(Styled):
         """See `Styled`."""
         ranges = self.style.ranges
         if self.style.kind == "taken":
-            return self.on_output(
-                forward(*args, **kwargs), lambda y: self.collectives.scatter(y, y.dim() - 1, ranges)
-            )
+            return self.on_output(forward(*args, **kwargs), lambda y: self.collectives.scatter(y, y.dim() - 1, ranges))
         args, kwargs = on_input(args, kwargs, lambda x: self.collectives.all_gather(x, x.dim() - 1, ranges))
         return forward(*args, **kwargs)
 
