@@ -68,6 +68,8 @@ def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
     >>> base_names("base_model.model.up.base_layer.weight", is_deep=True), base_names("up.base_layer"), base_names("up")
     (('up.weight',), (), ())
     """
+    if not name.startswith(_ADAPTED) and (_INSIDE_ADAPTERS | {_COPIES}).isdisjoint(name.split(".")):
+        return ()
     rests = [name]
     if name.startswith(_ADAPTED):
         tried = {None: (_ADAPTED, _TUNED), True: (_TUNED,), False: (_ADAPTED,)}[is_deep]

@@ -161,7 +161,7 @@ def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut() -> None:
         for layer in model.layers:
             assert isinstance(layer, Layer)
             layer.up = Mixed(layer.up)  # type: ignore[assignment]
-            layer.attention.out = Mixed(layer.attention.out)
+            layer.attention.out = Mixed(layer.attention.out)  # type: ignore[assignment]
         return Wrapper(model)
 
     got = compute_cut(make, "auto", 2, run, is_completed=True)
