@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.comm.processes import processes
     from shardwise.data import Data
     from shardwise.engine import Engine, EvaluationReport, StepReport
+    from shardwise.engine.adapters import load_adapters, save_adapters
     from shardwise.engine.full_state import full_state_dict
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.relayout import relayout
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.plan import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
+    from shardwise.train.merged_folders import save_merged
     from shardwise.train.preemption import Preemption
     from shardwise.train.verification.verifier import verify
 
@@ -55,12 +57,15 @@ _ROOM_OF = {
     "full": "checkpoint",
     "full_state_dict": "engine.full_state",
     "load": "checkpoint",
+    "load_adapters": "engine.adapters",
     "parallelize": "engine",
     "processes": "comm",
     "relayout": "engine",
     "reshard": "moving",
     "reshard_tensor": "moving",
     "save": "checkpoint",
+    "save_adapters": "engine.adapters",
+    "save_merged": "train.merged_folders",
     "simulate": "comm",
     "stream": "checkpoint",
     "verify": "train.verification.verifier",
@@ -97,12 +102,15 @@ __all__ = [
     "full",
     "full_state_dict",
     "load",
+    "load_adapters",
     "parallelize",
     "processes",
     "relayout",
     "reshard",
     "reshard_tensor",
     "save",
+    "save_adapters",
+    "save_merged",
     "simulate",
     "stream",
     "verify",

@@ -505,7 +505,12 @@ class Engine(Generic[Model_co]):
         )
 
     def whole(
-        self, *, optimizer: bool = True, rank0_only: bool = False, offload: bool = True
+        self,
+        *,
+        optimizer: bool = True,
+        rank0_only: bool = False,
+        offload: bool = True,
+        only: Collection[str] | None = None,
     ) -> AbstractContextManager[None]:
         """Inside, the model and its optimizers are those of the plain program: whole, and without the plan's wrappers.
 
@@ -514,6 +519,7 @@ class Engine(Generic[Model_co]):
         All ranks enter and leave it together.
         optimizer: optimizers too. rank0_only: on rank 0 alone; the model of the others stays as it is, and they wait
             at the end. offload: whole tensors are on the CPU, else on the engine's device.
+        only: names or globs of parameters and buffers; the others have shapes inside, and no values (device "meta").
 
         A rank that takes part holds all these tensors besides its own. Raises ModelError, the same on all ranks, for a
         model that was changed since, for an error inside, and where not all ranks wrote; CheckpointError for values
@@ -522,7 +528,9 @@ class Engine(Generic[Model_co]):
         # Inside of `averaged` there is no state of optimizers that fits the weights.
         doing = f"engine.whole(optimizer={optimizer})"
         hand_over = partial(self.hand_over, doing=doing, needs_weights=optimizer)
-        which = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload}
+        if isinstance(only, str):
+            only = (only,)
+        which: Any = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload, "only": only}
         restore = partial(self.restore, doing="engine.whole() with writes inside")
         return whole_inside(hand_over, restore, self._plain_calls, **which)
 

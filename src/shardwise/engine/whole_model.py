@@ -10,7 +10,7 @@ A rank that takes no part keeps its parts, and waits in [4].
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -20,11 +20,12 @@ from torch import nn
 
 from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.batch_digests import digest_of_lines
 from shardwise.engine.inventory import named_places, with_values
 from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
-from shardwise.engine.state import EngineRestoration, HandOver, whole
+from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, whole
 from shardwise.engine.state_of_all import (
     Pieces,
     described,
@@ -35,9 +36,9 @@ from shardwise.engine.state_of_all import (
 )
 from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
 from shardwise.engine.wrapping import is_ours
-from shardwise.errors import CheckpointError, MismatchError, ModelError
+from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import reshard
-from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
+from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
 from shardwise.space import Piece
@@ -62,21 +63,22 @@ def whole_inside(
     optimizer: bool,
     rank0_only: bool,
     offload: bool,
+    only: Collection[str] | None,
 ) -> Iterator[None]:
-    """See `Engine.whole`."""
+    """See `Engine.whole`. only: globs or names."""
     handed = hand_over()
     channel = handed.channel
     ranks = range(1) if rank0_only else range(channel.size)
     changes = _Changes()
     failure: Exception | None = None
     with aborting(channel, "engine.whole()"):
-        settings, values = _gathered(handed, optimizer=optimizer, offload=offload, ranks=ranks)
+        settings, values = _gathered(handed, optimizer=optimizer, offload=offload, ranks=ranks, only=only)
         with ExitStack() as stack:
             stack.enter_context(plain_calls.waiting())
             held = None
             if channel.rank in ranks:
                 stack.enter_context(plain_calls.lifted())
-                model = stack.enter_context(_WholeModel(handed.model, handed.names.ties, values))
+                model = stack.enter_context(_WholeModel(handed.model, handed.names, values))
                 known = handed.optimizers if optimizer else ()
                 held = model, stack.enter_context(_WholeOptimizers(known, settings, values, model))
                 before = model.versions(), held[1].versions()
@@ -99,11 +101,13 @@ def whole_inside(
 
 
 def _gathered(
-    handed: HandOver, *, optimizer: bool, offload: bool, ranks: range
+    handed: HandOver, *, optimizer: bool, offload: bool, ranks: range, only: Collection[str] | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings that all ranks know together, and the whole tensors by name, on ranks that take part."""
     channel = handed.channel
     asked = f"optimizer={optimizer}, rank0_only={ranks == range(1)}, offload={offload}"
+    if only is not None:
+        asked += f", only={few_of(sorted(only))} (digest {digest_of_lines(sorted(only))[:8]})"
     mine = {"asked": {str(channel.rank): asked}, **handed.settings}
     answers = channel.exchange(json.dumps(mine).encode(), purpose=f"settings of {_PURPOSE}")
     settings = merge_settings(understood(answers, a_table, purpose=_PURPOSE))
@@ -117,6 +121,9 @@ def _gathered(
         for piece, each in sources_of(handed).items()
         if not is_state_name(piece.name) or (optimizer and not holds_weights(piece.name))
     }
+    if only is not None:
+        meant = _meant(handed, only)
+        sources = {piece: each for piece, each in sources.items() if _parameter_of(piece.name) in meant}
     stored = stored_of_all(channel, sources, purpose=f"tensors of {_PURPOSE}")
     wanted: Pieces = {}
     if channel.rank in ranks:
@@ -129,6 +136,27 @@ def _gathered(
             dtype = torch_dtype(dtypes.get(name, piece.dtype))
             wanted |= whole(name, torch.empty(piece.global_shape, dtype=dtype, device=device))
     return settings, {piece.name: tensor for piece, tensor in reshard(sources, wanted, channel, cast=True).items()}
+
+
+def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
+    """The parameters and buffers that `only` means. Raises ModelError, the same on all ranks, where that is nothing."""
+    names = {spec.name: (spec.name, *spec.aliases) for spec in handed.names.specs}
+    names |= {name: (name,) for name, _ in handed.model.named_buffers()}
+    # Names first: of a large model there may be thousands, each of which a glob would compare with all others.
+    asked = frozenset(only)
+    exact = {name for name, alike in names.items() if not asked.isdisjoint(alike)}
+    known = {each for name in exact for each in names[name]}
+    globs = [each for each in only if each not in known]
+    if problems := unmatched(
+        globs, [each for alike in names.values() for each in alike], role="engine.whole(only=...)"
+    ):
+        raise ModelError(*problems)
+    return frozenset(exact | {name for name, alike in names.items() if globs and any_matches(globs, alike)})
+
+
+def _parameter_of(name: str) -> str:
+    split = split_state_name(name)
+    return name if split is None else split[0]
 
 
 def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -153,21 +181,25 @@ def _is_of(tensor: torch.Tensor, python: str) -> bool:
 class _WholeModel:
     """A model with whole tensors in the places of parts, as long as this is entered."""
 
-    def __init__(self, model: nn.Module, ties: Mapping[str, str], values: Mapping[str, torch.Tensor]) -> None:
-        """values: of parameters and buffers, by the names of the engine. Nothing is changed yet."""
+    def __init__(self, model: nn.Module, names: ModelNames, values: Mapping[str, torch.Tensor]) -> None:
+        """values: of parameters and buffers, by the names of the engine; others have none. Nothing is changed yet."""
         self._model = model
-        self._ties = ties
+        self._ties = ties = names.ties
+        specs = {spec.name: spec for spec in names.specs}
         self.parameters: dict[str, nn.Parameter] = {}
         self._parts = [(module, key, place, held) for module, key, place, held in named_places(model)]
         for _, _, place, part in self._parts:
             name = ties.get(place, place)
             if name not in self.parameters:
-                self.parameters[name] = made = with_values(part, values[name])
+                spec = specs[name]
+                if (tensor := values.get(name)) is None:
+                    tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+                self.parameters[name] = made = with_values(part, tensor)
                 for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
                     vars(made).pop(own, None)
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
-            (module._buffers, key, buffer, values[name_of[id(buffer)]])
+            (module._buffers, key, buffer, values.get(name_of[id(buffer)], buffer.to("meta")))
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
         ]
@@ -291,6 +323,8 @@ def _of_parameters(known: KnownOptimizer) -> Iterator[Mapping[str, Any]]:
 def _version_of(value: object) -> object:
     """Another after every write to a tensor, and for another value."""
     if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return id(value), value._version
         # Torch counts no writes to `.data`, and none through numpy.
         return id(value), value._version, digest_of_values(value)
     return value if isinstance(value, int | float) else id(value)
@@ -314,7 +348,10 @@ class _Changes:
 def _changes_since(
     model_before: Mapping[str, object], before: Sequence[object], model: _WholeModel, optimizers: _WholeOptimizers
 ) -> _Changes:
-    written = model.values([name for name, each in model.versions().items() if model_before[name] != each])
+    names = [name for name, each in model.versions().items() if model_before[name] != each]
+    written = model.values(names)
+    if lost := [piece.name for piece, each in written.items() if each.is_meta]:
+        raise ModelError(f"{lost[0]!r} was written to, and engine.whole(only=...) leaves it out; add it to `only`")
     if before == optimizers.versions():
         return _Changes(written=written)
     return _Changes(written=written | optimizers.values(), settings=optimizers.settings())

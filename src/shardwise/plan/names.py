@@ -19,11 +19,14 @@ def matches(pattern: str, name: str) -> bool:
     >>> matches("norm", "norms.weight")
     False
     """
-    parts = name.split(".")
-    # The name and every module around it, whole names only: "norm" must not mean "norms.weight".
-    meant = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    # Equality first: a name may hold brackets itself (keys of a ModuleDict), which a glob would read as a set.
-    return any(each == pattern or fnmatchcase(each, pattern) for each in meant)
+    for known in (name, *base_names(name)):
+        parts = known.split(".")
+        # The name and every module around it, whole names only: "norm" must not mean "norms.weight".
+        meant = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        # Equality first: a name may hold brackets itself (keys of a ModuleDict), which a glob would read as a set.
+        if any(each == pattern or fnmatchcase(each, pattern) for each in meant):
+            return True
+    return False
 
 
 def any_matches(patterns: Iterable[str], names: Sequence[str]) -> bool:
@@ -37,7 +40,63 @@ def meant_by(pattern: str, names: Sequence[str]) -> list[str]:
     >>> meant_by("layers.?", ["layers", "layers.0", "layers.0.norm"]), meant_by("w[0]", ["w0", "w[0]"])
     (['layers.0'], ['w[0]'])
     """
-    return [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
+    if pattern in names:
+        return [pattern]
+    is_deep = _is_deep(names)
+    known = {name: base_names(name, is_deep=is_deep) for name in names}
+    if exact := [name for name in names if pattern in known[name]]:
+        return exact
+    return [name for name in names if any(fnmatchcase(each, pattern) for each in (name, *known[name]))]
+
+
+_ADAPTED, _TUNED = "base_model.", "base_model.model."
+"""What the library peft puts in front of the names of a model, with a prompt and with adapters in its modules."""
+
+_INSIDE_ADAPTERS = frozenset({"base_layer", "original_module", "token_adapter"})
+"""Parts of names that adapters put around what they adapt."""
+
+_COPIES = "modules_to_save"
+"""With this name adapters hold the modules that they train whole, by the name of the adapter."""
+
+
+def base_names(name: str, *, is_deep: bool | None = None) -> tuple[str, ...]:
+    """The names that a parameter or module with adapters has in the model without them; () where that is its own.
+
+    The module inside an adapter has none: the adapter stands in its place. is_deep: whether the model's own names
+    begin after `base_model.model`, not after `base_model`; None: both are tried.
+
+    >>> base_names("base_model.model.up.base_layer.weight", is_deep=True), base_names("up.base_layer"), base_names("up")
+    (('up.weight',), (), ())
+    """
+    if not name.startswith(_ADAPTED) and (_INSIDE_ADAPTERS | {_COPIES}).isdisjoint(name.split(".")):
+        return ()
+    rests = [name]
+    if name.startswith(_ADAPTED):
+        tried = {None: (_ADAPTED, _TUNED), True: (_TUNED,), False: (_ADAPTED,)}[is_deep]
+        rests = [name.removeprefix(each) for each in tried if name.startswith(each)]
+    found = []
+    for rest in rests:
+        parts = rest.split(".")
+        if parts[-1] in _INSIDE_ADAPTERS or _COPIES in parts[-2:]:
+            continue
+        copies = {at + 1 for at, part in enumerate(parts) if part == _COPIES}
+        kept = [
+            part
+            for at, part in enumerate(parts)
+            if part not in _INSIDE_ADAPTERS and part != _COPIES and at not in copies
+        ]
+        found.append(".".join(kept))
+    return tuple(each for each in found if each != name)
+
+
+def _is_deep(names: Iterable[str]) -> bool:
+    # Adapters in modules: `base_model` holds nothing but `model`. A prompt alone: `base_model` is the model.
+    return all(f"{name}.".startswith(_TUNED) for name in names if name.startswith(_ADAPTED))
+
+
+def is_exactly(pattern: str, name: str) -> bool:
+    """Whether a pattern is a name, or the one that it has without adapters."""
+    return pattern == name or pattern in base_names(name)
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str | None:

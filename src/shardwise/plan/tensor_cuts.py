@@ -11,17 +11,16 @@ and 2 key-value heads of size 8, on 2 ranks:
     o inputs          64       32    0:32                32:64
     on 4 ranks      refused: "it works with 2 key-value heads, which cannot be cut over 4 ranks"
 
-A module of the library peft holds a linear map as `base_layer`, and an adapter up(down(x)) in `lora_B` and `lora_A`
-(Hu et al., 2021, LoRA, arXiv:2106.09685). Columns: `base_layer` and `up` have this rank's outputs, `down` is whole.
-Rows: `base_layer` and `down` have this rank's inputs, `up` is whole. The sum of both is that of the uncut module.
+A rule for a module with an adapter cuts what is in it (`adapted_maps`).
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from shardwise.errors import PlanError
+from shardwise.plan.adapted_maps import AdaptedMap, adapted_in, copies_in
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_matching import RuleTarget, check_uses, match_rules, modules_around
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, ParameterCut, Ranges, Style, TensorPlan
@@ -47,7 +46,8 @@ def groups_of_heads(around: Iterable[TensorModule]) -> int | None:
 
     `around`: the module that is cut, and those around it, from the inside out.
     """
-    for module, _ in zip(around, range(_LEVELS + 1), strict=False):
+    called = (each for each in around if each.kind != "ModuleDict")
+    for module, _ in zip(called, range(_LEVELS + 1), strict=False):
         if not WORDS & module.numbers.keys():
             continue
         # The module's own numbers go before its configuration: layers of one model may differ from what it says.
@@ -67,47 +67,6 @@ def groups_of_heads(around: Iterable[TensorModule]) -> int | None:
 
 def _first(numbers: Mapping[str, int], words: Iterable[str]) -> int | None:
     return next((numbers[word] for word in words if numbers.get(word, 0) > 0), None)
-
-
-_BASE, _DOWN, _UP = "base_layer", "lora_A", "lora_B"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adapted:
-    """A map and its adapters."""
-
-    base: TensorModule
-    downs: tuple[TensorModule, ...]
-    ups: tuple[TensorModule, ...]
-    others: tuple[str, ...]
-    """Parameters that belong to none of these."""
-
-
-def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Adapted | None:
-    """What a module adapts; None for one that holds no `base_layer`. `modules`: by first name."""
-    base = modules.get(f"{module.name}.{_BASE}")
-    if base is None or base.computes == "other":
-        return None
-
-    def inside(name: str) -> tuple[TensorModule, ...]:
-        within = f"{module.name}.{name}."
-        return tuple(each for each in modules.values() if each.name.startswith(within) and each.parameters)
-
-    downs, ups = inside(_DOWN), inside(_UP)
-    known = {each.name for each in (base, *downs, *ups)}
-    others = [
-        f"{each.name}.{attribute}"
-        for each in modules.values()
-        if (each is module or each.name.startswith(f"{module.name}.")) and each.name not in known
-        for attribute in each.parameters
-    ]
-    odd = [
-        f"{each.name}.{attribute}"
-        for each in (*downs, *ups)
-        if each.computes != "linear"
-        for attribute in each.parameters
-    ]
-    return Adapted(base=base, downs=downs, ups=ups, others=(*others, *odd))
 
 
 _ROPE_SIZE = "qk_rope_head_dim"
@@ -145,6 +104,7 @@ class _Planner:
         self._styles: dict[str, list[Style]] = {}
         self._summed: set[str] = set()
         self._named: set[str] = set()
+        self._left: dict[str, str] = {}
 
     def apply(self, rules: Mapping[str, str]) -> None:
         found, self.findings = match_rules(self._outline, rules)
@@ -157,7 +117,7 @@ class _Planner:
         self._check_ties()
         self._check_sums()
         self.findings += check_uses(self._outline, found, self._cuts, self._styles)
-        if not self._cuts and not self.findings:
+        if not self._cuts and not self.findings and not self._left:
             self.findings.append(
                 f"no rule cuts a parameter over the {self._num_ranks} ranks along tp. Give some module the rule "
                 "'column', 'row' or 'vocab', or leave mesh.tp at 1"
@@ -172,6 +132,7 @@ class _Planner:
             styles={name: tuple(self._styles[name]) for name in self._modules if name in self._styles},
             summed=frozenset(self._summed - self._cuts.keys()),
             named=frozenset(self._named - self._cuts.keys()),
+            left=self._left,
         )
 
     # Modules ------------------------------------------------------------------------------------------------------
@@ -179,6 +140,10 @@ class _Planner:
     def _apply_to_module(self, module: TensorModule, rule: Rule) -> None:
         if rule.kind in CUTS_THE_MODULE and (adapted := adapted_in(self._modules, module)) is not None:
             self._cut_adapted(module, adapted, rule)
+            return
+        if copies := copies_in(self._modules, module):
+            for each in copies:
+                self._apply_to_module(each, rule)
             return
         if rule.kind not in ("heads", "split"):  # which say nothing of the parameters inside
             self._named |= self._held(module)
@@ -198,22 +163,45 @@ class _Planner:
             case "heads":
                 self._count_heads(module, rule)
 
-    def _cut_adapted(self, module: TensorModule, adapted: Adapted, rule: Rule) -> None:
+    def _cut_adapted(self, module: TensorModule, adapted: AdaptedMap, rule: Rule) -> None:
         """A map with adapters; a map that gives or takes whole values is cut without them."""
-        self._apply_to_module(adapted.base, rule)
+        base = adapted.base
         # Whole inputs and whole outputs: the adapter may stay whole, its result is added to a whole value.
         if rule.gathers or rule.splits or rule.kind not in ("column", "row"):
+            if (name := adapted.foreign()) is None:
+                self._apply_to_module(base, rule)
+            else:
+                self._leave(module, rule, name)
             return
-        if adapted.others:
-            self._refuse(
-                module,
-                rule,
-                f"apart from its base_layer it has {adapted.others[0]!r}, which is no linear map of an adapter "
-                "(lora_A, lora_B); give it the rule 'replicate'",
-            )
+        weight = base.parameters["weight"]
+        outputs = 0 if base.computes == "linear" else 1
+        dim = outputs if rule.kind == "column" else 1 - outputs
+        size, whole = self._outline.shapes[weight][dim], self._outline.shapes[weight][1 - dim]
+        # One number for each index of the cut dim is cut with it. Of columns, one for each input stays whole.
+        fitting = [(size,), (size, 1)] if rule.kind == "column" else [(1, size)]
+        staying = [(1, whole)] if rule.kind == "column" else []
+        shapes = {(each.name, key): self._outline.shapes[each.parameters[key]] for each, key in adapted.others}
+        odd = [each.parameters[key] for each, key in adapted.others if shapes[each.name, key] not in fitting + staying]
+        if odd or base.computes == "embedding":
+            if rule.gather is not None or rule.scatter is not None:
+                self._refuse(module, rule, "its adapter needs whole inputs; leave the settings gather and scatter out")
+            elif (ranges := self._ranges(_named(module), size, rule, base)) is not None:
+                kind: Literal["taken", "gathered"] = "taken" if rule.kind == "column" else "gathered"
+                self._add_style(module, Style(kind=kind, ranges=ranges))
+                self._leave(module, rule, odd[0] if odd else weight)
             return
+        self._apply_to_module(base, rule)
         for each in adapted.ups if rule.kind == "column" else adapted.downs:
-            self._cut_linear(each, rule, heads_around=adapted.base)
+            self._cut_linear(each, rule, heads_around=base)
+        cut = self._cuts.get(weight, {}).get((base.name, "weight"))
+        for each, key in adapted.others:
+            if cut is not None and shapes[each.name, key] in fitting:
+                self._cut(each, key, 1 if rule.kind == "row" else 0, cut.ranges)
+
+    def _leave(self, module: TensorModule, rule: Rule, why: str) -> None:
+        """Note that a module with an adapter is whole on every rank."""
+        self._named |= self._held(module)
+        self._left[module.name] = f"its adapter has {why!r}, which {rule.text!r} cannot cut with its base layer"
 
     def _cut_linear(self, module: TensorModule, rule: Rule, *, heads_around: TensorModule | None = None) -> None:
         """heads_around: the module from which heads are looked for; None: this one."""

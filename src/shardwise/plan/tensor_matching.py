@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.errors import PlanError
-from shardwise.plan.names import meant_by, nearest
+from shardwise.plan.names import is_exactly, meant_by, nearest
 from shardwise.plan.outlines import TensorModule, TensorOutline, parents
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, ParameterCut, Style
 from shardwise.plan.tensor_rules import Rule, read_rule
@@ -68,7 +68,7 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
             continue
         for name in meant:
             known = given.setdefault(targets[name], _MatchedRules())
-            (known.exact if name == pattern else known.globs)[pattern] = rule
+            (known.exact if is_exactly(pattern, name) else known.globs)[pattern] = rule
     found: dict[RuleTarget, Rule] = {}
     for target, each in given.items():
         chosen = each.exact or each.globs

@@ -22,7 +22,10 @@ from shardwise.space import Portion
 Ranges = tuple[tuple[int, int], ...]
 """Stretches of one dim, from and to, that a rank has side by side."""
 
-StyleKind = Literal["column", "row", "vocab", "channels", "sum", "once", "hide", "tail", "sequence", "split", "heads"]
+StyleKind = (
+    Literal["column", "row", "vocab", "channels", "sum", "once", "hide", "tail", "sequence", "split", "heads"]
+    | Literal["taken", "gathered"]
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +49,13 @@ class Style:
     hide: as `once`, for single parameters. tail: the last `size` outputs are read by the heads of all ranks.
     sequence: each rank computes its positions, which are gathered. split: each rank goes on with its positions.
     heads: attributes of the module count the heads of this rank.
+    taken, gathered: the module is whole amid columns and rows. Of its outputs each rank goes on with its own, or the
+    inputs of all ranks are put together before.
     """
 
     kind: StyleKind
     ranges: tuple[Ranges, ...] = ()
-    """Of each rank: its outputs (column, channels), inputs (row), tokens (vocab), groups of heads (heads)."""
+    """Of each rank: its outputs (column, channels, taken), inputs (row, gathered), tokens (vocab), groups of heads."""
     gathers: bool = False
     """The outputs of all ranks are put together."""
     splits: bool = False
@@ -84,6 +89,8 @@ class TensorPlan:
     """Whole parameters that see other activations on each rank: their gradients are summed over the ranks."""
     named: frozenset[str] = frozenset()
     """Whole parameters that have a rule, or are in a module that has one."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """Modules that are whole though a rule would cut them -> why. It is no part of the text."""
 
     def portions(self, coordinate: int) -> dict[str, Portion]:
         """What the rank at this coordinate of `tp` has of each parameter that is cut."""
@@ -164,9 +171,9 @@ def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
     for name, styles in plan.styles.items():
         for style in styles:
             # What gathers or splits inside itself (vocab too, by a sum) takes and gives whole values: nothing is open.
-            if style.kind in ("column", "channels") and not style.gathers:
+            if style.kind in ("column", "channels", "taken") and not style.gathers:
                 found.append((name, "begins"))
-            elif style.kind == "row" and not style.splits:
+            elif style.kind in ("row", "gathered") and not style.splits:
                 found.append((name, "ends"))
     for parameter in plan.cuts:
         holder = parameter.rpartition(".")[0]

@@ -143,15 +143,45 @@ def test_an_adapter_trains_as_in_one_process_and_is_proved() -> None:
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
-def test_what_is_no_linear_adapter_is_refused() -> None:
+class Mixed(Adapted):
+    """An adapter that reads all inputs, and mixes all outputs."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base)
+        self.inputs = nn.Parameter(torch.randn(base.in_features, base.in_features))
+        self.outputs = nn.Parameter(torch.randn(base.out_features, base.out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.inputs) @ self.outputs
+
+
+def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut() -> None:
+    def make() -> nn.Module:
+        model = Carrying()
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.up = Mixed(layer.up)  # type: ignore[assignment]
+            layer.attention.out = Mixed(layer.attention.out)  # type: ignore[assignment]
+        return Wrapper(model)
+
+    got = compute_cut(make, "auto", 2, run, is_completed=True)
+    assert_close(got, compute_whole(make, run))
+    assert got.plan is not None
+    assert {name.rpartition(".")[2] for name in got.plan.left} == {"up", "out"}
+    assert not any(".up." in name or ".out." in name for name in got.plan.cuts)
+    assert "model.layers.0.down.weight" in got.plan.cuts
+
+
+def test_an_adapter_of_parts_of_a_sequence_is_refused() -> None:
     def make(channel: sw.Channel) -> None:
-        model = adapted(("up",), head=False)
-        model.get_submodule("model.model.layers.1.up").register_parameter("magnitude", nn.Parameter(torch.ones(12)))
+        model = Carrying()
+        layer = model.layers[0]
+        assert isinstance(layer, Layer)
+        layer.down = Mixed(layer.down)  # type: ignore[assignment]
+        rules = {"layers.*.up": "column(gather=1)", "layers.*.down": "row(scatter=1)"}
         sw.parallelize(
-            model, sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")), optimizer=adamw, channel=channel
+            model, sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules=rules)), optimizer=adamw, channel=channel
         )
 
-    with pytest.raises(
-        PlanError, match=r"layers.1.up' \(Adapted, colwise\): apart from its base_layer it has .*magnitude"
-    ):
+    with pytest.raises(PlanError, match=r"layers.0.down' \(Mixed, .*: its adapter needs whole inputs; leave"):
         sw.simulate(2, make)

@@ -20,6 +20,7 @@ from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
+from shardwise.plan.names import base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS
 
@@ -110,7 +111,10 @@ def _rule_for(plan: Mapping[str, str], prefix: str, name: str) -> str | None:
     if not _is_inside(name, prefix):
         return None
     local = name[len(prefix) + 1 :] if prefix else name
-    return plan.get(local, plan.get(_without_numbers(local)))
+    return next(
+        (plan[key] for each in (local, *base_names(local)) for key in (each, _without_numbers(each)) if key in plan),
+        None,
+    )
 
 
 def _is_inside(name: str, prefix: str) -> bool:

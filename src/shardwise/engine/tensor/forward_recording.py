@@ -11,7 +11,7 @@ inside of it are not looked at.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,17 @@ from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
 from shardwise.engine.wrapping import Forward, unwrap, wrap
+from shardwise.plan.adapted_maps import followed_maps
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_inference import ForwardTrace, Groups, TracedMap, TracedParameter
 
 
 def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) -> ForwardTrace:
     """The trace of `call()`, which runs the model; afterwards the model is as before."""
-    followed = {each.name: _Followed(each, model.get_submodule(each.name)) for each in outline.modules if _is_map(each)}
+    followed = {
+        name: _Followed(replace(known, name=name), model.get_submodule(known.name), model.get_submodule(name))
+        for name, known in followed_maps(outline)
+    }
     names: dict[int, str] = {}
     of_module = {each.module: name for name, each in followed.items()}
     owners: dict[int, str] = {}
@@ -43,7 +47,7 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         flow = TensorFlow(Atoms(), owners, followed)
         for each in followed.values():
             each.flow = flow
-            wrap(each.module, each)
+            wrap(each.called, each)
         stack.callback(unwrap, model)
         root = _Root(flow)
         wrap(model, root)
@@ -52,10 +56,6 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         with Following(flow):
             call()
     return _TraceReader(flow, followed, outline, root.given, names=names).trace()
-
-
-def _is_map(module: TensorModule) -> bool:
-    return module.computes != "other"
 
 
 @contextmanager
@@ -105,7 +105,11 @@ class _Followed:
     """A linear map or an embedding, and what it read and gave."""
 
     known: TensorModule
+    """Under the name of what is called."""
     module: nn.Module
+    """It holds the weight."""
+    called: nn.Module
+    """It, or the adapter around it."""
     flow: TensorFlow | None = None
     atoms: torch.Tensor | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)

@@ -124,7 +124,7 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
 
 
 def _ends(style: Style) -> bool:
-    return style.kind in ("row", "vocab") or style.gathers
+    return style.kind in ("row", "vocab", "gathered") or style.gathers
 
 
 class _Listener:
@@ -166,7 +166,7 @@ class _Prompter:
         style = self._style
         # A row reads its part. Others that end a cut (tokens of a vocabulary, a column that gathers) read what is
         # whole.
-        if style.kind == "row" and not style.splits:
+        if style.kind == "gathered" or (style.kind == "row" and not style.splits):
             self._compare(_first(args, kwargs), given, style.ranges, "reads")
         else:
             self._compare(_first(args, kwargs), given, None, "reads")
@@ -210,6 +210,10 @@ class _Offline:
     def copy_to_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The value."""
         return value
+
+    def scatter(self, value: torch.Tensor, dim: int, ranges: Sequence[Ranges]) -> torch.Tensor:
+        """This rank's part of the value."""
+        return taken(value, dim, ranges[self.rank])
 
 
 @contextmanager

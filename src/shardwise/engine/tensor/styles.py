@@ -294,6 +294,21 @@ class Sum(Styled):
         return None if output is None else self.on_output(output, self.collectives.all_reduce)
 
 
+class Uncut(Styled):
+    """A module that is whole on every rank, amid others that are cut: `taken` and `gathered` of `Style`.
+
+    All ranks compute the same with it, so its gradients are complete on each, without a sum.
+    """
+
+    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `Styled`."""
+        ranges = self.style.ranges
+        if self.style.kind == "taken":
+            return self.on_output(forward(*args, **kwargs), lambda y: self.collectives.scatter(y, y.dim() - 1, ranges))
+        args, kwargs = on_input(args, kwargs, lambda x: self.collectives.all_gather(x, x.dim() - 1, ranges))
+        return forward(*args, **kwargs)
+
+
 class Once(Styled):
     """A module that all ranks compute alike, and that counts once in the sum around it."""
 
@@ -402,6 +417,8 @@ STYLES: Mapping[str, type[Styled]] = {
     "sequence": Positions,
     "split": SplitStyle,
     "heads": Heads,
+    "taken": Uncut,
+    "gathered": Uncut,
 }
 
 

@@ -44,7 +44,7 @@ class TensorDecision:
     inferred: Mapping[str, str] = field(default_factory=dict)
     """The rules that "auto" inferred; they may be given as `tensor.rules` as they are."""
     left: Mapping[str, str] = field(default_factory=dict)
-    """What "auto" left whole -> why."""
+    """What "auto" left whole, and modules whose adapters cannot be cut as a rule says -> why."""
 
     def text(self) -> str:
         """What "auto" inferred and what it left whole, a line each; "" where it inferred nothing."""
@@ -63,11 +63,12 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
     num_ranks = plan.mesh.tp
     is_automatic = rules == "auto" or any(read_rule(rule).kind == "auto" for rule in rules.values())
     if outline.carried or not is_automatic:
-        return TensorDecision(plan=plan_tensor(outline, rules, num_ranks=num_ranks))
+        plan_of_rules = plan_tensor(outline, rules, num_ranks=num_ranks)
+        return TensorDecision(plan=plan_of_rules, left=plan_of_rules.left)
     call = _call(model, plan, loss, sample)
     inferred = infer_plan(model, outline, call, num_ranks=num_ranks)
     if rules == "auto":
-        return TensorDecision(plan=inferred.plan, inferred=inferred.rules, left=inferred.left)
+        return TensorDecision(plan=inferred.plan, inferred=inferred.rules, left={**inferred.left, **inferred.plan.left})
     # What is inferred takes the place of a carried plan, so that the planner joins both as it always does.
     mixed = plan_tensor(replace(outline, carried=inferred.rules), rules, num_ranks=num_ranks)
     try:
@@ -78,7 +79,7 @@ def decide(model: nn.Module, plan: Plan, *, loss: LossOfModel, sample: Batch | N
             f"{wrong.module or 'the model itself'!r} computes something else: {wrong.why}. Leave rules of yours out, "
             f"or give all of them. Inferred: {dict(inferred.rules)}"
         ) from wrong
-    return TensorDecision(plan=mixed, inferred=inferred.rules, left=inferred.left)
+    return TensorDecision(plan=mixed, inferred=inferred.rules, left={**inferred.left, **mixed.left})
 
 
 def _call(model: nn.Module, plan: Plan, loss: LossOfModel, sample: Batch | None) -> Callable[[], Any]:

@@ -1,0 +1,150 @@
+"""Tiny models of transformers with adapters of peft, their batches, and a plain loop over them in one process."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+WORDS, WIDTH, ROWS = 16, 8, 4
+Batch = Mapping[str, torch.Tensor]
+
+
+def _of_transformers() -> Any:
+    return import_module("transformers")  # seconds, which to collect tests does not take
+
+
+_SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": WIDTH, "intermediate_size": 12}
+
+
+def llama() -> Any:
+    return _of_transformers().LlamaForCausalLM(
+        _of_transformers().LlamaConfig(**_SIZES, vocab_size=WORDS, num_key_value_heads=2, use_cache=False)
+    )
+
+
+def gpt2() -> Any:
+    """Conv1D holds weights the other way round, queries, keys and values in one; the head is tied to the embedding."""
+    sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 16, "n_inner": 12}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return _of_transformers().GPT2LMHeadModel(
+        _of_transformers().GPT2Config(**sizes, **dropouts, vocab_size=WORDS, use_cache=False)
+    )
+
+
+def t5() -> Any:
+    sizes = {"d_model": WIDTH, "d_kv": 2, "d_ff": 12, "num_layers": 2, "num_heads": 4}
+    return _of_transformers().T5ForConditionalGeneration(
+        _of_transformers().T5Config(
+            **sizes, vocab_size=WORDS, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False
+        )
+    )
+
+
+def bert() -> Any:
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return _of_transformers().BertForSequenceClassification(
+        _of_transformers().BertConfig(**_SIZES, **dropouts, vocab_size=WORDS, max_position_embeddings=16)
+    )
+
+
+def vit() -> Any:
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return _of_transformers().ViTForImageClassification(
+        _of_transformers().ViTConfig(**_SIZES, **dropouts, image_size=8, patch_size=4, num_labels=3)
+    )
+
+
+BUILDERS: dict[str, Callable[[], Any]] = {"llama": llama, "gpt2": gpt2, "t5": t5, "bert": bert, "vit": vit}
+
+_TASKS = {"llama": "CAUSAL_LM", "gpt2": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": "SEQ_CLS", "vit": None}
+
+_QUERIES = {
+    **{"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"], "t5": ["q", "v"]},
+    **{"bert": ["query", "value"], "vit": ["q_proj", "v_proj"]},
+}
+
+_EMBEDDINGS = {"llama": "embed_tokens", "gpt2": "wte", "t5": "shared", "bert": "word_embeddings"}
+
+_WHOLE = {"llama": "lm_head", "gpt2": "wte", "t5": "lm_head", "bert": "pooler", "vit": "classifier"}
+
+
+def config(model: str, kind: str) -> Any:
+    """The configuration of a kind of adapter, whose adapters are not the identity."""
+    from peft import IA3Config, LoraConfig, PromptTuningConfig
+
+    common: dict[str, Any] = {"r": 3, "target_modules": _QUERIES[model], "init_lora_weights": False}
+    common |= {"task_type": _TASKS[model], "fan_in_fan_out": model == "gpt2"}
+    match kind:
+        case "lora":
+            return LoraConfig(**common)
+        case "everywhere":
+            pattern = {_QUERIES[model][0]: 2}
+            return LoraConfig(**{**common, "target_modules": "all-linear"}, use_rslora=True, rank_pattern=pattern)
+        case "dora":
+            return LoraConfig(**{**common, "target_modules": "all-linear"}, use_dora=True)
+        case "whole":
+            return LoraConfig(**common, modules_to_save=[_WHOLE[model]])
+        case "tokens":
+            return LoraConfig(**common, trainable_token_indices={_EMBEDDINGS[model]: [6, 7]})
+        case "embedding":
+            return LoraConfig(**{**common, "target_modules": [*_QUERIES[model], _EMBEDDINGS[model]]})
+        case "ia3":
+            own: dict[str, Any] = (
+                {"target_modules": _QUERIES[model], "feedforward_modules": []} if model == "vit" else {}
+            )
+            own |= {"fan_in_fan_out": True} if model == "gpt2" else {}
+            return IA3Config(task_type=_TASKS[model], init_ia3_weights=False, **own)
+        case "prompt":
+            return PromptTuningConfig(task_type=_TASKS[model], num_virtual_tokens=2)
+    raise AssertionError(kind)
+
+
+def base(model: str) -> Any:
+    """The model without adapters, in double precision: what differs then is wrong, and not rounded."""
+    torch.manual_seed(0)
+    return BUILDERS[model]().double()
+
+
+def adapted(model: str, kind: str) -> Any:
+    from peft import get_peft_model
+
+    made = base(model)
+    torch.manual_seed(1)
+    return get_peft_model(made, config(model, kind)).double()
+
+
+def batch(model: str, *, num_rows: int = ROWS, seed: int = 2) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(5, WORDS, (num_rows, 5), generator=generator)
+    classes = torch.randint(0, 2, (num_rows,), generator=generator)
+    if model == "vit":
+        pixels = torch.randn(num_rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": classes}
+    return {"input_ids": words, "labels": classes if model == "bert" else words}
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Over all of them, as most programs do: frozen ones never have a gradient."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+Found = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def plain(model: Any, given: Batch, *, parts: int = 1, steps: int = 3) -> Found:
+    """Losses and parameters of a plain loop, with `parts` microbatches per update."""
+    model.train()
+    optimizer = adamw(list(model.parameters()))
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for rows in zip(*(each.chunk(parts) for each in given.values()), strict=True):
+            loss = model(**dict(zip(given, rows, strict=True))).loss
+            (loss / parts).backward()
+            total += loss.item() / parts
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: each.detach().clone() for name, each in model.named_parameters()}

@@ -1,0 +1,177 @@
+"""Adapters of peft, saved alone and loaded under another layout or by peft; merged models; saves of the engine."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm import Recorded
+from shardwise.errors import CheckpointError, ModelError
+from tests.engine.adapters.peft_models import adamw, adapted, base, batch
+from tests.engine.adapters.test_adapter_training import LAYOUTS, share
+from tests.engine.refusals import same_error_everywhere
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
+]
+
+OTHER = {"stage 3": "tp", "tp": "pp", "pp": "stage 1", "all": "stage 3"}
+
+
+def trained(channel: sw.Channel, plan: sw.Plan, model: Any, name: str, *, steps: int = 2) -> sw.Engine:
+    engine = sw.parallelize(model.train(), plan, optimizer=adamw, channel=channel)
+    for _ in range(steps):
+        engine.step(share(batch(name), plan, channel.rank))
+    return engine
+
+
+def logits(model: Any, name: str) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(**batch(name)).logits
+    return found
+
+
+def with_values(model: Any, values: dict[str, torch.Tensor]) -> Any:
+    model.load_state_dict({name: each for name, each in values.items() if name in model.state_dict()})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "layout"),
+    [
+        *[("llama", "everywhere", "all"), ("llama", "prompt", "stage 3"), ("gpt2", "whole", "tp")],
+        *[("t5", "ia3", "pp"), ("llama", "tokens", "stage 3"), ("bert", "dora", "tp"), ("gpt2", "embedding", "pp")],
+    ],
+)
+def test_adapters_are_peft_s_own_files_and_merge_as_peft_merges(
+    model: str, kind: str, layout: str, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    plan = LAYOUTS[layout]
+    alone, merged = tmp_path / "adapters", tmp_path / "merged"
+
+    def write(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        engine = trained(channel, plan, adapted(model, kind), model)
+        sw.save_adapters(engine, alone)
+        if kind != "prompt":
+            sw.save_merged(engine, merged, max_shard_bytes=2000)
+        return dict(sw.full(engine))
+
+    values, *_ = sw.simulate(plan.mesh.size, write)
+    expected = with_values(adapted(model, kind), values)
+    expected.save_pretrained(tmp_path / "by peft")
+    names = sorted(path.name for path in (tmp_path / "by peft").iterdir())
+    assert sorted(path.name for path in alone.iterdir()) == names
+    file = "adapter_model.safetensors"
+    assert (alone / file).read_bytes() == (tmp_path / "by peft" / file).read_bytes()
+    read = PeftModel.from_pretrained(base(model), alone).double()
+    if kind == "prompt":  # peft makes its embedding in float32
+        torch.testing.assert_close(logits(read, model), logits(expected, model), rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(logits(read, model), logits(expected, model))
+
+    def go_on(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        fresh = adapted(model, kind)
+        engine = sw.parallelize(fresh, LAYOUTS[OTHER[layout]], optimizer=adamw, channel=channel)
+        sw.load_adapters(engine, alone)
+        return dict(sw.full(engine))
+
+    for got in sw.simulate(LAYOUTS[OTHER[layout]].mesh.size, go_on):
+        assert all(torch.equal(each, values[name]) for name, each in got.items())
+    if kind == "prompt":
+        return
+    whole = expected.merge_and_unload()
+    made = type(whole).from_pretrained(merged, dtype=torch.float64)
+    assert len(list(merged.glob("model-*.safetensors"))) > 1
+    assert made.state_dict().keys() == whole.state_dict().keys()
+    assert all(torch.equal(each, made.state_dict()[name]) for name, each in whole.state_dict().items())
+
+
+def test_only_adapters_travel(tmp_path: Path) -> None:
+    """Counted: a save sends fewer bytes than the base model has, though stage 3 has cut it over the ranks."""
+    plan = LAYOUTS["stage 3"]
+    num_bytes = sum(each.numel() * 8 for each in base("llama").parameters())
+    num_adapter_bytes = sum(each.numel() * 8 for each in adapted("llama", "lora").parameters() if each.requires_grad)
+
+    def sent(channel: sw.Channel) -> int:
+        recorded = Recorded(channel)
+        engine = trained(recorded, plan, adapted("llama", "lora"), "llama", steps=1)
+        before = len(recorded.calls)
+        sw.save_adapters(engine, tmp_path / "adapters")
+        moves = [call for call in recorded.calls[before:] if call.operation != "exchange"]
+        return sum(call.bytes_received for call in moves)
+
+    assert max(sw.simulate(2, sent)) <= num_adapter_bytes < num_bytes / 3
+
+
+def test_a_run_goes_on_under_another_layout(tmp_path: Path) -> None:
+    """The engine's own checkpoints, of which most is frozen."""
+    path = tmp_path / "run"
+
+    def first(channel: sw.Channel) -> list[float]:
+        engine = trained(channel, LAYOUTS["tp"], adapted("llama", "dora"), "llama")
+        sw.save(path, engine)
+        return [engine.step(batch("llama")).loss for _ in range(2)]
+
+    def second(channel: sw.Channel, layout: str) -> list[float]:
+        plan = LAYOUTS[layout]
+        engine = sw.parallelize(adapted("llama", "dora").train(), plan, optimizer=adamw, channel=channel)
+        sw.load(path, engine)
+        return [engine.step(share(batch("llama"), plan, channel.rank)).loss for _ in range(2)]
+
+    expected, *_ = sw.simulate(2, first)
+    for layout in ("stage 3", "pp"):
+        for got in sw.simulate(2, partial(second, layout=layout)):
+            assert got == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_cannot_be_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    plan = LAYOUTS["stage 1"]
+
+    def on(kind: str, call: Any) -> Any:
+        def run(channel: sw.Channel) -> None:
+            model = adapted("llama", kind) if kind else base("llama")
+            call(sw.parallelize(model, plan, optimizer=adamw, channel=channel))
+
+        return run
+
+    sw.simulate(2, on("lora", lambda engine: sw.save_adapters(engine, tmp_path / "lora")))
+    (tmp_path / "file").write_text("")
+    cases = [
+        ("", lambda engine: sw.save_adapters(engine, tmp_path / "x"), ModelError, "has no adapters of peft"),
+        ("lora", lambda engine: sw.save_adapters(engine, tmp_path / "x", adapters=["b"]), ModelError, "no adapter 'b'"),
+        ("lora", lambda engine: sw.save_adapters(engine, tmp_path / "file"), CheckpointError, "rank 0 raised"),
+        ("lora", lambda engine: sw.load_adapters(engine, tmp_path / "none"), CheckpointError, "holds no adapter"),
+        ("ia3", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "of the kind"),
+        ("everywhere", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "does not fit"),
+        ("prompt", lambda engine: sw.save_merged(engine, tmp_path / "x"), ModelError, "cannot be merged"),
+        ("lora", lambda engine: sw.save_merged(engine, tmp_path / "lora"), CheckpointError, "holds something"),
+    ]
+    for kind, call, error, words in cases:
+        raised = same_error_everywhere(2, on(kind, call))
+        assert isinstance(raised, error)
+        assert words in str(raised)
+
+
+def test_parts_of_the_model_may_be_whole_alone() -> None:
+    """`engine.whole(only=...)`: others have shapes and no values, and a write to one is refused."""
+
+    def look(channel: sw.Channel) -> list[str]:
+        engine = trained(channel, LAYOUTS["stage 3"], adapted("llama", "lora"), "llama", steps=0)
+        with engine.whole(only="*.lora_A.*"):
+            held = {name for name, each in engine.model.named_parameters() if not each.is_meta}
+            assert held == {name for name, _ in engine.model.named_parameters() if ".lora_A." in name}
+            next(each for name, each in engine.model.named_parameters() if name in held).data.fill_(3.0)
+        with pytest.raises(ModelError, match="'nothing' matches none"), engine.whole(only="nothing"):
+            pass
+        full = dict(sw.full(engine))
+        return [name for name, each in full.items() if bool((each == 3.0).all())]
+
+    for found in sw.simulate(2, look):
+        assert len(found) == 1
+        assert ".lora_A." in found[0]
