@@ -114,7 +114,7 @@ def engines(plan: sw.Plan, channel: sw.Channel, dtype: torch.dtype = torch.float
     policy = sw.parallelize(
         build(dtype),
         plan,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         loss=loss,
         channel=channel,
     )
@@ -124,7 +124,8 @@ def engines(plan: sw.Plan, channel: sw.Channel, dtype: torch.dtype = torch.float
 def update_on(policy: sw.Engine, reference: sw.Engine, rollouts: Sequence[Rollout]) -> sw.StepReport:
     """Train on this data rank's rollouts, each of them a microbatch; the report of the last epoch."""
     for rollout in rollouts:
-        rollout.setdefault("old", log_probs_under(policy, rollout))
+        if "old" not in rollout:  # else those who generated it know
+            rollout["old"] = log_probs_under(policy, rollout)
         rollout["reference"] = log_probs_under(reference, rollout)
     return [policy.step(list(rollouts)) for _ in range(EPOCHS)][-1]
 

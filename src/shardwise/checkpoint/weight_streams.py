@@ -153,7 +153,9 @@ class _GivenStream:
         if last is not None and not isinstance(last, StreamReport):
             problems.append(f"last is a {type(last).__name__}; give the report of an earlier stream, or None")
         if target is not None and not isinstance(target, Mapping | Restorable):
-            problems.append(f"the target is a {type(target).__name__}; give an engine, or the tensors to fill, by Piece")
+            problems.append(
+                f"the target is a {type(target).__name__}; give an engine, or the tensors to fill, by Piece"
+            )
         if problems:
             raise PlanError(*problems)
         held = Held(tensors={}) if source is None else hold(source, what="the source")
@@ -167,9 +169,7 @@ class _GivenStream:
             raise PlanError(*findings)
         request = json.dumps([bool(held.tensors), None if rewrite is None else rewrite.to_record()])
         texts = [request.encode(), *facts_of(source or {}, held), pack_pieces(list(wanted.tensors))]
-        return cls(
-            held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta), restoration=restoration
-        )
+        return cls(held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta), restoration=restoration)
 
     @property
     def digest(self) -> bytes:

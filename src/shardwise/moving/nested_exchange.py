@@ -92,7 +92,9 @@ def _header(value: Any, tensors: list[torch.Tensor], purpose: str) -> bytes:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its elements are in memory of its own, one after the other or in strides."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_dense and dtype_name(tensor.dtype) in ITEMSIZE_BYTES
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_dense and dtype_name(tensor.dtype) in ITEMSIZE_BYTES
+    )
 
 
 def _parsed(answer: bytes) -> Any:
