@@ -1,7 +1,7 @@
 """Reinforcement learning: GRPO for a tiny language model, which answers with its live weights under any plan.
 
-One learns: `engine.generate` between updates; a frozen reference as a second engine; rollouts of any lengths as a list
-of microbatches; several updates on one set of rollouts. Every plan prints the same numbers.
+One learns: `engine.generate` and `engine.predict` between updates; a frozen reference as a second engine; rollouts of
+any lengths as a list of microbatches; several updates on one set of rollouts. Every plan prints the same numbers.
 
     python examples/grpo.py
     torchrun --nproc-per-node 2 examples/grpo.py --plan stage3        # or pp, or tp
@@ -53,20 +53,24 @@ def prompt(update: int, number: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (1, 2 + number % 4), generator=numbers)
 
 
-def roll_out(generate: Any, update: int, number: int) -> Rollout:
-    """Completions of one prompt, [GROUP, width], with their rewards and advantages."""
-    question = prompt(update, number)
-    # A seed for each prompt: its completions do not depend on the rank, or on other prompts.
-    tokens = generate(
-        {"input_ids": question, "attention_mask": torch.ones_like(question)},
-        seed=update * NUM_PROMPTS + number,
+def roll_out(generate: Any, update: int, numbers: Sequence[int]) -> list[Rollout]:
+    """Answers to the prompts of these numbers, with their rewards and advantages."""
+    questions = [prompt(update, number) for number in numbers]
+    answers = generate(
+        [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in questions],
+        # One for each prompt: its answers depend neither on the rank nor on the other prompts.
+        seed=[update * NUM_PROMPTS + number for number in numbers],
         **SAMPLING,
     )
-    start = question.shape[1]
-    completions = tokens[:, start:]
-    ends = (completions == END).long()
+    return [scored(tokens, each.shape[1]) for tokens, each in zip(answers, questions, strict=True)]
+
+
+def scored(tokens: torch.Tensor, start: int) -> Rollout:
+    """[GROUP, width] tokens, whose answers begin at `start`, as a microbatch."""
+    answers = tokens[:, start:]
+    ends = (answers == END).long()
     counts = ends.cumsum(1) - ends == 0  # up to the first end, which is part of the answer
-    rewards = ((completions % 2 == 0) & counts).sum(1) / counts.sum(1)  # even tokens are good ones
+    rewards = ((answers % 2 == 0) & counts).sum(1) / counts.sum(1)  # even tokens are good ones
     return {
         "input_ids": tokens,
         "counts": torch.cat([counts.new_zeros(GROUP, start - 1), counts], 1),  # of each token after the first
@@ -81,7 +85,7 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def loss(output: Any, rollout: Rollout) -> dict[str, torch.Tensor]:
-    """The clipped objective of GRPO, and what it is made of: means over the tokens of each answer, then over answers."""
+    """The clipped objective of GRPO and its parts: means over the tokens of each answer, then over answers."""
     counts, advantages = rollout["counts"], rollout["advantages"][:, None]
     new = log_probs(output.logits, rollout["input_ids"])
     ratio = (new - rollout["old"]).exp()
@@ -100,13 +104,14 @@ def loss(output: Any, rollout: Rollout) -> dict[str, torch.Tensor]:
     }
 
 
-def log_probs_under(engine: sw.Engine, rollout: Rollout) -> torch.Tensor:
-    """The log-probabilities that the engine's model gives now, without gradients."""
-    tokens = rollout["input_ids"]
-    found: torch.Tensor = engine.predict(
-        {"input_ids": tokens}, lambda inputs: log_probs(engine.model(**inputs).logits, tokens)
+def add_log_probs(engine: sw.Engine, rollouts: Sequence[Rollout], name: str) -> None:
+    """Put what the engine's model makes of each rollout, without gradients, into it."""
+    found = engine.predict(
+        [{"input_ids": each["input_ids"]} for each in rollouts],
+        lambda inputs: log_probs(engine.model(**inputs).logits, inputs["input_ids"]),
     )
-    return found
+    for rollout, each in zip(rollouts, found, strict=True):
+        rollout[name] = each
 
 
 def engines(plan: sw.Plan, channel: sw.Channel, dtype: torch.dtype = torch.float32) -> tuple[sw.Engine, sw.Engine]:
@@ -123,10 +128,7 @@ def engines(plan: sw.Plan, channel: sw.Channel, dtype: torch.dtype = torch.float
 
 def update_on(policy: sw.Engine, reference: sw.Engine, rollouts: Sequence[Rollout]) -> sw.StepReport:
     """Train on this data rank's rollouts, each of them a microbatch; the report of the last epoch."""
-    for rollout in rollouts:
-        if "old" not in rollout:  # else those who generated it know
-            rollout["old"] = log_probs_under(policy, rollout)
-        rollout["reference"] = log_probs_under(reference, rollout)
+    add_log_probs(reference, rollouts, "reference")
     return [policy.step(list(rollouts)) for _ in range(EPOCHS)][-1]
 
 
@@ -136,7 +138,8 @@ def train(channel: sw.Channel, plan: sw.Plan, dtype: torch.dtype = torch.float32
     mine = range(plan.mesh.data_rank(channel.rank), NUM_PROMPTS, plan.mesh.num_data_ranks)
     figures = []
     for update in range(NUM_UPDATES):
-        rollouts = [roll_out(policy.generate, update, number) for number in mine]
+        rollouts = roll_out(policy.generate, update, mine)
+        add_log_probs(policy, rollouts, "old")
         figures.append(dict(update_on(policy, reference, rollouts).losses))
     return policy, figures
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import shardwise as sw
-from examples.grpo import NUM_PROMPTS, NUM_UPDATES, PLANS, build, engines, log_probs_under, roll_out, update_on
+from examples.grpo import NUM_PROMPTS, NUM_UPDATES, PLANS, add_log_probs, build, engines, roll_out, update_on
 
 TRAINERS = range(2)
 
@@ -48,11 +48,8 @@ def generate(world: sw.Channel, apart: int, dtype: torch.dtype = torch.float32) 
     report = None
     for update in range(NUM_UPDATES + apart):
         report = sw.stream(None, answering, channel=world, delta=True, last=report)
-        rollouts = []
-        for number in range(NUM_PROMPTS if update < NUM_UPDATES else 0):
-            rollout = roll_out(answering.generate, update, number)
-            # The policy may have gone on when it trains on this.
-            rollouts.append(rollout | {"old": log_probs_under(answering, rollout)})
+        rollouts = roll_out(answering.generate, update, range(NUM_PROMPTS if update < NUM_UPDATES else 0))
+        add_log_probs(answering, rollouts, "old")  # the policy may have gone on when it trains on them
         # All ranks along tp have the same.
         sw.exchange(rollouts if world.rank == ranks[0] else None, channel=world, purpose="rollouts")
     return answering

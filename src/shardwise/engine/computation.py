@@ -87,6 +87,26 @@ class Computation:
         self.proof = proof
         self.activations = activations
         """What becomes of the tensors that forwards save for backward."""
+        self._running = ""
+        """The call of the engine that goes on."""
+
+    def check_free(self, call: str) -> None:
+        """Raise ModelError where the program makes a call of the engine inside of another that has no room for it."""
+        # Under pp and stage 3 a call sets up what ranks do together; an update changes the weights of any other call.
+        if self._running and (call == "engine.step" or self.runner is not None or self._passes.gathers):
+            raise ModelError(
+                f"{call} was called inside of {self._running}, by a loss function or another function that it runs. "
+                "Ranks go through one call at a time: make the inner call first, and give its result with the batch"
+            )
+
+    @contextmanager
+    def _during(self, call: str) -> Iterator[None]:
+        """The call goes on in the body."""
+        around, self._running = self._running, call
+        try:
+            yield
+        finally:
+            self._running = around
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -127,6 +147,7 @@ class Computation:
         if self.runner is not None:
             self.runner.turn_to(trained)
         with (
+            self._during("engine.step"),
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
@@ -193,6 +214,7 @@ class Computation:
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [MicrobatchLoss(torch.zeros((), device=self._device), {})] * len(parts)
         with (
+            self._during("engine.evaluate"),
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=True),
@@ -228,6 +250,7 @@ class Computation:
         output_of = self.autocast.inside(output_of)
         found = []
         with (
+            self._during("engine.predict"),
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=False),
@@ -251,6 +274,7 @@ class Computation:
         if seed is None:
             seed = self.random.number("generation", self.step, self._data_rank)
         with (
+            self._during("engine.generate"),
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=False),

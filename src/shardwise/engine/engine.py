@@ -358,6 +358,7 @@ class Engine(Generic[Model_co]):
         )
 
         def begin() -> str:
+            self._computation.check_free("engine.evaluate")
             self._check_model()
             counting.begin()
             return ""
@@ -394,6 +395,7 @@ class Engine(Generic[Model_co]):
         ModelError for a forward that asks for what only another rank has, and PeerError.
         """
         self._check_turn()
+        self._computation.check_free("engine.predict")
         device = self._channels.everyone.device
         given = given_microbatches(inputs)
         parts = [moved_to(inputs, device)] if given is None else GivenMicrobatches(given, device)
@@ -420,6 +422,7 @@ class Engine(Generic[Model_co]):
         Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
         """
         self._check_turn()
+        self._computation.check_free("engine.generate")
         device = self._channels.everyone.device
         generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
@@ -616,6 +619,7 @@ class Engine(Generic[Model_co]):
 
     def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
         """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
+        self._computation.check_free("engine.step")
         self._check_model()
         check_loss(loss)
         if self._contents.unfrozen:

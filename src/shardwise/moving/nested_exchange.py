@@ -72,8 +72,7 @@ def _header(value: Any, tensors: list[torch.Tensor], purpose: str) -> bytes:
             return [type(part).__name__, [written(each, f"{place}[{at}]") for at, each in enumerate(part)]]
         if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
             return ["dict", [[key, written(each, f"{place}[{key!r}]")] for key, each in part.items()]]
-        kind = "dict with other keys than texts" if isinstance(part, Mapping) else type(part).__name__
-        problems.append(f"{place} is a {kind}")
+        problems.append(f"{place} {_why_not(part)}")
         return None
 
     try:
@@ -83,10 +82,20 @@ def _header(value: Any, tensors: list[torch.Tensor], purpose: str) -> bytes:
     if problems:
         raise PlanError(
             *problems,
-            "sw.exchange takes None, numbers of up to 64 bits, texts and dense tensors, in lists, tuples and dicts "
-            "with texts as keys. Make a tensor of an array, and a dict of an object",
+            "sw.exchange takes None, numbers, texts and tensors, in lists, tuples and dicts with texts as keys. Make a "
+            "tensor of an array, and a dict of an object",
         )
     return json.dumps(found).encode()
+
+
+def _why_not(part: Any) -> str:
+    if isinstance(part, Mapping):
+        return "has keys that are no texts"
+    if isinstance(part, int):
+        return "needs more than 64 bits"
+    if isinstance(part, torch.Tensor):
+        return f"has no dense elements, or is a subclass ({type(part).__name__}, {part.layout}, {part.device})"
+    return f"is of type {type(part).__name__}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
