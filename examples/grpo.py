@@ -23,7 +23,7 @@ PLANS = {
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
 }
 NUM_PROMPTS, GROUP, NUM_UPDATES, EPOCHS = 4, 8, 6, 2
-CLIP, KL_WEIGHT = 0.2, 0.04
+LEARNING_RATE, CLIP, KL_WEIGHT = 1e-2, 0.2, 0.04
 END, PAD, VOCABULARY = 1, 0, 24
 SAMPLING = {"do_sample": True, "num_return_sequences": GROUP, "max_new_tokens": 8}
 
@@ -119,7 +119,7 @@ def engines(plan: sw.Plan, channel: sw.Channel, dtype: torch.dtype = torch.float
     policy = sw.parallelize(
         build(dtype),
         plan,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=LEARNING_RATE),
         loss=loss,
         channel=channel,
     )

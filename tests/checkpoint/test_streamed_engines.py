@@ -72,9 +72,7 @@ def test_it_computes_with_the_weights_of_each_update(
     def run(world: sw.Channel) -> Any:
         source = target = last = None
         if world.rank in givers:
-            source = sw.parallelize(
-                seeded(Tied)(), trainers, optimizer=adamw, loss=to_one, channel=world.over(givers)
-            )
+            source = sw.parallelize(seeded(Tied)(), trainers, optimizer=adamw, loss=to_one, channel=world.over(givers))
         if world.rank in takers:
             model = shifted().requires_grad_(not is_frozen)
             optimizer = None if is_frozen else adamw
