@@ -99,7 +99,7 @@ def _why_not(part: Any) -> str:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements are in memory of its own, one after the other or in strides."""
+    """Whether it is a plain tensor with memory for its elements."""
     is_dense = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_dense and dtype_name(tensor.dtype) in ITEMSIZE_BYTES
