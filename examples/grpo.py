@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
@@ -33,7 +34,7 @@ Rollout = dict[str, torch.Tensor]
 def build(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """The policy before training, and the reference."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -44,7 +45,9 @@ def build(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
             eos_token_id=END,
             pad_token_id=PAD,
         )
-    ).to(dtype)
+    )
+    nn.Module.to(model, dtype)
+    return model
 
 
 def prompt(update: int, number: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """An engine as the target of a stream: it computes with the trainer's weights, whatever both plans are."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.engine.refusals import same_error_everywhere
 
 
 class Tied(nn.Module):
-    """A tie, a buffer, and matrices that can be cut along tp."""
+    """A tie and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,20 +23,15 @@ class Tied(nn.Module):
         self.second = nn.Linear(8, 6, bias=False)
         self.again = nn.Linear(6, 8, bias=False)
         self.again.weight = self.first.weight
-        self.register_buffer("scale", torch.rand(1) + 1)
+        self.scale = nn.Buffer(torch.rand(1) + 1)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.again(self.second(torch.tanh(self.first(input))) * self.scale)[:, :6]
+        output: torch.Tensor = self.again(self.second(torch.tanh(self.first(input))) * self.scale)
+        return output[:, :6]
 
 
 def plan(text: str, stage: int = 1, compute: Any = None) -> sw.Plan:
-    mesh = sw.Mesh.parse(text)
-    return sw.Plan(
-        mesh=mesh,
-        sharding=sw.Sharding(stage=stage),
-        tensor=sw.Tensor(rules={"first": "columns", "second": "rows", "again": "columns"} if mesh.tp > 1 else None),
-        precision=sw.Precision(compute=compute),
-    )
+    return sw.Plan(mesh=sw.Mesh.parse(text), sharding=sw.Sharding(stage=stage), precision=sw.Precision(compute=compute))
 
 
 def shifted() -> Tied:
@@ -48,7 +44,8 @@ def shifted() -> Tied:
 
 
 def to_one(output: torch.Tensor, _: Any) -> torch.Tensor:
-    return (output - 1).square().mean()
+    loss: torch.Tensor = (output - 1).square().mean()
+    return loss
 
 
 TRAINERS = [plan("single"), plan("dp_shard=2", 3), plan("pp=2"), plan("dp_shard=2", 2, "bfloat16")]
@@ -121,7 +118,8 @@ def test_a_receiver_that_trains_goes_on_from_the_weights() -> None:
             engine.step({"input": INPUT + world.rank})
         return {str(piece): tensor.clone() for piece, tensor in engine.state().items()}
 
-    for one, other in zip(*(sw.simulate(2, lambda world, s=s: run(world, s)) for s in (True, False)), strict=True):
+    streamed, built = (sw.simulate(2, partial(run, streams=streams)) for streams in (True, False))
+    for one, other in zip(streamed, built, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 

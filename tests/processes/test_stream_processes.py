@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from examples import grpo, grpo_two_groups, train_and_serve
+from examples import grpo_two_groups, train_and_serve
 from examples.inference_receiver import Sizes, target_of, tensors_of
 from shardwise.comm import Channel, Work
 from tests.forks.programs import started
@@ -64,17 +63,16 @@ def test_a_rank_that_dies_on_the_way_is_named_by_all(pool: Pool, victim: int, tr
         assert "stream" in failure.message
 
 
-def learns_from_answers(channel: Channel) -> list[dict[str, float]]:
+def learns_from_answers(channel: Channel, num_updates: int = 2) -> list[dict[str, float]]:
     """GRPO on two ranks, with answers of the third one."""
-    grpo.NUM_UPDATES = grpo_two_groups.NUM_UPDATES = 2
+    vars(grpo_two_groups)["NUM_UPDATES"] = num_updates
     return grpo_two_groups.take_part(channel, 1)[1]
 
 
 def test_answers_are_learnt_from_in_processes_as_in_simulated_ranks(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (grpo, grpo_two_groups):
-        monkeypatch.setattr(module, "NUM_UPDATES", 2)  # and back to what it was
+    monkeypatch.setattr(grpo_two_groups, "NUM_UPDATES", 2)  # and back to what it was
     simulated = sw.simulate(3, learns_from_answers)
     assert len(simulated[0]) == 2
     assert pool.run(3, learns_from_answers) == simulated
@@ -82,17 +80,17 @@ def test_answers_are_learnt_from_in_processes_as_in_simulated_ranks(
 
 def dies_while_others_wait(channel: Channel, victim: int) -> None:
     """The first rollouts have come; then the victim is killed, in its own work."""
-    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
-    grpo_two_groups.NUM_UPDATES = 3
+    names = vars(grpo_two_groups)
+    name = {1: "update_on", 2: "roll_out"}[victim]
+    work = names[name]
+
+    def once(*arguments: Any) -> Any:
+        names[name] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return work(*arguments)
+
     if channel.rank == victim:
-        known = {2: grpo_two_groups.roll_out, 1: grpo_two_groups.update_on}[victim]
-
-        def once(*arguments: Any) -> Any:
-            setattr(grpo_two_groups, known.__name__, lambda *_: kill())
-            return known(*arguments)
-
-        setattr(grpo_two_groups, known.__name__, once)
-    grpo_two_groups.take_part(channel)
+        names[name] = once
+    learns_from_answers(channel, 3)
 
 
 @pytest.mark.parametrize("victim", [1, 2])
