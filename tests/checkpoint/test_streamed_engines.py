@@ -124,6 +124,21 @@ def test_a_receiver_that_trains_goes_on_from_the_weights() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_model_without_an_engine_keeps_the_state_of_its_optimizer() -> None:
+    def run(world: sw.Channel) -> None:
+        model = seeded(Tied)()
+        optimizer = adamw(list(model.parameters()))
+        model(INPUT).mean().backward()
+        optimizer.step()
+        moments = [each["exp_avg"].clone() for each in optimizer.state.values()]
+        target = sw.checkpoint.TorchState(model, optimizer)
+        sw.stream(shifted().state_dict() if world.rank else None, None if world.rank else target, channel=world)
+        assert world.rank or all(map(torch.equal, model.state_dict().values(), shifted().state_dict().values()))
+        assert all(map(torch.equal, moments, (each["exp_avg"] for each in optimizer.state.values())))
+
+    sw.simulate(2, run)
+
+
 def test_what_is_no_target_is_refused_by_all() -> None:
     def run(world: sw.Channel, target: Any, *, inside: bool = False) -> None:
         averaged = sw.Plan(mesh=sw.Mesh(dp_shard=2), average=sw.Average(decay=0.5))

@@ -91,8 +91,8 @@ def stream(
 
     source: an engine, or tensors by piece or by name; None on ranks that give nothing. Of an engine, the model's
         tensors as it computes with them.
-    target: the tensors to fill, by piece (whole ones by name), of the receiver's own dtypes and cuts; or an engine,
-        under any plan, which then computes with the weights; None on ranks that want nothing.
+    target: the tensors to fill, by piece (whole ones by name), of the receiver's own dtypes and cuts; or an engine
+        under any plan, or a `TorchState`, which then has these weights; None on ranks that want nothing.
     channel: of trainers and receivers. An engine of the trainers alone has `channel.over(ranks)`.
     rewrite: from the names and shapes of the source to those of the targets. All ranks with a source give it; the
         others may leave it out.
