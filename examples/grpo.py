@@ -26,7 +26,7 @@ PLANS = {
 NUM_PROMPTS, GROUP, NUM_UPDATES, EPOCHS = 4, 8, 6, 2
 LEARNING_RATE, CLIP, KL_WEIGHT = 1e-2, 0.2, 0.04
 END, PAD, VOCABULARY = 1, 0, 24
-SAMPLING = {"do_sample": True, "num_return_sequences": GROUP, "max_new_tokens": 8}
+SAMPLING = {"do_sample": True, "num_return_sequences": GROUP, "max_new_tokens": 6}
 
 Rollout = dict[str, torch.Tensor]
 

@@ -1,6 +1,6 @@
 """GRPO by engines, as in `examples`, against a plain loop of PyTorch: answers, losses and weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +17,13 @@ DOUBLE = torch.float64
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def _few_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grpo, grpo_two_groups):
-        monkeypatch.setattr(module, "NUM_UPDATES", NUM_UPDATES)
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(grpo.SAMPLING, "max_new_tokens", 4)
+        for module in (grpo, grpo_two_groups):
+            patch.setattr(module, "NUM_UPDATES", NUM_UPDATES)
+        yield
 
 
 def plain(apart: int) -> tuple[list[dict[str, float]], Weights]:
@@ -55,7 +58,7 @@ def plain(apart: int) -> tuple[list[dict[str, float]], Weights]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[tuple[list[dict[str, float]], Weights]]:
+def expected(_small: None) -> list[tuple[list[dict[str, float]], Weights]]:
     with torch.random.fork_rng(devices=[]):
         return [plain(apart) for apart in (0, 1)]
 

@@ -21,7 +21,7 @@ PLANS = [
     mesh("pp=2,dp_shard=2", 3),
     mesh("tp=2", tp=True),
 ]
-SHARES = ([[0, 1, 2], [3]], [[0, 1, 2, 3], []], [[0, 1], [2, 3]])
+SHARES = ([[0, 1, 2], [3]], [[0, 1, 2, 3], []])
 """Which of four prompts each of two data ranks has."""
 SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
 
