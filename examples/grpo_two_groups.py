@@ -65,6 +65,8 @@ if __name__ == "__main__":
     asked.add_argument("--apart", type=int, choices=(0, 1), default=0, help="how many updates generation is behind")
     chosen = asked.parse_args().apart
     channel = sw.default_channel()
+    if channel.size == 2:
+        asked.error("two ranks train, and the others generate: start three processes or more")
     told = (
         take_part(channel, chosen)[1]
         if channel.size > 1
