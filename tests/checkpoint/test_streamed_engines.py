@@ -79,8 +79,9 @@ def test_it_computes_with_the_weights_of_each_update(
             if source is not None and step < 2:
                 source.step({"input": INPUT + step + trainers.mesh.data_rank(world.rank)})
             last = sw.stream(source, target, channel=world, delta=True, last=last)
-            weights = [None if each is None else dict(sw.full(each)) for each in (source, target)]
-            output = None if target is None else target.predict({"input": INPUT})
+            held = [{} if each is None else dict(sw.full(each)) for each in (source, target)]
+            weights = [{name: tensor.cpu() for name, tensor in each.items()} for each in held]
+            output = None if target is None else target.predict({"input": INPUT}).cpu()
             told.append((last, *weights, output))
         return told
 

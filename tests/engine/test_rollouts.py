@@ -61,8 +61,8 @@ def test_data_ranks_have_unlike_numbers_of_prompts_and_of_inputs(
         assert all(module.training for module in engine.model.modules())
         assert len(tokens) == len(logits) == len(mine)
         for number, found, other in zip(mine, tokens, logits, strict=True):
-            assert torch.equal(found, wanted[number][0])
-            assert torch.allclose(other, wanted[number][1], atol=1e-12)
+            assert torch.equal(found.cpu(), wanted[number][0])
+            assert torch.allclose(other.cpu(), wanted[number][1], atol=1e-12)
         return mine
 
     assert {each for mine in sw.simulate(plan.mesh.size, run) for each in mine} == {0, 1, 2, 3}
