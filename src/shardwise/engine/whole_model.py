@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import named_places, with_values
-from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.state import EngineRestoration, HandOver, whole
@@ -38,6 +38,7 @@ from shardwise.engine.wrapping import is_ours
 from shardwise.errors import CheckpointError, MismatchError, ModelError
 from shardwise.moving import reshard
 from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
+from shardwise.plan.nested_state import flat_state, nested_state
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
 from shardwise.space import Piece
 
@@ -138,7 +139,7 @@ def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mappin
             python = settings["plain"].get(split[1])
             is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
             found[split[0]][split[1]] = tensor.item() if is_python else tensor
-    states = {name: state for name, state in found.items() if state}
+    states = {name: nested_state(state) for name, state in found.items() if state}
     for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
@@ -249,7 +250,8 @@ class _WholeOptimizers:
                 | ({"param_names": list(names)} if "param_names" in group else {})
                 for group, names in zip(held.param_groups, known.given, strict=True)
             ]
-            held.state = defaultdict(dict, {self._parameters[name]: each for name, each in state.items()})
+            whole_state = {self._parameters[name]: each for name, each in state.items()}
+            held.state = defaultdict(dict, of_no_parameter(held.state) | whole_state)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -276,8 +278,14 @@ class _WholeOptimizers:
         found: list[Any] = []
         for known in self._known:
             found += [id(known.optimizer.state), known.named().to_json()]
-            found += [_version_of(each) for state in known.optimizer.state.values() for each in state.values()]
+            found += [
+                _version_of(each) for state in known.optimizer.state.values() for each in flat_state(state).values()
+            ]
         return found
+
+
+def _of_parameters(known: KnownOptimizer) -> Iterator[Mapping[str, Any]]:
+    return (state for parameter, state in known.optimizer.state.items() if isinstance(parameter, torch.Tensor))
 
 
 def _version_of(value: object) -> object:
