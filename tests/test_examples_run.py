@@ -27,6 +27,8 @@ LAST_LINES = {
     "odd_pipeline.py": "losses and parameters are those of one process to the bit",
     "resume_elsewhere.py": "saved under one layout and resumed under another, the losses are those of one process",
     "train_and_serve.py": "both servers hold the weights of the trainer to the bit",
+    "grpo.py": "answers got better with each of these updates, in which every plan has the same numbers",
+    "grpo_two_groups.py": "answers of other ranks got better, with the weights of each update to the bit",
     "convert_and_export.py": "21 tensors were fused, saved, and taken apart again; every bit came back",
 }
 

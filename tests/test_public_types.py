@@ -58,6 +58,15 @@ REASONS = {
         "train.wandb_curves.Wandb.load_state_dict(state)",
         "train.wandb_curves.Wandb.state_dict()",
     ],
+    "inputs of any nesting, and what the user's function makes of them: the overloads say more": [
+        "engine.engine.Engine.predict()",
+        "engine.engine.Engine.predict(inputs)",
+        "engine.engine.Engine.predict(output_of)",
+    ],
+    "values of any nesting, of any rank": [
+        "moving.nested_exchange.exchange()",
+        "moving.nested_exchange.exchange(value)",
+    ],
     "what a model's own generate takes and gives": [
         "engine.engine.Engine.generate()",
         "engine.engine.Engine.generate(inputs)",

@@ -73,6 +73,11 @@ def trains(channel: sw.Channel) -> list[float]:
     assert_type(engine.predict(batch, lambda inputs: inputs["rows"] * 2), torch.Tensor)
     assert_type(engine.predict(batch, lambda inputs: (inputs["rows"], 3)), tuple[torch.Tensor, int])
     assert_type(engine.predict(batch), Any)
+    assert_type(engine.predict([batch], lambda inputs: inputs["rows"] * 2), list[torch.Tensor])
+    engine.generate([{"rows": torch.ones(1, 4)}, None], seed=[1, 2])
+    reference = sw.parallelize(Net().requires_grad_(False), PLAN, optimizer=None)
+    assert_type(sw.stream(engine, reference, channel=channel), sw.checkpoint.StreamReport)
+    assert_type(sw.exchange({"rewards": [0.5]}, channel=channel)[0], Any)
     assert_type(engine.generate(batch, seed=0, gather="once", max_new_tokens=4), Any)
     with engine.whole(rank0_only=True):
         assert_type(model.state_dict(), dict[str, Any])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.engine.relayout import relayout
     from shardwise.engine.tensor.vocabulary import VocabularyCrossEntropy
     from shardwise.errors import ShardwiseError
-    from shardwise.moving import reshard, reshard_tensor
+    from shardwise.moving import exchange, reshard, reshard_tensor
     from shardwise.plan import Activations, Average, Merge, Pipeline, Plan, Precision, Sharding, Tensor
     from shardwise.rewrite import Rewrite
     from shardwise.space import Mesh, Piece
@@ -54,6 +54,7 @@ _ROOM_OF = {
     "Tensor": "plan",
     "VocabularyCrossEntropy": "engine.tensor.vocabulary",
     "default_channel": "comm",
+    "exchange": "moving",
     "full": "checkpoint",
     "full_state_dict": "engine.full_state",
     "load": "checkpoint",
@@ -99,6 +100,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "default_channel",
+    "exchange",
     "full",
     "full_state_dict",
     "load",

@@ -482,7 +482,7 @@ def test_a_name_that_nobody_has_is_the_same_error_on_all_ranks() -> None:
         (
             PlanError,
             {"target": [torch.zeros(4, 2)]},
-            "rank 2: the target is a list; give the tensors to fill, by Piece",
+            "rank 2: the target is a list; give an engine, or the tensors to fill, by Piece",
         ),
         (MismatchError, {"delta": True}, "ranks 0 and 2 differ in delta; make the same call on all ranks"),
         (PlanError, {"delta": 1}, "rank 2: delta is 1; give True or False"),

@@ -364,7 +364,10 @@ def test_without_a_seed_numbers_come_from_the_step_and_the_data_rank() -> None:
         (two_layers, torch.ones(1, 4), {}, "has no generate method.* around engine.predict"),
         (Until, torch.ones(1, 4), {"gather": "never"}, "gather is 'never'; give \"each\""),
         (Until, torch.ones(1, 4), {"seed": 0.5}, "seed is 0.5; give a whole number"),
-        (Until, [[1.0]], {}, "takes a tensor, or tensors by name, not a list"),
+        (Until, [[1.0]], {}, "takes a tensor, tensors by name, or a list of such, not a list"),
+        (Until, torch.ones(1, 4), {"seed": [1]}, r"seed is \[1\]; .* A list of prompts may have a list of seeds"),
+        (Until, [torch.ones(1, 4)], {"seed": [1, 2]}, r"seed is \[1, 2\] for 1 prompts; give a whole number for each"),
+        (Until, [torch.ones(1, 4)], {"seed": [0.5]}, r"seed is \[0.5\] for 1 prompts"),
         (Until, {"x": torch.ones(1, 4), "most": 3}, {"most": 4}, "was given most both in the inputs and as arguments"),
     ],
 )

@@ -3,14 +3,16 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
-from examples import train_and_serve
+from examples import grpo_two_groups, train_and_serve
 from examples.inference_receiver import Sizes, target_of, tensors_of
 from shardwise.comm import Channel, Work
 from tests.forks.programs import started
@@ -59,6 +61,46 @@ def test_a_rank_that_dies_on_the_way_is_named_by_all(pool: Pool, victim: int, tr
         assert failure.kind == "PeerError"
         assert f"rank {victim} is gone (its process died)" in failure.message
         assert "stream" in failure.message
+
+
+def learns_from_answers(channel: Channel, num_updates: int = 2) -> list[dict[str, float]]:
+    """GRPO on two ranks, with answers of the third one."""
+    vars(grpo_two_groups)["NUM_UPDATES"] = num_updates
+    return grpo_two_groups.take_part(channel, 1)[1]
+
+
+def test_answers_are_learnt_from_in_processes_as_in_simulated_ranks(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpo_two_groups, "NUM_UPDATES", 2)  # and back to what it was
+    simulated = sw.simulate(3, learns_from_answers)
+    assert len(simulated[0]) == 2
+    assert pool.run(3, learns_from_answers) == simulated
+
+
+def dies_while_others_wait(channel: Channel, victim: int) -> None:
+    """The first rollouts have come; then the victim is killed, in its own work."""
+    names = vars(grpo_two_groups)
+    name = {1: "update_on", 2: "roll_out"}[victim]
+    work = names[name]
+
+    def once(*arguments: Any) -> Any:
+        names[name] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return work(*arguments)
+
+    if channel.rank == victim:
+        names[name] = once
+    learns_from_answers(channel, 3)
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_trainer_or_generator_is_named_to_both_groups(pool: Pool, victim: int) -> None:
+    with pytest.raises(RankError) as error:
+        pool.run(3, dies_while_others_wait, victim, lost=[victim])
+    assert sorted(error.value.failures) == sorted({0, 1, 2} - {victim})
+    for failure in error.value.failures.values():
+        assert failure.kind == "PeerError"
+        assert f"rank {victim} is gone (its process died)" in failure.message
 
 
 TRAINER = """

@@ -14,15 +14,17 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import xxhash
 
+from shardwise.checkpoint.contents import model_name_of_master
 from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
-from shardwise.checkpoint.states import State, wrong_rewrite
+from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
 from shardwise.checkpoint.stream_digests import (
     Elements,
     PlacedDelivery,
@@ -42,6 +44,7 @@ from shardwise.moving.copies import fill, part_of, parts_of
 from shardwise.moving.live_states import findings_of
 from shardwise.moving.mover import Delivery, Mover, PlanDeliveries
 from shardwise.moving.piece_exchange import Gathering, agree_on_plan, pack_pieces, unpack_alike
+from shardwise.plan.names import is_state_name
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece
@@ -77,7 +80,7 @@ class StreamReport:
 
 def stream(
     source: State | None,
-    target: Mapping[Piece, torch.Tensor] | Mapping[str, torch.Tensor] | None,
+    target: Mapping[Piece, torch.Tensor] | Mapping[str, torch.Tensor] | Restorable | None,
     *,
     channel: Channel,
     rewrite: Rewrite | None = None,
@@ -88,8 +91,8 @@ def stream(
 
     source: an engine, or tensors by piece or by name; None on ranks that give nothing. Of an engine, the model's
         tensors as it computes with them.
-    target: the tensors to fill, by piece (whole ones by name), of the receiver's own dtypes and cuts; None on ranks
-        that want nothing.
+    target: the tensors to fill, by piece (whole ones by name), of the receiver's own dtypes and cuts; or an engine
+        under any plan, or a `TorchState`, which then has these weights; None on ranks that want nothing.
     channel: of trainers and receivers. An engine of the trainers alone has `channel.over(ranks)`.
     rewrite: from the names and shapes of the source to those of the targets. All ranks with a source give it; the
         others may leave it out.
@@ -118,7 +121,10 @@ def stream(
             layouts, held = last._layouts, last._layouts.held_again(channel, given)
         else:
             layouts, held = _found_out(channel, given, digests)
-        return _StreamCall(channel, layouts, held, given.wanted.tensors).carried_out(delta=delta)
+        report = _StreamCall(channel, layouts, held, given.wanted.tensors).carried_out(delta=delta)
+        if given.restoration is not None:
+            given.restoration.finish()
+        return report
 
 
 _DIGEST_BYTES = 16
@@ -134,6 +140,8 @@ class _GivenStream:
     """What the other ranks have to know."""
     rewrite: Rewrite | None
     delta: bool
+    restoration: Restoration | None
+    """What makes the tensors an engine's own, where the target is one."""
 
     @classmethod
     def of(
@@ -144,25 +152,35 @@ class _GivenStream:
             problems.append(f"delta is {delta!r}; give True or False")
         if last is not None and not isinstance(last, StreamReport):
             problems.append(f"last is a {type(last).__name__}; give the report of an earlier stream, or None")
-        if target is not None and not isinstance(target, Mapping):
-            problems.append(f"the target is a {type(target).__name__}; give the tensors to fill, by Piece")
+        if target is not None and not isinstance(target, Mapping | Restorable):
+            problems.append(
+                f"the target is a {type(target).__name__}; give an engine, or the tensors to fill, by Piece"
+            )
         if problems:
             raise PlanError(*problems)
         held = Held(tensors={}) if source is None else hold(source, what="the source")
         if not isinstance(source, Mapping):
             held = without_state(held)
-        wanted = hold(target or {}, what="the target")  # type: ignore[arg-type]  # it is a mapping
+        restoration = target.restore({}, {}) if isinstance(target, Restorable) else None
+        fills: Any = (target or {}) if restoration is None else _weights_of(restoration)
+        wanted = hold(fills, what="the target")
         check_targets(wanted)
         if findings := findings_of(held.tensors, wanted.tensors, renamed=rewrite is not None):
             raise PlanError(*findings)
         request = json.dumps([bool(held.tensors), None if rewrite is None else rewrite.to_record()])
         texts = [request.encode(), *facts_of(source or {}, held), pack_pieces(list(wanted.tensors))]
-        return cls(held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta))
+        return cls(held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta), restoration=restoration)
 
     @property
     def digest(self) -> bytes:
         """Of all that the other ranks have to know."""
         return xxhash.xxh3_128_digest(b"".join(map(xxhash.xxh3_128_digest, self.texts)))
+
+
+def _weights_of(restoration: Restoration) -> dict[Piece, torch.Tensor]:
+    """What a load of weights alone fills; masters under the names of their parameters."""
+    named = {replace(piece, name=model_name_of_master(piece.name) or piece.name): piece for piece in restoration.wanted}
+    return {piece: restoration.wanted[own] for piece, own in named.items() if not is_state_name(piece.name)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batches import LossFunction, LossOfModel, Microbatch, MicrobatchLoss, See
-from shardwise.engine.generation import Generation
+from shardwise.engine.generation import Generation, GenerationCall
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
@@ -87,6 +87,26 @@ class Computation:
         self.proof = proof
         self.activations = activations
         """What becomes of the tensors that forwards save for backward."""
+        self._running = ""
+        """The call of the engine that goes on."""
+
+    def check_free(self, call: str) -> None:
+        """Raise ModelError where the program makes a call of the engine inside of another that has no room for it."""
+        # Under pp and stage 3 a call sets up what ranks do together; an update changes the weights of any other call.
+        if self._running and (call == "engine.step" or self.runner is not None or self._passes.gathers):
+            raise ModelError(
+                f"{call} was called inside of {self._running}, by a loss function or another function that it runs. "
+                "Ranks go through one call at a time: make the inner call first, and give its result with the batch"
+            )
+
+    @contextmanager
+    def _during(self, call: str) -> Iterator[None]:
+        """The call goes on in the body."""
+        around, self._running = self._running, call
+        try:
+            yield
+        finally:
+            self._running = around
 
     def check_even(self, weighting: Weighting) -> None:
         """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
@@ -127,6 +147,7 @@ class Computation:
         if self.runner is not None:
             self.runner.turn_to(trained)
         with (
+            self._during("engine.step"),
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
             self._explained(),
@@ -193,6 +214,7 @@ class Computation:
         counted = [at for at, weight in enumerate(weights) if weight]
         losses = [MicrobatchLoss(torch.zeros((), device=self._device), {})] * len(parts)
         with (
+            self._during("engine.evaluate"),
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=True),
@@ -217,29 +239,42 @@ class Computation:
                 rounds.done()
         return losses
 
-    def predict(self, inputs: Microbatch, output_of: Callable[[Microbatch], Any]) -> Any:
-        """What `output_of` makes of the inputs, in evaluation mode, without a graph."""
-        (stream,) = self._streams(EVALUATION, 1, 0)
+    def predict(
+        self, parts: Sequence[Microbatch], output_of: Callable[[Microbatch], Any], *, is_list: bool
+    ) -> list[Any]:
+        """What `output_of` makes of each of the inputs, in evaluation mode, without a graph.
+
+        is_list: each data rank has another number of them, maybe; else all have one.
+        """
+        joint = self._passes.joint_of(len(parts)) if is_list else [Joint.ALL]
         output_of = self.autocast.inside(output_of)
+        found = []
         with (
+            self._during("engine.predict"),
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=False),
-            UnevenMicrobatches(self._passes, [], [], trains=False, is_agreed=False),
+            UnevenMicrobatches(self._passes, range(len(parts)), joint, trains=False, is_agreed=is_list) as rounds,
             self._explained(),
         ):
-            if self.runner is not None:
-                return self.runner.predict(inputs, output_of, stream=stream)
-            with stream:
-                return output_of(inputs)
+            for number, part in enumerate(parts):
+                (stream,) = self._streams(EVALUATION, 1, 0)
+                rounds.begin(number)
+                if self.runner is not None:
+                    found.append(self.runner.predict(part, output_of, stream=stream))
+                else:
+                    with stream:
+                        found.append(output_of(part))
+                rounds.done()
+        return found
 
-    def generate(self, generation: Generation) -> Any:
-        """What the model's own `generate` gives, in evaluation mode; see `Engine.generate`."""
+    def generate(self, generation: Generation) -> list[Any]:
+        """What the model's own `generate` gives for each of the prompts, in evaluation mode; see `Engine.generate`."""
         seed = generation.seed
         if seed is None:
             seed = self.random.number("generation", self.step, self._data_rank)
-        run = self.autocast.inside(generation.run)
         with (
+            self._during("engine.generate"),
             torch.no_grad(),
             _evaluating(self._model),
             self.proof.judging(by_all=False),
@@ -247,8 +282,13 @@ class Computation:
             self._explained(),
             self.random.seeded(seed),
         ):
-            if not generation.has_rows:
-                return torch.empty((0, 0), dtype=torch.int64, device=self._device)
+            return [self._generate(call) for call in generation.calls]
+
+    def _generate(self, call: GenerationCall) -> Any:
+        if not call.has_rows:
+            return torch.empty((0, 0), dtype=torch.int64, device=self._device)
+        run = self.autocast.inside(call.run)
+        with nullcontext() if call.seed is None else self.random.seeded(call.seed):
             if self.runner is not None:
                 return self.runner.generate(run, partial(self.random.stream, EVALUATION))
             return run()

@@ -20,7 +20,7 @@ An error in [2] to [6] on one rank stops the others (`stopping_peers`): they wou
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any, Generic, NoReturn
+from typing import Any, Generic, NoReturn, overload
 
 import torch
 from torch import nn
@@ -28,13 +28,21 @@ from typing_extensions import TypeVar
 
 from shardwise.comm.agreement import agreed
 from shardwise.engine.activations.kept_activations import KeptActivations
-from shardwise.engine.batches import Batch, LossFunction, LossWeight, check_loss, moved_to
+from shardwise.engine.batches import (
+    Batch,
+    GivenMicrobatches,
+    LossFunction,
+    LossWeight,
+    check_loss,
+    given_microbatches,
+    moved_to,
+)
 from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
 from shardwise.engine.computation import Computation
 from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
-from shardwise.engine.generation import Gather, Generation, Prompts
+from shardwise.engine.generation import Gather, Generation, Prompts, Seeds
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.matrix_updates import MatrixUpdates
@@ -357,6 +365,7 @@ class Engine(Generic[Model_co]):
         )
 
         def begin() -> str:
+            self._computation.check_free("engine.evaluate")
             self._check_model()
             counting.begin()
             return ""
@@ -373,41 +382,59 @@ class Engine(Generic[Model_co]):
             given, channel=self._channels.world, weighting=weighting, ranks=self._ranks, metrics=counting
         )
 
+    @overload
     def predict(
         self, inputs: Mapping[str, Value], output_of: Callable[[dict[str, Value]], Output] | None = None
-    ) -> Output:
+    ) -> Output: ...
+    @overload
+    def predict(
+        self, inputs: list[dict[str, Value]], output_of: Callable[[dict[str, Value]], Output] | None = None
+    ) -> list[Output]: ...
+    def predict(self, inputs: Any, output_of: Callable[[Any], Any] | None = None) -> Any:
         """What `output_of` makes of the inputs by calling the model, without gradients, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal inputs (their tensors are moved to the device), and get
         the same: a tensor, or any nesting of tensors in tuples, lists, dicts and dataclasses. None: the model's
         output, called as in a step. Whatever else `output_of` does runs on each of them as well. Under pp, an object
         that modules of stages are given (a cache) is None in it. Under stage 3 all data ranks call it together, with
-        different inputs, and run the same modules in the same order. Raises ModelError for a forward that asks for what
-        only another rank has, and PeerError.
+        different inputs, and run the same modules in the same order. A list of inputs, such as the microbatches of a
+        step, gives the list of their outputs; each data rank may have another number of them, also none. Raises
+        ModelError for a forward that asks for what only another rank has, and PeerError.
         """
         self._check_turn()
-        moved = moved_to(inputs, self._channels.everyone.device)
+        self._computation.check_free("engine.predict")
+        device = self._channels.everyone.device
+        given = given_microbatches(inputs)
+        parts = [moved_to(inputs, device)] if given is None else GivenMicrobatches(given, device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
-            found: Output = self._computation.predict(moved, output_of or self._computation.loss.output)
-            return found
+            found = self._computation.predict(
+                parts, output_of or self._computation.loss.output, is_list=given is not None
+            )
+        return found if given is not None else found[0]
 
-    def generate(self, inputs: Prompts, *, seed: int | None = None, gather: Gather = "each", **kwargs: Any) -> Any:
+    def generate(
+        self, inputs: Prompts | Sequence[Prompts], *, seed: Seeds = None, gather: Gather = "each", **kwargs: Any
+    ) -> Any:
         """What the model's `generate(inputs, **kwargs)` gives in one process, in evaluation mode.
 
         All ranks along pp and tp call it together, with equal arguments, and get the same. Under stage 3 all data ranks
         call it, each with its own inputs and lengths. A rank without rows gives None, and gets a tensor [0, 0].
-        inputs: a tensor, or tensors by name; they are moved to the device.
-        seed: as by `torch.manual_seed(seed)` before; None: it follows from the engine's, the step and the data rank.
+        inputs: a tensor, or tensors by name; they are moved to the device. A list of such gives a list of results, as
+            a loop over it does; each data rank may have another number of them, also none.
+        seed: as by `torch.manual_seed(seed)` before; None: it follows from the engine's, the step and the data rank. A
+            list: one for each of the inputs, so that what is drawn for one does not depend on the others.
         gather: under stage 3, "each" gathers for each call of the model, in the memory of an evaluation; "once"
             gathers all parameters first, and each rank holds them until the end.
 
         Raises ModelError for a model without `generate`, BatchError for other arguments, and PeerError.
         """
         self._check_turn()
+        self._computation.check_free("engine.generate")
         device = self._channels.everyone.device
         generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
-            return self._computation.generate(generation)
+            found = self._computation.generate(generation)
+        return found if isinstance(inputs, list | tuple) else found[0]
 
     @property
     def num_averaged(self) -> int:
@@ -607,6 +634,7 @@ class Engine(Generic[Model_co]):
 
     def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
         """What a step trains and reports, equal where ranks do the same; empty for the plain case."""
+        self._computation.check_free("engine.step")
         self._check_model()
         check_loss(loss)
         if self._contents.unfrozen:

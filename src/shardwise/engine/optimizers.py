@@ -30,12 +30,14 @@ from shardwise.plan.saved_settings import PYTHON_DTYPES, NamedOptimizer, Optimiz
 OptimizerFunction: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 """f(the model's parameters, in their own shapes) -> an optimizer over them, or several; also an optimizer's class."""
 
-OptimizerSource: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerFunction
-"""Optimizers over the model's parameters, or the function that makes them."""
+OptimizerSource: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerFunction | None
+"""Optimizers over the model's parameters, or the function that makes them; None for a model that is not trained."""
 
 
 def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers that `source` is, or makes from the parameters in their own shapes and dtypes."""
+    if source is None:  # then nothing may be trainable: see `check_coverage`
+        return ()
     if callable(source) and not isinstance(source, torch.optim.Optimizer):
         try:
             source = source(parameters)

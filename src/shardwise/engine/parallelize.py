@@ -124,7 +124,8 @@ def parallelize(
     """Put a model under a plan. The object passed in is the one that trains: its parameters view working copies.
 
     optimizer: a function of the list of the model's parameters (in their own shapes) that returns a torch optimizer or
-        several, or optimizers already built over them. Their groups and attached schedulers stay.
+        several, or optimizers already built over them. Their groups and attached schedulers stay. None where all
+        parameters are frozen: a reference, a reward model, a model that only generates.
     loss: f(output, microbatch) -> scalar tensor, or a dict with it under "loss" and with other numbers to report. None:
         the model is called with the whole microbatch and gives its own. f(microbatch), with one argument, calls what it
         needs of the model itself.

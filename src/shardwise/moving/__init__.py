@@ -3,9 +3,12 @@
 [1] ranks tell each other which pieces they hold and want
 [2] each plans alone (`plan.reshard`), and they compare the plans
 [3] batches of messages go round, bounded in bytes; targets are allocated when their first bytes come
+
+`exchange` gives whole values to every rank.
 """
 
 from shardwise.moving.live_states import reshard
+from shardwise.moving.nested_exchange import exchange
 from shardwise.moving.tensors import reshard_tensor
 
-__all__ = ["reshard", "reshard_tensor"]
+__all__ = ["exchange", "reshard", "reshard_tensor"]

@@ -53,6 +53,10 @@ class Passes:
         """Forwards of some microbatches follow, and their backwards too where it `trains`. `is_agreed`: the ranks have
         exchanged something since parameters were last written."""
 
+    def joint_of(self, num_microbatches: int) -> Sequence[Joint]:
+        """Which data ranks compute each microbatch that any has, where this rank has so many. All of them call it."""
+        return [Joint.ALL] * num_microbatches
+
     def begin_microbatch(self, *, is_joint: bool) -> None:
         """Its forward follows, or (with stages) its backward. Not `is_joint`: some data ranks skip it."""
 

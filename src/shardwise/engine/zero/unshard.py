@@ -40,11 +40,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.comm.agreement import understood
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
 from shardwise.engine.zero.sharded_params import Copy, sharded_class
-from shardwise.engine.zero.uneven_microbatches import Passes
+from shardwise.engine.zero.uneven_microbatches import Joint, Passes
 from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, UnitCall, unpack
 from shardwise.errors import CallMismatchError, ModelError
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
@@ -198,6 +199,13 @@ class Unshard(Passes):
             self._exchange(_END)
             self.is_followed = False
         self._gradients.microbatch_done(stage)
+
+    def joint_of(self, num_microbatches: int) -> Sequence[Joint]:
+        """See `Passes`."""
+        self._counters.exchanges += 1
+        purpose = "number of predictions"
+        counts = understood(self._owners.exchange(b"%d" % num_microbatches, purpose=purpose), int, purpose=purpose)
+        return [Joint.ALL if at < min(counts) else Joint.SOME for at in range(max(counts))]
 
     def begin_microbatch(self, *, is_joint: bool) -> None:
         """See `Passes`."""
