@@ -11,7 +11,7 @@ the local tensors. A DTensor is a shell around a view of a buffer, and its gradi
 
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar, cast
 
@@ -28,6 +28,7 @@ from shardwise.comm.local_tensors import (
     share_elements,
     with_local_tensor,
 )
+from shardwise.engine.packed_tensors import carried_by, is_packed, is_shell
 from shardwise.errors import CheckpointError, ModelError
 from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
@@ -47,6 +48,19 @@ class Inventory:
     """The name of every parameter object that the model was built with."""
     places: tuple[tuple[nn.Module, str, str], ...]
     """Every place that holds a parameter: (module, attribute, name of the parameter)."""
+    found_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Full name of a place -> the names of what is there, where that is a packed weight: see `packed_tensors`."""
+    views: tuple[tuple[torch.Tensor, str], ...] = ()
+    """Tensors that show the elements of a packed weight, and its name."""
+
+    def names_at(self, place: str, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The names of the tensors that a place of a parameter holds."""
+        return self.found_at[place] if place in self.found_at else (self.name_of[parameter],)
+
+    def carried(self) -> dict[str, nn.Parameter]:
+        """The tensors that belong to packed weights, and are no parameters of modules."""
+        names = {name for _, _, name in self.places}
+        return {name: each for name, each in self.parameters.items() if name not in names} if self.found_at else {}
 
     def tie(self) -> None:
         """Make every tie one parameter object, though the model was built with several that share a storage."""
@@ -65,6 +79,8 @@ class Inventory:
             buffers={},
             name_of={each: name for each, name in self.name_of.items() if name in names},
             places=tuple(place for place in self.places if place[2] in names),
+            found_at=self.found_at,
+            views=tuple(each for each in self.views if each[1] in names),
         )
 
     def cut(self, portions: Mapping[str, Portion]) -> "Inventory":
@@ -108,8 +124,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     first_of: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[tuple[object, ...], nn.Parameter] = {}
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for owner, attribute, name, parameter in named_places(model):
-        _refuse_unfit(f"parameter {name!r}", parameter)
+    found = _PackedPlaces()
+    for owner, attribute, name, parameter in found.listed(model):
         # An expanded parameter: in a flat buffer each element would get a place of its own, and a gradient of its
         # own.
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
@@ -124,7 +140,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
                 f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
                 f"make them one parameter: model.{name} = model.{names[first][0]}"
             )
-        held_by.append((owner, attribute, first))
+        if owner is not None:
+            held_by.append((owner, attribute, first))
         first_of[parameter] = first
         if name not in (known := names.setdefault(first, [])):  # a module reached twice yields its names once each
             known.append(name)
@@ -135,6 +152,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     check_keep(precision, [name for each in names.values() for name in each])
     # Batch norms keep float32 parameters under any plan: torch refuses narrower ones beside float32 statistics.
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
+    beside_packed = {first for owner, _, first in held_by if owner in found.modules and not first.requires_grad}
     specs = tuple(
         describe(
             name=each[0],
@@ -144,6 +162,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             trainable=parameter.requires_grad,
             precision=precision,
             beside_statistics=parameter in beside_statistics,
+            is_packed=id(parameter) in found.tensors,
+            beside_packed=parameter in beside_packed,
         )
         for parameter, each in names.items()
     )
@@ -155,7 +175,42 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         buffers=buffers,
         name_of={each: names[first][0] for each, first in first_of.items()},
         places=tuple((owner, attribute, names[first][0]) for owner, attribute, first in held_by),
+        found_at={
+            place: tuple(names[first_of[each]][0] for each in tensors) for place, tensors in found.tensors_at.items()
+        },
+        views=tuple((view, names[first_of[parameter]][0]) for view, parameter in found.views),
     )
+
+
+class _PackedPlaces:
+    """The packed weights of a model: which tensors they are made of."""
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+        """Those that hold one: they compute with its codes, and see to dtypes themselves."""
+        self.tensors: set[int] = set()
+        """By id: those whose dtype stays."""
+        self.tensors_at: dict[str, list[nn.Parameter]] = {}
+        self.views: list[tuple[torch.Tensor, nn.Parameter]] = []
+
+    def listed(self, model: nn.Module) -> Iterator[tuple[nn.Module | None, str, str, nn.Parameter]]:
+        """As `named_places`; packed weights with what belongs to them, which has no module."""
+        for owner, attribute, name, parameter in named_places(model):
+            _refuse_unfit(f"parameter {name!r}", parameter)
+            if not is_packed(parameter):
+                yield owner, attribute, name, parameter
+                continue
+            carried = carried_by(owner, name, parameter)
+            held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
+            self.views += [(each.tensor, parameter) for each in carried if each.is_view]
+            self.modules.add(owner)
+            self.tensors_at[name] = held if is_shell(parameter) else [parameter, *held]
+            self.tensors.update(map(id, self.tensors_at[name]))
+            if not is_shell(parameter):
+                yield owner, attribute, name, parameter
+            yield from (
+                (None, "", each.name, cast("nn.Parameter", each.tensor)) for each in carried if not each.is_view
+            )
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
@@ -320,13 +375,18 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
             f"{what} is cut over ranks by the model's present plan (stage 3). Change the plan with "
             "sw.relayout(engine, plan), or build the model anew"
         )
+    if is_shell(tensor) and tensor.requires_grad:
+        raise ModelError(
+            f"{what} is a {type(tensor).__name__}, a tensor around others, and is to be trained. shardwise trains plain "
+            "tensors: freeze it (requires_grad_(False)) and train adapters, or quantise after the training"
+        )
     if tensor.layout != torch.strided:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")
 
 
 def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
-    if parameter.numel() == 0 or is_dtensor(parameter):
+    if parameter.numel() == 0 or is_dtensor(parameter) or is_shell(parameter):
         # Without memory, or in a shell of its own: it shares nothing unless it is the same object.
         return (id(parameter),)
     storage = parameter.untyped_storage()

@@ -56,6 +56,7 @@ from shardwise.engine.optimizers import (
     on_host,
     swap,
 )
+from shardwise.engine.packed_tensors import move_carried, settle_packed, shells_of
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -544,10 +545,12 @@ def _keep_own(
     # What goes to flat buffers stays where it was built until its buffer takes it, which may want a part of it only:
     # whole parameters and buffers would be on the device at once. Replicas of ties have buffers of their own.
     buffered = {slot.name for bucket in layout.ownership.buckets for slot in bucket.slots}
+    move_carried([each for name, each in held.carried().items() if name not in buffered], device)
     move_to(
         model,
         device,
-        but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
+        but=[*shells_of(model)]
+        + [each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
     optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
     buffers = make_params(
@@ -567,6 +570,7 @@ def _keep_own(
         here = {name for name, each in model.named_buffers() if not each.is_meta}
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
+    settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
     model_buffers.settle(channels.pipeline)  # it remembers values, so all are here by now
     return _KeptTensors(
         inventory=inventory,
@@ -596,6 +600,7 @@ def give_room(
     torch lets them. Returns the inventory with the parameters that are there now.
     """
     fresh: dict[str, nn.Parameter] = {}
+    carried = inventory.carried()
     for spec in inventory.specs:
         old = inventory.parameters[spec.name]
         if spec.name in held and old.is_meta:
@@ -603,7 +608,7 @@ def give_room(
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             made = with_values(old, room.expand(spec.shape))
-            fresh[spec.name] = take_over(old, made) if keeps_objects else made
+            fresh[spec.name] = take_over(old, made) if keeps_objects or spec.name in carried else made
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs
@@ -613,6 +618,8 @@ def give_room(
         buffer = module._buffers[attribute]
         if buffer is not None and buffer.is_meta:
             module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device=device))
+    for name in carried.keys() & fresh.keys():
+        assert fresh[name] is inventory.parameters[name], "what holds a carried tensor goes on with the object"
     return replace(
         inventory,
         parameters={**inventory.parameters, **fresh},

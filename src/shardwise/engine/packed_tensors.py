@@ -1,0 +1,172 @@
+"""Packed weights: frozen parameters in fewer bits, and the tensors that belong to them.
+
+    what a model has                                                what is planned, moved and saved, by name
+    w: Int8Tensor, a subclass around `qdata` and `scale`            w.qdata int8    w.scale float32
+    w: uint8, w.quant_state: an object with `absmax` and `code`     w uint8         w.quant_state.absmax  ..code
+    w: int8, w.CB: a view of w, module.state.SCB                    w int8          w.SCB
+
+Each of these tensors is frozen, keeps its dtype and stays the same object: where a rank drops it, makes room for it or
+has it in a flat buffer, its content changes. So whatever holds it (a module, a state of its kernels) goes on with it. A
+subclass is a shell around its tensors, and is made anew where they come to another device.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardwise.comm.local_tensors import dtype_name, is_dtensor
+from shardwise.plan.dtypes import COMPUTE_DTYPES, is_complex
+
+_DEPTH = 4
+"""How deep objects are looked into for tensors."""
+
+_OURS = ("_unit_place", "_reader")
+"""Attributes of parameters at rest (stage 3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """A tensor that belongs to a packed parameter."""
+
+    name: str
+    """Full name: that of the parameter, and the path from it."""
+    tensor: torch.Tensor
+    is_view: bool
+    """Whether it shows the very elements of the parameter: it has no values to keep, and follows the parameter."""
+
+
+def is_shell(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a subclass around others, which have its values. DTensors are known apart."""
+    return type(tensor) is not nn.Parameter and is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor)
+
+
+def is_packed(parameter: torch.Tensor) -> bool:
+    """Whether no plan may cast a parameter: its elements are codes, which belong to other tensors."""
+    if parameter.requires_grad:
+        return False
+    name = dtype_name(parameter.dtype)
+    if is_shell(parameter) or not (name in COMPUTE_DTYPES or is_complex(name)):
+        return True
+    # Codes may be stored as floats: FSDP cuts tensors of one dtype only (`quant_storage` of bitsandbytes).
+    kind = type(parameter)
+    is_plain = (kind.__bases__[0] if hasattr(kind, "_is_sharded_param") else kind) is nn.Parameter
+    return not is_plain and any(True for _ in _tensors_in(_attributes(parameter), 0))
+
+
+def carried_by(module: nn.Module, name: str, parameter: torch.Tensor) -> list[Carried]:
+    """The tensors that belong to a packed parameter of `module`, each once, in an order that does not depend on use."""
+    if is_shell(parameter):
+        found = _tensors_in(_inside(parameter), 0)
+    else:
+        found = _around(module, parameter)
+    carried: dict[str, Carried] = {}
+    seen = {id(parameter)}
+    for path, tensor in found:
+        if id(tensor) not in seen and f"{name}.{path}" not in carried:
+            seen.add(id(tensor))
+            carried[f"{name}.{path}"] = Carried(
+                name=f"{name}.{path}", tensor=tensor, is_view=not is_shell(parameter) and _is_view(tensor, parameter)
+            )
+    return sorted(carried.values(), key=lambda each: each.name)
+
+
+def _around(module: nn.Module, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from _tensors_in(_attributes(parameter), 0)
+    # Some modules move what a parameter has to a state of their kernels, in their first forward: `state.SCB` there is
+    # `SCB` of the parameter, under the same name.
+    for key, value in vars(module).items():
+        if not key.startswith("_") and not isinstance(value, torch.Tensor | nn.Module):
+            # Whole numbers there are none of its: places of outliers, say, which follow from the last input.
+            yield from (
+                (path, each)
+                for path, each in _tensors_in(_members(value), 1)
+                if each.is_floating_point() or _is_view(each, parameter)
+            )
+
+
+def _attributes(parameter: torch.Tensor) -> Mapping[str, Any]:
+    return {key: value for key, value in vars(parameter).items() if key not in _OURS}
+
+
+def _inside(shell: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    names, _ = shell.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(shell, name) for name in names}
+
+
+def _tensors_in(members: Mapping[str, Any], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, value in members.items():
+        if isinstance(value, torch.Tensor):
+            if is_shell(value):
+                yield from ((f"{key}.{path}", each) for path, each in _tensors_in(_inside(value), depth + 1))
+            elif value.layout == torch.strided and not isinstance(value, nn.Parameter) and not value.requires_grad:
+                yield key, value
+        elif depth < _DEPTH and (inner := _members(value)):
+            yield from ((f"{key}.{path}", each) for path, each in _tensors_in(inner, depth + 1))
+
+
+def _members(value: object) -> Mapping[str, Any]:
+    """What an object holds by name; nothing of modules, classes, functions and plain values."""
+    if isinstance(value, Mapping):
+        return {key: each for key, each in value.items() if isinstance(key, str)}
+    if isinstance(value, list | tuple):
+        return {str(at): each for at, each in enumerate(value)}
+    if isinstance(value, nn.Module | type) or callable(value):
+        return {}
+    return getattr(value, "__dict__", {})
+
+
+def _is_view(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    # By the storage object: on the meta device and at rest (stage 3) there is no address.
+    return (
+        tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+        and tensor.numel() == parameter.numel()
+        and tensor.numel() > 0
+    )
+
+
+@torch.no_grad()
+def follow(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Let a view show the elements that `parameter` has now; returns what has the content of before, if it changed."""
+    if _is_view(view, parameter):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+        made = torch.Tensor.detach(parameter)
+        made = made.as_subclass(torch.Tensor).view(view.shape) if made.is_contiguous() else made
+    torch.utils.swap_tensors(view, made)
+    return made
+
+
+def inner_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside a shell; nothing of another parameter."""
+    return [each for _, each in _tensors_in(_inside(parameter), 0)] if is_shell(parameter) else []
+
+
+def shells_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that are shells, each once."""
+    yield from (each for each in model.parameters() if is_shell(each))
+
+
+@torch.no_grad()
+def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let views of packed weights show what these are now, and each shell say that it is where its tensors are."""
+    for view, parameter in views:
+        follow(view, parameter)
+    for shell in list(shells_of(model)):
+        inner = _inside(shell)
+        device = next((each.device for each in inner.values()), shell.device)
+        if shell.device != device:
+            _, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
+            made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
+            torch.utils.swap_tensors(shell, nn.Parameter(made, requires_grad=False))
+
+
+@torch.no_grad()
+def move_carried(tensors: Collection[torch.Tensor], device: torch.device) -> None:
+    """Move tensors to a device; the objects stay."""
+    for each in tensors:
+        if not each.is_meta and each.device != device:
+            torch.utils.swap_tensors(each, each.to(device))
