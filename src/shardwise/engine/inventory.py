@@ -200,7 +200,7 @@ class _PackedPlaces:
             if not is_packed(parameter):
                 yield owner, attribute, name, parameter
                 continue
-            carried = carried_by(owner, name, parameter)
+            carried = carried_by(owner, attribute, name)
             held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
             self.views += [(each.tensor, parameter) for each in carried if each.is_view]
             self.modules.add(owner)
@@ -377,8 +377,8 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
         )
     if is_shell(tensor) and tensor.requires_grad:
         raise ModelError(
-            f"{what} is a {type(tensor).__name__}, a tensor around others, and is to be trained. shardwise trains plain "
-            "tensors: freeze it (requires_grad_(False)) and train adapters, or quantise after the training"
+            f"{what} is a {type(tensor).__name__}, a tensor around others, and requires a gradient. shardwise trains "
+            "plain tensors: freeze it (requires_grad_(False)) and train adapters, or quantise after the training"
         )
     if tensor.layout != torch.strided:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")

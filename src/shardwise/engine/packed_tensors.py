@@ -37,6 +37,8 @@ class Carried:
     tensor: torch.Tensor
     is_view: bool
     """Whether it shows the very elements of the parameter: it has no values to keep, and follows the parameter."""
+    place: tuple[nn.Module, str]
+    """The module that holds the parameter, and its attribute."""
 
 
 def is_shell(tensor: torch.Tensor) -> bool:
@@ -57,21 +59,26 @@ def is_packed(parameter: torch.Tensor) -> bool:
     return not is_plain and any(True for _ in _tensors_in(_attributes(parameter), 0))
 
 
-def carried_by(module: nn.Module, name: str, parameter: torch.Tensor) -> list[Carried]:
-    """The tensors that belong to a packed parameter of `module`, each once, in an order that does not depend on use."""
-    if is_shell(parameter):
-        found = _tensors_in(_inside(parameter), 0)
-    else:
-        found = _around(module, parameter)
+def carried_by(module: nn.Module, attribute: str, name: str) -> list[Carried]:
+    """What belongs to the packed parameter of a module at `attribute`, each once, in an order that no use changes.
+
+    name: the full name of the parameter.
+    """
+    parameter = module._parameters[attribute]
+    assert parameter is not None
+    within = is_shell(parameter)
     carried: dict[str, Carried] = {}
     seen = {id(parameter)}
-    for path, tensor in found:
+    for path, tensor in _tensors_in(_inside(parameter), 0) if within else _around(module, parameter):
         if id(tensor) not in seen and f"{name}.{path}" not in carried:
             seen.add(id(tensor))
             carried[f"{name}.{path}"] = Carried(
-                name=f"{name}.{path}", tensor=tensor, is_view=not is_shell(parameter) and _is_view(tensor, parameter)
+                name=f"{name}.{path}",
+                tensor=tensor,
+                is_view=not within and _is_view(tensor, parameter),
+                place=(module, attribute),
             )
-    return sorted(carried.values(), key=lambda each: each.name)
+    return [carried[each] for each in sorted(carried)]
 
 
 def _around(module: nn.Module, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,16 +135,12 @@ def _is_view(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-@torch.no_grad()
-def follow(view: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Let a view show the elements that `parameter` has now; returns what has the content of before, if it changed."""
-    if _is_view(view, parameter):
-        return None
-    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-        made = torch.Tensor.detach(parameter)
-        made = made.as_subclass(torch.Tensor).view(view.shape) if made.is_contiguous() else made
-    torch.utils.swap_tensors(view, made)
-    return made
+def all_carried(model: nn.Module) -> Iterator[Carried]:
+    """What belongs to the packed weights of a model, under each name that it has."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and is_packed(parameter):
+                yield from carried_by(module, key, f"{prefix}.{key}" if prefix else key)
 
 
 def inner_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -145,23 +148,34 @@ def inner_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [each for _, each in _tensors_in(_inside(parameter), 0)] if is_shell(parameter) else []
 
 
-def shells_of(model: nn.Module) -> Iterator[nn.Parameter]:
+def shells_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are shells, each once."""
-    yield from (each for each in model.parameters() if is_shell(each))
+    return [each for each in model.parameters() if is_shell(each)]
+
+
+# Other content for the same objects -------------------------------------------------------------------------------
+
+Swapped = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors that got another content, and what has theirs of before."""
 
 
 @torch.no_grad()
-def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Let views of packed weights show what these are now, and each shell say that it is where its tensors are."""
-    for view, parameter in views:
-        follow(view, parameter)
-    for shell in list(shells_of(model)):
-        inner = _inside(shell)
-        device = next((each.device for each in inner.values()), shell.device)
-        if shell.device != device:
-            _, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
-            made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
-            torch.utils.swap_tensors(shell, nn.Parameter(made, requires_grad=False))
+def put_in(model: nn.Module, carried: Collection[Carried], contents: Mapping[str, torch.Tensor]) -> Swapped:
+    """Give the tensors of packed weights another content by name; their views, and shells, go with them."""
+    swapped: Swapped = []
+    for tensor, content in {each.tensor: contents[each.name] for each in carried if not each.is_view}.items():
+        torch.utils.swap_tensors(tensor, content)
+        swapped.append((tensor, content))
+    views = [(each.tensor, each.place[0]._parameters[each.place[1]]) for each in carried if each.is_view]
+    return swapped + settle_packed(model, views)
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, swapped: Swapped) -> None:
+    """Undo `put_in`, after the weights themselves are what they were."""
+    for tensor, content in reversed(swapped):
+        torch.utils.swap_tensors(tensor, content)
+    settle_packed(model, [])
 
 
 @torch.no_grad()
@@ -170,3 +184,23 @@ def move_carried(tensors: Collection[torch.Tensor], device: torch.device) -> Non
     for each in tensors:
         if not each.is_meta and each.device != device:
             torch.utils.swap_tensors(each, each.to(device))
+
+
+@torch.no_grad()
+def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.Tensor]]) -> Swapped:
+    """Let views of packed weights show what these are now, and shells say that they are where their tensors are."""
+    swapped: Swapped = []
+    for view, parameter in views:
+        if not _is_view(view, parameter):
+            with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                made = parameter.detach().view(view.shape)
+            torch.utils.swap_tensors(view, made)
+            swapped.append((view, made))
+    for shell in shells_of(model):
+        inner = _inside(shell)
+        device = next((each.device for each in inner.values()), shell.device)
+        if shell.device != device:
+            _, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
+            made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
+            torch.utils.swap_tensors(shell, nn.Parameter(made, requires_grad=False))
+    return swapped

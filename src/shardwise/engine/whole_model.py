@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,7 @@ from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import named_places, with_values
 from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.packed_tensors import all_carried, is_shell, put_back, put_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.state import EngineRestoration, HandOver, whole
@@ -160,10 +161,15 @@ class _WholeModel:
         self._parts = [(module, key, place, held) for module, key, place, held in named_places(model)]
         for _, _, place, part in self._parts:
             name = ties.get(place, place)
-            if name not in self.parameters:
+            if is_shell(part):  # stays, and what is inside gets the whole content
+                self.parameters[name] = part
+            elif name not in self.parameters:
                 self.parameters[name] = made = with_values(part, values[name])
                 for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
                     vars(made).pop(own, None)
+        self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
+        self._values = values
+        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
             (module._buffers, key, buffer, values[name_of[id(buffer)]])
@@ -188,6 +194,7 @@ class _WholeModel:
             setattr(module, key, self.parameters[self._ties.get(place, place)])
         for buffers, key, _, values in self._buffers:
             buffers[key] = values
+        self._swapped = put_in(self._model, self._carried, self._values)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -199,6 +206,7 @@ class _WholeModel:
                     part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
+        put_back(self._model, self._swapped)
         for attributes, before in self._attributes:
             for key in _OF_PLANS:
                 attributes.pop(key, None)
@@ -210,7 +218,14 @@ class _WholeModel:
 
     def _now(self) -> dict[str, torch.Tensor]:
         places = {place: getattr(module, key) for module, key, place, _ in self._parts if place not in self._ties}
-        return places | dict(self._model.named_buffers())
+        carried = {
+            self._ties.get(each.name, each.name): each.tensor for each in all_carried(self._model) if not each.is_view
+        }
+        return {
+            name: each
+            for name, each in (places | dict(self._model.named_buffers()) | carried).items()
+            if not is_shell(each)
+        }
 
     def values(self, names: Sequence[str]) -> Pieces:
         """What is in their places now."""
