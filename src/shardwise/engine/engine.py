@@ -39,6 +39,7 @@ from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.packed_tensors import PackedPlaces
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
@@ -128,6 +129,7 @@ class Engine(Generic[Model_co]):
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
+        self._packed = PackedPlaces(model)
         self._gradients = gradients
         self._ties = ties
         self._sizes = sizes
@@ -428,6 +430,7 @@ class Engine(Generic[Model_co]):
         """
         self._check_turn()
         self._closing.judge()
+        self._packed.restore()
         self._buffers.adopt_writes()
         # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
         # without it.
@@ -587,6 +590,7 @@ class Engine(Generic[Model_co]):
             self._known_optimizers = tuple(
                 known.taking_in(added.get(at, {})) for at, known in enumerate(self._closing.optimizers)
             )
+        self._packed.restore()
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 

@@ -148,6 +148,11 @@ def inner_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [each for _, each in _tensors_in(_inside(parameter), 0)] if is_shell(parameter) else []
 
 
+def first_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that is gathered for a packed weight: the first inside a shell, else the weight."""
+    return next(iter(inner_tensors(parameter)), parameter)
+
+
 def shells_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are shells, each once."""
     return [each for each in model.parameters() if is_shell(each)]
@@ -204,3 +209,44 @@ def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.
             made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
             torch.utils.swap_tensors(shell, nn.Parameter(made, requires_grad=False))
     return swapped
+
+
+class PackedPlaces:
+    """Where the codes of packed weights are, and what belongs to them, to undo what a forward makes of it.
+
+    In evaluation mode kernels of CPUs may pack codes in another way, which they cannot train with, and in which no
+    checkpoint holds them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Of the weights that are in memory here, or in a flat buffer; shells are never packed anew."""
+        weights = {each: None for module in model.modules() for each in module._parameters.values() if each is not None}
+        self._kept: list[tuple[nn.Parameter, int, torch.Tensor, list[tuple[dict[str, Any], dict[str, Any]]]]] = []
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            for each in weights:
+                if is_packed(each) and not is_shell(each):
+                    storage = each.untyped_storage()._cdata
+                    self._kept.append((each, storage, each.detach(), [(it, dict(it)) for it in _dicts_in(each)]))
+
+    def restore(self) -> None:
+        """Put back the codes that were, with what belonged to them, where a forward has put others."""
+        if self._kept:
+            with torch._C.DisableTorchFunctionSubclass():
+                for weight, storage, codes, belonging in self._kept:
+                    if weight.untyped_storage()._cdata != storage:
+                        weight.data = codes
+                        for held, before in belonging:
+                            held.clear()
+                            held.update(before)
+
+
+def _dicts_in(weight: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """The attributes of the objects that belong to a weight, and its own."""
+    reached: list[tuple[object, int]] = [(each, 1) for each in _attributes(weight).values()]
+    yield vars(weight)
+    for value, depth in reached:
+        members = _members(value)
+        if isinstance(members, dict) and not isinstance(value, torch.Tensor | list | tuple | dict):
+            yield members
+        if depth < _DEPTH and not isinstance(value, torch.Tensor):
+            reached += [(each, depth + 1) for each in members.values()]

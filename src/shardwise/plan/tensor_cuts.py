@@ -325,6 +325,9 @@ class _Planner:
         self._named.add(name)
         if rule.sums_gradients:
             self._summed.add(name)
+        if rule.kind != "whole" and module.problem and module.computes == "other":
+            self.findings.append(f"{_named(module, attribute)} ({rule.text}): {module.problem}")
+            return
         match rule.kind:
             case "whole":
                 pass
