@@ -23,6 +23,7 @@ from torch import nn
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
@@ -135,6 +136,11 @@ def check_elementwise(
 def _why_not_elementwise(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device, instead: str
 ) -> str:
+    if keys := _keys_of_blocks(optimizer, group, device):
+        return (
+            f"its state ({', '.join(sorted(keys))}) has numbers for blocks of a parameter, and slices would cut the "
+            f"blocks. {instead}"
+        )
     generator = torch.Generator().manual_seed(0)
     # The parameter and its gradients. In float64, so that updates of any size differ from rounding.
     matrix = list(torch.randn(5, 4, 6, dtype=torch.float64, generator=generator))
@@ -158,6 +164,31 @@ def _why_not_elementwise(
             "sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
         )
     return ""
+
+
+def _keys_of_blocks(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> set[str]:
+    """Keys of state that an optimizer keeps packed, in blocks that have a scale each."""
+    # Small parameters get plain state: the trials of updates would not meet the blocks.
+    sizes = (1 << 14, 1 << 15)
+
+    def state_at(size: int) -> Mapping[str, Any]:
+        generator = torch.Generator().manual_seed(0)
+        with random_numbers_kept(device):
+            stretch = list(torch.randn(2, size, generator=generator))
+            return next(iter(_run_double(optimizer, group, [stretch], device, begins=True).state.values()), {})
+
+    try:
+        state = state_at(sizes[0])
+        found = {key for key, value in state.items() if isinstance(value, torch.Tensor) and is_shell(value)}
+        counts = {key: each.numel() for key, each in state.items() if isinstance(each, torch.Tensor)}
+        # A table of its codes has one size, a scale for each block has not.
+        unlike = {key for key, count in counts.items() if count not in (1, sizes[0])} - found
+        if unlike:
+            larger = state_at(sizes[1])
+            found |= {key for key in unlike if larger[key].numel() != counts[key]}
+    except Exception:  # it wants something else: the trials of updates say what
+        return set()
+    return found
 
 
 def check_apart(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
@@ -290,10 +321,12 @@ def _run_double(
     device: torch.device,
     *,
     step: Callable[[torch.optim.Optimizer], Any] = lambda double: double.step(),
+    begins: bool = False,
 ) -> torch.optim.Optimizer:
     """A double of `optimizer` with the settings of `group`, after it updated trial parameters.
 
-    `stretches`: for each parameter its values, and then its gradient at each step.
+    `stretches`: for each parameter its values, and then its gradient at each step. `begins`: without the state that
+    the optimizer has.
     """
     # Not built anew, because constructors differ; not `deepcopy`, which would copy the user's parameters and moments.
     double = object.__new__(type(optimizer))
@@ -307,7 +340,7 @@ def _run_double(
     double.param_groups = [{**{name: _own(value) for name, value in group.items()}, "params": parameters}]
     if "lr" in group:  # a warm-up may start at 0, where every optimizer looks the same
         double.param_groups[0]["lr"] = torch.full_like(group["lr"], 0.1) if torch.is_tensor(group["lr"]) else 0.1
-    if optimizer.state:
+    if optimizer.state and not begins:
         # An optimizer that makes its state when it is built (Adagrad before torch 2.12) shows what a fresh one has.
         not_along = keys_not_along(optimizer.state)
         example = next(iter(optimizer.state.values()))
@@ -409,7 +442,9 @@ class KnownOptimizer:
         Raises OptimizerError for other values.
         """
         for name, key, value in self._values(name_of):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and is_shell(value):
+                yield from ((name, f"{key}.{path}", each) for path, each in inner_by_path(value).items())
+            elif isinstance(value, torch.Tensor):
                 yield name, key, value.detach()
             elif value is not None:
                 yield name, key, torch.tensor(value, dtype=torch_dtype(PYTHON_DTYPES[python_type(name, key, value)]))
@@ -435,6 +470,33 @@ def know(
             )
         )
     return tuple(known)
+
+
+def with_shells(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State of a parameter as the optimizer keeps it: where it has a subclass around tensors, these come into one.
+
+    like: a tensor with the parameter's shape, dtype and device. state: with keys such as `exp_avg.codes`.
+    """
+    if not any("." in key for key in state):
+        return dict(state)
+    # Which class it is, and what else it holds, the optimizer alone knows: a double updates such a parameter.
+    with random_numbers_kept(like.device):
+        zeros = torch.zeros_like(like)
+        (made,) = _run_double(optimizer, group, [[zeros, zeros]], like.device, begins=True).state.values()
+    found = dict(state)
+    for key, value in made.items():
+        if isinstance(value, torch.Tensor) and is_shell(value):
+            parts = {path: found.pop(f"{key}.{path}", None) for path in inner_by_path(value)}
+            if lost := sorted(path for path, part in parts.items() if part is None):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, and the state that is "
+                    f"loaded has none of its parts {few_of(lost)}. Load the state of this optimizer, or the weights "
+                    "alone"
+                )
+            found[key] = rebuilt(value, parts)
+    return found
 
 
 def can_skip_on_device(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
@@ -567,7 +629,7 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
     def cut(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
             return _reachable(value, master.device)
-        if key in not_along or value.shape != spec.global_shape:
+        if key in not_along or value.shape != spec.global_shape or is_shell(value):  # of a whole parameter
             return value.to(master.device)
         local = value if spec.portion is None else portion_of(value, spec.portion)
         part = local.reshape(-1)[run.start : run.stop]

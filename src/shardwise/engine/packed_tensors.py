@@ -143,9 +143,30 @@ def all_carried(model: nn.Module) -> Iterator[Carried]:
                 yield from carried_by(module, key, f"{prefix}.{key}" if prefix else key)
 
 
+def inner_by_path(shell: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors inside a shell by their paths."""
+    return dict(_tensors_in(_inside(shell), 0))
+
+
+def rebuilt(shell: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A shell like another, around tensors that are given by their paths."""
+    names, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: dict[str, torch.Tensor] = {}
+    for name in names:
+        if is_shell(within := getattr(shell, name)):
+            lead = f"{name}."
+            own = {path.removeprefix(lead): each for path, each in parts.items() if path.startswith(lead)}
+            inner[name] = rebuilt(within, own)
+        else:
+            inner[name] = parts[name]
+    made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
 def inner_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors inside a shell; nothing of another parameter."""
-    return [each for _, each in _tensors_in(_inside(parameter), 0)] if is_shell(parameter) else []
+    return list(inner_by_path(parameter).values()) if is_shell(parameter) else []
 
 
 def first_tensor(parameter: torch.Tensor) -> torch.Tensor:

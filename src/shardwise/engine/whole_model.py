@@ -21,8 +21,8 @@ from torch import nn
 from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import named_places, with_values
-from shardwise.engine.optimizers import KnownOptimizer
-from shardwise.engine.packed_tensors import all_carried, is_shell, put_back, put_in
+from shardwise.engine.optimizers import KnownOptimizer, with_shells
+from shardwise.engine.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.state import EngineRestoration, HandOver, whole
@@ -264,7 +264,11 @@ class _WholeOptimizers:
                 | ({"param_names": list(names)} if "param_names" in group else {})
                 for group, names in zip(held.param_groups, known.given, strict=True)
             ]
-            held.state = defaultdict(dict, {self._parameters[name]: each for name, each in state.items()})
+            group_of = {id(each): group for group in held.param_groups for each in group["params"]}
+            held.state = defaultdict(dict)
+            for name, each in state.items():
+                parameter = self._parameters[name]
+                held.state[parameter] = with_shells(held, group_of[id(parameter)], parameter.detach(), each)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -297,6 +301,8 @@ class _WholeOptimizers:
 
 def _version_of(value: object) -> object:
     """Another after every write to a tensor, and for another value."""
+    if isinstance(value, torch.Tensor) and is_shell(value):
+        return id(value), *map(_version_of, inner_tensors(value))
     if isinstance(value, torch.Tensor):
         # Torch counts no writes to `.data`, and none through numpy.
         return id(value), value._version, digest_of_values(value)
