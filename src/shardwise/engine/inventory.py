@@ -162,8 +162,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             trainable=parameter.requires_grad,
             precision=precision,
             beside_statistics=parameter in beside_statistics,
-            is_packed=id(parameter) in found.tensors,
-            beside_packed=parameter in beside_packed,
+            is_packed=id(parameter) in found.tensors or parameter in beside_packed,
         )
         for parameter, each in names.items()
     )

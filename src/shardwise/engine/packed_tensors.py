@@ -11,6 +11,7 @@ subclass is a shell around its tensors, and is made anew where they come to anot
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,12 +197,28 @@ def put_in(model: nn.Module, carried: Collection[Carried], contents: Mapping[str
     return swapped + settle_packed(model, views)
 
 
-@torch.no_grad()
-def put_back(model: nn.Module, swapped: Swapped) -> None:
+def put_back(swapped: Swapped) -> None:
     """Undo `put_in`, after the weights themselves are what they were."""
     for tensor, content in reversed(swapped):
         torch.utils.swap_tensors(tensor, content)
-    settle_packed(model, [])
+
+
+@contextmanager
+def shells_aside(model: nn.Module) -> Iterator[None]:
+    """Modules hold no shells inside: torch would put others in their place, around other tensors."""
+    places = [
+        (module._parameters, key, each)
+        for module in model.modules()
+        for key, each in module._parameters.items()
+        if each is not None and is_shell(each)
+    ]
+    for parameters, key, _ in places:
+        parameters[key] = None
+    try:
+        yield
+    finally:
+        for parameters, key, each in places:
+            parameters[key] = each
 
 
 @torch.no_grad()
@@ -228,34 +245,40 @@ def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.
         if shell.device != device:
             _, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
             made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
-            torch.utils.swap_tensors(shell, nn.Parameter(made, requires_grad=False))
+            # Not nn.Parameter(made), which is around views of the tensors.
+            made._is_param = True
+            torch.utils.swap_tensors(shell, made)
+            swapped.append((shell, made))
     return swapped
 
 
 class PackedPlaces:
-    """Where the codes of packed weights are, and what belongs to them, to undo what a forward makes of it.
+    """Where packed weights are, and what belongs to them, to undo what a forward makes of it.
 
-    In evaluation mode kernels of CPUs may pack codes in another way, which they cannot train with, and in which no
-    checkpoint holds them.
+    Kernels of CPUs may pack codes in another way in evaluation mode: they cannot train with these, and no checkpoint
+    holds them. And a frozen bias of such a module may get other memory, in the dtype in which it computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Of the weights that are in memory here, or in a flat buffer; shells are never packed anew."""
-        weights = {each: None for module in model.modules() for each in module._parameters.values() if each is not None}
+        """Of the weights as they are now, in memory or in flat buffers; shells are never packed anew."""
         self._kept: list[tuple[nn.Parameter, int, torch.Tensor, list[tuple[dict[str, Any], dict[str, Any]]]]] = []
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-            for each in weights:
-                if is_packed(each) and not is_shell(each):
-                    storage = each.untyped_storage()._cdata
-                    self._kept.append((each, storage, each.detach(), [(it, dict(it)) for it in _dicts_in(each)]))
+        for module in model.modules():
+            held = [each for each in module._parameters.values() if each is not None and not each.requires_grad]
+            packed = {id(each) for each in held if is_packed(each)}
+            for each in held if packed else ():
+                if not is_shell(each):
+                    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                        storage, values = each.untyped_storage()._cdata, each.detach()
+                    belonging = [(it, dict(it)) for it in _dicts_in(each)] if id(each) in packed else []
+                    self._kept.append((each, storage, values, belonging))
 
     def restore(self) -> None:
-        """Put back the codes that were, with what belonged to them, where a forward has put others."""
+        """Put back the tensors that were, with what belonged to them, where a forward has put others."""
         if self._kept:
             with torch._C.DisableTorchFunctionSubclass():
-                for weight, storage, codes, belonging in self._kept:
+                for weight, storage, values, belonging in self._kept:
                     if weight.untyped_storage()._cdata != storage:
-                        weight.data = codes
+                        weight.data = values
                         for held, before in belonging:
                             held.clear()
                             held.update(before)

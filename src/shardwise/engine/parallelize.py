@@ -39,6 +39,7 @@ from shardwise.engine.inventory import (
     portions_of_dtensors,
     take_inventory,
     take_over,
+    values_of,
     with_values,
 )
 from shardwise.engine.meta_init import Initialisation
@@ -56,7 +57,7 @@ from shardwise.engine.optimizers import (
     on_host,
     swap,
 )
-from shardwise.engine.packed_tensors import move_carried, settle_packed, shells_of
+from shardwise.engine.packed_tensors import move_carried, settle_packed
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -84,7 +85,7 @@ from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
-from shardwise.errors import MismatchError, PlanError
+from shardwise.errors import MismatchError, ModelError, PlanError, few_of
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
@@ -319,8 +320,18 @@ def _agree(
         decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
+            _refuse_waiting_packed(inventory)
             values = Initialisation(model, seed)
     return _AgreedTerms(seed=seed, placement=placement, units=units, decision=decision, values=values)
+
+
+def _refuse_waiting_packed(inventory: Inventory) -> None:
+    packed = {name for names in inventory.found_at.values() for name in names}
+    if waiting := [name for name in inventory.waiting() if name in packed]:
+        raise ModelError(
+            f"{few_of(waiting)}: packed weights have no initial values, and these are on the meta device. Quantise the "
+            "weights, or load quantised ones, before parallelize"
+        )
 
 
 def _seeds_in(answer: bytes) -> tuple[int | None, int]:
@@ -481,6 +492,7 @@ def _build(
             passes=passes,
             runner=runner,
             channel=channels.world,
+            frozen_bytes=_bytes_outside(tensors),
         ),
         summed=summed,
         plain_calls=PlainCalls(
@@ -493,6 +505,17 @@ def _build(
         tensor_decision=decision,
         groups=inspected.groups,
     )
+
+
+def _bytes_outside(tensors: _KeptTensors) -> int:
+    """Bytes of the parameters that are here and in no flat buffer."""
+    replicas = tensors.ties.held.parameters
+    outside = [
+        values_of(each)
+        for name, each in tensors.held.parameters.items()
+        if name not in replicas and not tensors.buffers.holds(name)
+    ]
+    return sum(each.numel() * each.element_size() for each in outside)
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
@@ -549,8 +572,7 @@ def _keep_own(
     move_to(
         model,
         device,
-        but=[*shells_of(model)]
-        + [each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
+        but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
     optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
     buffers = make_params(

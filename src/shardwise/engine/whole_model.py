@@ -206,7 +206,7 @@ class _WholeModel:
                     part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
-        put_back(self._model, self._swapped)
+        put_back(self._swapped)
         for attributes, before in self._attributes:
             for key in _OF_PLANS:
                 attributes.pop(key, None)

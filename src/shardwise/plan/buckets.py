@@ -125,7 +125,7 @@ def plan_ownership(
     units = units or {}
     # A frozen parameter in its own dtype needs no buffer: nothing reduces, casts or publishes it. Under stage 3 it must
     # be cut all the same, or every rank would hold all of it.
-    fused = [each for each in reversed(parameters) if each.fused or (sharding.stage == 3 and not each.is_left)]
+    fused = [parameter for parameter in reversed(parameters) if parameter.fused or sharding.stage == 3]
     groups: list[list[Parameter]] = []
     # Backward can reduce a bucket when its last member has a gradient. Groups fill side by side (one per kind), so they
     # are put in order by their last members, and not by their first.

@@ -84,6 +84,8 @@ class Footprint:
     units where they are kept."""
     average_bytes: int = 0
     """The running average of the trained weights; on the host where the masters are there."""
+    frozen_bytes: int = 0
+    """Frozen parameters in no flat buffer, as they were given: whole on this rank, with what packed weights carry."""
     host_bytes: int = 0
     """What is in the host's memory and not on the device (`offload`), without optimizer state, which is there too:
     masters, their gradients, casts and owned parts of working copies that move up."""

@@ -138,8 +138,6 @@ class Parameter:
     """The dtype in which the owner updates it and a checkpoint holds it."""
     portion: Portion | None = None
     """Which part of it the ranks along this tensor-parallel coordinate have; None: all of it."""
-    is_left: bool = False
-    """Whether it stays the tensor that its module has, on every rank that computes with it."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -167,18 +165,17 @@ def describe(
     precision: Precision,
     beside_statistics: bool = False,
     is_packed: bool = False,
-    beside_packed: bool = False,
 ) -> Parameter:
     """The parameter with the dtypes that `precision` gives it.
 
     Working copies of real floating parameters take `precision.compute`, unless `keep` names them; other dtypes stay. A
     master is never narrower than the working copy; a frozen parameter keeps its values as they were given. A parameter
     that works `beside_statistics` (of a batch norm, which are never cast) is kept like those that `keep` names. What
-    is packed, and what is frozen `beside_packed` weights in one module, keeps its dtype.
+    `is_packed`, or is frozen in the module of a packed weight, keeps its dtype.
     """
     if dtype not in ITEMSIZE_BYTES or dtype in CHECKPOINT_ONLY_DTYPES:
         raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
-    if is_packed or beside_packed or (dtype not in COMPUTE_DTYPES and not is_complex(dtype)):
+    if is_packed or (dtype not in COMPUTE_DTYPES and not is_complex(dtype)):
         # Integers, and float8 weights that their module scales itself: never trained, never cast. Nor are the scales,
         # which belong to the codes, and a bias, which the module brings to the dtype in which it computes.
         working = master = dtype
@@ -198,8 +195,6 @@ def describe(
         trainable=trainable,
         working=working,
         master=master,
-        # Modules of packed weights give such a bias other memory.
-        is_left=beside_packed,
     )
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, exchange, named_places, take_over, with_values
+from shardwise.engine.packed_tensors import is_shell, shells_aside
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
 
@@ -239,10 +240,11 @@ def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parame
     left = {id(each) for each in but if not is_dtensor(each)}  # their local tensors move with them
     for each in but:
         each.grad = None  # from before: it would move without its parameter
-    tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left]
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left and not is_shell(each)]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
-        # Through `_apply`, in which modules move what they hold otherwise.
-        model._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
+        # Through `_apply`, in which modules move what they hold otherwise. Shells follow what is inside of them.
+        with shells_aside(model):
+            model._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
 
 
 def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:

@@ -79,7 +79,7 @@ def plan_layout(
     late = frozenset(parameters.of_several_stages())
     # A tie between stages of the pipeline stays whole: `StageTies` moves its values, and its gradient is complete only
     # at the end of the update.
-    here = {spec.name for spec in inventory.specs if spec.num_elements and not spec.is_left} - late
+    here = {spec.name for spec in inventory.specs if spec.num_elements} - late
     held = _restricted(units, here) if stage == 3 else Units()
     # Buckets hold parameters of one label only. What is reduced per microbatch goes with the backward of one stage of
     # the pipeline: a bucket over two stages would be complete in neither.
