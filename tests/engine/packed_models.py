@@ -33,7 +33,7 @@ class Codes(torch.Tensor):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], dtype: torch.dtype, *_: Any) -> "Codes":
-        return cls(inner["codes"], inner["scale"], dtype)
+        return Codes(inner["codes"], inner["scale"], dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +44,7 @@ class Codes(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
             (of,) = args
             given = {key: value for key, value in (kwargs or {}).items() if key == "device"}
@@ -118,9 +118,8 @@ class MovingLinear(nn.Module):
         assert self.state.CB is not None
         assert self.state.SCB is not None
         self.state.outliers = (x.abs() > 2).sum().reshape(1)
-        out = _Matmul.apply(x, self.state)
+        out: torch.Tensor = _Matmul.apply(x, self.state)  # type: ignore[no-untyped-call]
         self.weight.data = self.state.CB
-        assert isinstance(out, torch.Tensor)
         return out
 
 

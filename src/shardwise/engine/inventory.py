@@ -254,7 +254,7 @@ def take_over(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def exchange(one: nn.Parameter, other: nn.Parameter) -> None:
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Let each of two parameters have the content of the other, with its hooks. Raises RuntimeError if torch cannot."""
     hooks = [each._post_accumulate_grad_hooks for each in (one, other)]
     torch.utils.swap_tensors(one, other)

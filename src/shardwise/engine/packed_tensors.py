@@ -41,6 +41,14 @@ class Carried:
     place: tuple[nn.Module, str]
     """The module that holds the parameter, and its attribute."""
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The parameter, as it is there now."""
+        module, attribute = self.place
+        weight = module._parameters[attribute]
+        assert weight is not None
+        return weight
+
 
 def is_shell(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a subclass around others, which have its values. DTensors are known apart."""
@@ -86,7 +94,7 @@ def _around(module: nn.Module, parameter: torch.Tensor) -> Iterator[tuple[str, t
     yield from _tensors_in(_attributes(parameter), 0)
     # Some modules move what a parameter has to a state of their kernels, in their first forward: `state.SCB` there is
     # `SCB` of the parameter, under the same name.
-    for key, value in vars(module).items():
+    for key, value in () if module._modules else vars(module).items():
         if not key.startswith("_") and not isinstance(value, torch.Tensor | nn.Module):
             # Whole numbers there are none of its: places of outliers, say, which follow from the last input.
             yield from (
@@ -193,7 +201,7 @@ def put_in(model: nn.Module, carried: Collection[Carried], contents: Mapping[str
     for tensor, content in {each.tensor: contents[each.name] for each in carried if not each.is_view}.items():
         torch.utils.swap_tensors(tensor, content)
         swapped.append((tensor, content))
-    views = [(each.tensor, each.place[0]._parameters[each.place[1]]) for each in carried if each.is_view]
+    views = [(each.tensor, each.weight) for each in carried if each.is_view]
     return swapped + settle_packed(model, views)
 
 

@@ -14,6 +14,7 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -146,7 +147,12 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
     """
     spec_of = {spec.name: spec for spec in handed.names.specs}
     fresh: dict[str, nn.Parameter] = {}
-    carried = list(all_carried(handed.model))
+    names = handed.names.ties
+    carried = [
+        replace(each, name=names.get(each.name, each.name))
+        for each in all_carried(handed.model)
+        if each.is_view or names.get(each.name, each.name) in spec_of  # else it came since, and stays what it is
+    ]
     for module, attribute, place, parameter in list(named_places(handed.model)):
         if is_shell(parameter):  # what is inside is emptied below
             continue
@@ -163,10 +169,10 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
             if fresh[name] is parameter:
                 swapped.append((parameter, made))
         setattr(module, attribute, fresh[name])
+    carried_specs = [spec_of[each.name] for each in carried if not each.is_view]
     empty = {
-        each.name: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
-        for each in carried
-        if (spec := spec_of.get(handed.names.ties.get(each.name, each.name))) is not None
+        spec.name: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
+        for spec in carried_specs
     }
     swapped += put_in(handed.model, carried, empty)
     rooms: dict[torch.Tensor, torch.Tensor] = {}

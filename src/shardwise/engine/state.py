@@ -270,13 +270,13 @@ class EngineRestoration:
             for known, taken in zip(self._optimizers, self._plan.over.settings, strict=True):
                 for group, settings in zip(known.optimizer.param_groups, taken, strict=True):
                     take_over(group, settings)
-            for known, group, owned in self._trained:
+            for known, settings_of, owned in self._trained:
                 if not self._plan.replaces_state_of(owned.segment.name):
                     continue
                 # Replaced as a whole: a key that the checkpoint does not have must not survive from the run before.
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
-                    own = with_shells(known.optimizer, dict(group), owned.parameter.detach(), state)
+                    own = with_shells(known.optimizer, dict(settings_of), owned.parameter.detach(), state)
                     known.optimizer.state[owned.parameter] = own
             if self._averages is not None:
                 self._averages.restore(self._num_averaged, self._begun)

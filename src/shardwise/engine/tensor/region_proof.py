@@ -53,7 +53,7 @@ from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of
 from shardwise.space import even_cuts
 
-Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+Gather = Callable[[torch.Tensor], AbstractContextManager[None]]
 """Inside, the parameter has its values."""
 
 # A router that compares two nearly equal scores may choose otherwise after another order of sums, and its output then
