@@ -124,7 +124,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     first_of: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[tuple[object, ...], nn.Parameter] = {}
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
-    found = _PackedPlaces()
+    found = _PackedListing()
     for owner, attribute, name, parameter in found.listed(model):
         # An expanded parameter: in a flat buffer each element would get a place of its own, and a gradient of its
         # own.
@@ -181,7 +181,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     )
 
 
-class _PackedPlaces:
+class _PackedListing:
     """The packed weights of a model: which tensors they are made of."""
 
     def __init__(self) -> None:
