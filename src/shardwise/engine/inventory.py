@@ -202,7 +202,8 @@ class _PackedListing:
             carried = carried_by(owner, attribute, name)
             held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
             self.views += [(each.tensor, parameter) for each in carried if each.is_view]
-            self.modules.add(owner)
+            if not owner._modules:  # else other modules may compute with what stands beside the codes
+                self.modules.add(owner)
             self.tensors_at[name] = held if is_shell(parameter) else [parameter, *held]
             self.tensors.update(map(id, self.tensors_at[name]))
             if not is_shell(parameter):
