@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+# Tests in processes of their own wait for a quarter of their time: three at once fill two cores.
+WORKERS ?= 3
 
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -24,11 +26,11 @@ demo: setup
 	@$(BIN)/shardwise train demo --nproc 2 --resume auto
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations=10 $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations=10 $(PYTEST_OPTIONS)
 
 # All of them: those that `make test` runs, then the slow ones of tests/slow_tests.txt.
 test-all: test
-	$(BIN)/python -m pytest -m "slow and not stress" --numprocesses 2 --dist worksteal --durations=10 $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -m "slow and not stress" --numprocesses $(WORKERS) --dist worksteal --durations=10 $(PYTEST_OPTIONS)
 
 # On the accelerators of this host, from one on; what needs more is skipped with a line that says so.
 test-gpu: setup

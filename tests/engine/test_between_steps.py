@@ -245,3 +245,46 @@ def test_an_engine_that_is_let_go_gives_its_memory_back_at_once(mesh: sw.Mesh) -
         assert sw.simulate(mesh.size, run) == [(True, True)] * mesh.size
     finally:
         gc.enable()
+
+
+class Pooled(nn.Linear):
+    """Gives what the loss does not read as well, as a pooler does."""
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x = super().forward(input)
+        return x, torch.tanh(x)
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pooled(3, 3) for _ in range(3))
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = input
+        for block in self.blocks:
+            x, unread = block(x)
+        return x, unread
+
+
+@pytest.mark.parametrize("budget", [None, 10_000_000])
+def test_steps_leave_no_graph_of_outputs_that_the_loss_does_not_read(budget: int | None) -> None:
+    """No collector sees what a node of autograd holds: its own output would hold it for ever."""
+
+    def run(channel: sw.Channel) -> list[int]:
+        activations = sw.Activations() if budget is None else sw.Activations(budget_bytes=budget)
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3), activations=activations)
+        engine = sw.parallelize(
+            Unread(), plan, optimizer=sgd, loss=lambda output, batch: output[0].square().mean(), channel=channel
+        )
+        alive = []
+        for _ in range(4):
+            engine.step({"input": torch.ones(4, 3)})
+            channel.exchange(b"", purpose="all count")
+            gc.collect()
+            alive.append(sum(type(each) is torch.Tensor for each in gc.get_objects()))
+            channel.exchange(b"", purpose="all have counted")
+        return alive
+
+    for counts in sw.simulate(2, run):
+        assert counts[1] == counts[2] == counts[3], counts

@@ -93,13 +93,17 @@ def engine_of(channel: sw.Channel, plan: sw.Plan, made: Callable[[], nn.Module] 
 
 def rest_and_peak(channel: sw.Channel, plan: sw.Plan) -> tuple[int, int, Footprint]:
     """Bytes on this rank's device between steps without the batch, the peak of a step, and the footprint."""
+    gc.collect()
+    before = torch.accelerator.memory_allocated(channel.device)  # of other tests in this process
+    channel.exchange(b"", purpose="all have counted")
     engine = engine_of(channel, plan)
     batch = {"input": torch.ones(ROWS * plan.merge.microbatches, WIDTH, device=channel.device)}
     for _ in range(3):
         engine.step(batch)
     channel.exchange(b"", purpose="all rest")
     peak = peak_of(lambda: engine.step(batch), channel.device)
-    return torch.accelerator.memory_allocated(channel.device) - batch["input"].nbytes, peak, engine.footprint()
+    rest = torch.accelerator.memory_allocated(channel.device) - before - batch["input"].nbytes
+    return rest, peak, engine.footprint()
 
 
 def plan_of(stage: int, k: int, compute: str, **axes: int) -> sw.Plan:

@@ -98,9 +98,9 @@ class SavedMeter:
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def pack(tensor: torch.Tensor) -> object:
-            if self.passes.pack_saved(tensor) is tensor:
+            if isinstance(kept := self.passes.pack_saved(tensor), torch.Tensor):
                 self._note(tensor, record.saved)
-            return tensor if around is None else around[0](tensor)
+            return kept if around is None else around[0](tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack if around is None else around[1]):
             return forward(*args, **kwargs)
@@ -108,7 +108,7 @@ class SavedMeter:
     def pack(self, tensor: torch.Tensor) -> object:
         """The hook of what is saved outside of such modules."""
         kept = self.passes.pack_saved(tensor)
-        if kept is tensor and not self.is_inside and self._counts():
+        if isinstance(kept, torch.Tensor) and not self.is_inside and self._counts():
             if not self._outside or self._outside[-1][0] != len(self._calls):
                 self._outside.append((len(self._calls), set()))
             self._note(tensor, self._outside[-1][1])

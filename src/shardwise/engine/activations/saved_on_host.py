@@ -112,16 +112,16 @@ class HostCall:
     def pack(self, tensor: torch.Tensor) -> object:
         """What autograd keeps in the place of a saved tensor."""
         transfers = self._transfers
-        if (kept := transfers.passes.pack_saved(tensor)) is not tensor:
+        if not isinstance(kept := transfers.passes.pack_saved(tensor), torch.Tensor):
             return kept
         if type(tensor) is not torch.Tensor or tensor.device != transfers.device or tensor.layout != torch.strided:
-            return tensor
+            return kept
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():  # more than a storage and its strides
-            return tensor
+            return kept
         storage = tensor.untyped_storage()
         size, key = storage.nbytes(), storage._cdata
         if size < LEAST_BYTES or tensor.nbytes * _LEAST_SHARE < size or key in transfers.parameters:
-            return tensor
+            return kept
         copy = transfers.known.get(key)
         if copy is None or copy.version != tensor._version:  # written to in between, it is another value
             copy = transfers.known[key] = HostCopyOfStorage(transfers, tensor)

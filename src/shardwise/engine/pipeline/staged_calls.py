@@ -30,7 +30,7 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return tensor.detach()  # see `Passes.pack_saved`
 
 
 # A write in place to a leaf that requires a gradient is refused by autograd, to a computed tensor it is allowed. So

@@ -77,8 +77,12 @@ class Passes:
         return nullcontext()
 
     def pack_saved(self, tensor: torch.Tensor) -> object:
-        """What autograd keeps in the place of a tensor that it saves: another object for one that is gathered."""
-        return tensor
+        """What autograd keeps in the place of a tensor that it saves: no tensor for one that is gathered.
+
+        An operation saves what it gives as well. That leads to its node, which would hold itself: a graph that has no
+        backward, as of an output that the loss does not use, would stay for ever. So the tensor is detached.
+        """
+        return tensor.detach()
 
     def gathers_in(self, num_microbatches: int, schedule: Sequence[tuple[str, int]] | None) -> dict[str, int] | None:
         """How often each unit is gathered in an update. schedule: forwards and backwards ("F", "B") by stage of the

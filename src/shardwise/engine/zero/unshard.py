@@ -394,7 +394,7 @@ class Unshard(Passes):
         for start, stop, call in self._spans:
             if start <= place < stop:
                 return tensor, call
-        return tensor  # an activation, as most are
+        return tensor.detach()  # an activation, as most are
 
     @contextmanager
     def holding(self, parameter: torch.Tensor) -> Iterator[None]:
