@@ -100,6 +100,9 @@ class StatefulLinear(nn.Module):
         codes = stored.reshape(len(self.bias), -1).view(torch.int8)
         if self.bias.dtype != torch.bfloat16:
             self.bias.data = self.bias.data.to(torch.bfloat16)
+        if self.training:  # another object around the same memory, as what dequantises a weight may make it
+            self.weight = torch.Tensor._make_subclass(StatefulWeight, self.weight.data, False)
+            self.weight.state = state
         return F.linear(x, codes.to(x.dtype) * state.inner["scale"].to(x.dtype), self.bias.to(x.dtype))
 
 

@@ -1,15 +1,13 @@
 """Optimizers whose state is packed in blocks: whole parameters get one process's numbers, slices are refused."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
-import torchao.optim
 from torch import nn
-from transformers import Adafactor
 
 import shardwise as sw
 from shardwise.comm import Channel
@@ -55,16 +53,37 @@ OWN: dict[str, Make] = {
     "tensors": BlockMomentum,
     "a tensor around them": lambda parameters: BlockMomentum(parameters, in_one=True),
 }
+
+
+# The packages are imported where they are used: it takes seconds, in each process that collects tests.
+def of_bitsandbytes(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-2)
+    return made
+
+
+def of_transformers(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from transformers import Adafactor
+
+    return Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False)
+
+
+def of_torchao(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    import torchao.optim
+
+    made: torch.optim.Optimizer = getattr(torchao.optim, kind)(parameters, lr=1e-2)
+    return made
+
+
 PACKAGES: dict[str, Make] = {
-    "bitsandbytes": lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, lr=1e-2),
-    "transformers": lambda parameters: Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False),
+    "bitsandbytes": of_bitsandbytes,
+    "transformers": of_transformers,
+    # It compiles its update for each shape, which takes seconds.
+    "torchao": partial(of_torchao, "AdamW8bit"),
+    "torchao 4 bits": partial(of_torchao, "AdamW4bit"),
 }
-# It compiles its update for each shape, which takes seconds.
-COMPILED: dict[str, Make] = {
-    "torchao": lambda parameters: torchao.optim.AdamW8bit(parameters, lr=1e-2),
-    "torchao 4 bits": lambda parameters: torchao.optim.AdamW4bit(parameters, lr=1e-2),
-}
-ALL = OWN | PACKAGES | COMPILED
+ALL = OWN | PACKAGES
 PLANS = {
     "one rank": sw.Plan(mesh=sw.Mesh()),
     "stage 0": sw.Plan(mesh=sw.Mesh(dp_replicate=2), sharding=sw.Sharding(stage=0)),

@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import shardwise as sw
 from shardwise.comm import Channel
@@ -30,20 +28,25 @@ class Adapted(nn.Module):
         return out
 
 
-def four_bits() -> nn.Module:
-    return bitsandbytes.nn.Linear4bit(
-        WIDTH, WIDTH, compute_dtype=torch.float32, quant_type="nf4", compress_statistics=True
-    )
+# The packages are imported where they are used: it takes seconds, in each process that collects tests.
+def four_bits(**settings: Any) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit
+
+    linear: nn.Module = Linear4bit(WIDTH, WIDTH, quant_type="nf4", **settings)
+    return linear
 
 
-def four_bits_in_floats() -> nn.Module:
-    return bitsandbytes.nn.Linear4bit(WIDTH, WIDTH, quant_storage=torch.bfloat16)
+def eight_bits() -> nn.Module:
+    from bitsandbytes.nn import Linear8bitLt
+
+    linear: nn.Module = Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
+    return linear
 
 
 BASES: dict[str, Callable[[], nn.Module]] = {
-    "4 bits": four_bits,
-    "4 bits in floats": four_bits_in_floats,
-    "8 bits": lambda: bitsandbytes.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False),
+    "4 bits": lambda: four_bits(compute_dtype=torch.float32, compress_statistics=True),
+    "4 bits in floats": lambda: four_bits(quant_storage=torch.bfloat16, compress_statistics=False),
+    "8 bits": eight_bits,
     "torchao": lambda: nn.Linear(WIDTH, WIDTH),
 }
 PLANS = {
@@ -61,6 +64,8 @@ def model_of(base: str, seed: int = 0) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".base." not in name)
     if base == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("base"))
     return model
 

@@ -584,13 +584,13 @@ class Engine(Generic[Model_co]):
 
     def _check_model(self) -> None:
         self._check_turn()
+        self._packed.restore()
         self._contents.check()
         if (added := self._plain_calls.added(self._contents.parameters)) != self._added:
             self._added = added
             self._known_optimizers = tuple(
                 known.taking_in(added.get(at, {})) for at, known in enumerate(self._closing.optimizers)
             )
-        self._packed.restore()
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 

@@ -137,11 +137,7 @@ def _members(value: object) -> Mapping[str, Any]:
 
 def _is_view(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     # By the storage object: on the meta device and at rest (stage 3) there is no address.
-    return (
-        tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata
-        and tensor.numel() == parameter.numel()
-        and tensor.numel() > 0
-    )
+    return 0 < tensor.numel() == parameter.numel() and shares_memory(tensor, parameter)
 
 
 def all_carried(model: nn.Module) -> Iterator[Carried]:
@@ -260,36 +256,66 @@ def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.
     return swapped
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """A frozen parameter of a module that holds packed weights."""
+
+    place: tuple[nn.Module, str]
+    parameter: nn.Parameter
+    storage: int
+    values: torch.Tensor
+    belonging: list[tuple[dict[str, Any], dict[str, Any]]]
+    """The attributes of the objects that belong to it, and what they were."""
+
+
 class PackedPlaces:
     """Where packed weights are, and what belongs to them, to undo what a forward makes of it.
 
     Kernels of CPUs may pack codes in another way in evaluation mode: they cannot train with these, and no checkpoint
-    holds them. And a frozen bias of such a module may get other memory, in the dtype in which it computes.
+    holds them. A frozen bias of such a module may get other memory, in the dtype in which it computes. And what
+    dequantises a weight may put another object around its memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Of the weights as they are now, in memory or in flat buffers; shells are never packed anew."""
-        self._kept: list[tuple[nn.Parameter, int, torch.Tensor, list[tuple[dict[str, Any], dict[str, Any]]]]] = []
+        self._kept: list[_Kept] = []
         for module in model.modules():
-            held = [each for each in module._parameters.values() if each is not None and not each.requires_grad]
-            packed = {id(each) for each in held if is_packed(each)}
-            for each in held if packed else ():
-                if not is_shell(each):
-                    with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-                        storage, values = each.untyped_storage()._cdata, each.detach()
-                    belonging = [(it, dict(it)) for it in _dicts_in(each)] if id(each) in packed else []
-                    self._kept.append((each, storage, values, belonging))
+            held = {key: each for key, each in module._parameters.items() if each is not None}
+            packed = {key for key, each in held.items() if is_packed(each)}
+            for key, each in held.items() if packed else ():
+                if each.requires_grad or is_shell(each):
+                    continue
+                with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+                    kept = _Kept(
+                        place=(module, key),
+                        parameter=each,
+                        storage=each.untyped_storage()._cdata,
+                        values=each.detach(),
+                        belonging=[(it, dict(it)) for it in _dicts_in(each)] if key in packed else [],
+                    )
+                self._kept.append(kept)
 
     def restore(self) -> None:
         """Put back the tensors that were, with what belonged to them, where a forward has put others."""
         if self._kept:
             with torch._C.DisableTorchFunctionSubclass():
-                for weight, storage, values, belonging in self._kept:
-                    if weight.untyped_storage()._cdata != storage:
-                        weight.data = values
-                        for held, before in belonging:
-                            held.clear()
-                            held.update(before)
+                for kept in self._kept:
+                    (module, key), parameter = kept.place, kept.parameter
+                    there = module._parameters.get(key)
+                    if there is not None and there is not parameter and shares_memory(there, parameter):
+                        module._parameters[key] = parameter
+                    if parameter.untyped_storage()._cdata != kept.storage:
+                        parameter.data = kept.values
+                        for attributes, before in kept.belonging:
+                            attributes.clear()
+                            attributes.update(before)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, gathered or at rest, are in one piece of memory."""
+    if is_shell(one) or is_shell(other):
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _dicts_in(weight: torch.Tensor) -> Iterator[dict[str, Any]]:
