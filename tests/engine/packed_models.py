@@ -50,7 +50,7 @@ class Codes(torch.Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
             (of,) = args
             given = {key: value for key, value in (kwargs or {}).items() if key == "device"}
-            return cls(*(func(each, **given) for each in (of.codes, of.scale)), of.dtype)
+            return Codes(func(of.codes, **given), func(of.scale, **given), of.dtype)
         raise NotImplementedError(f"{func} of packed codes")
 
 

@@ -66,7 +66,10 @@ def of_bitsandbytes(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def of_transformers(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     from transformers import Adafactor
 
-    return Adafactor(parameters, lr=1e-2, scale_parameter=False, relative_step=False)
+    made: torch.optim.Optimizer = Adafactor(  # type: ignore[no-untyped-call]
+        parameters, lr=1e-2, scale_parameter=False, relative_step=False
+    )
+    return made
 
 
 def of_torchao(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -315,7 +315,7 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, gathered or at rest, are in one piece of memory."""
     if is_shell(one) or is_shell(other):
         return False
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _dicts_in(weight: torch.Tensor) -> Iterator[dict[str, Any]]:

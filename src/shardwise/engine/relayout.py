@@ -147,11 +147,11 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
     """
     spec_of = {spec.name: spec for spec in handed.names.specs}
     fresh: dict[str, nn.Parameter] = {}
-    names = handed.names.ties
+    ties = handed.names.ties
     carried = [
-        replace(each, name=names.get(each.name, each.name))
+        replace(each, name=ties.get(each.name, each.name))
         for each in all_carried(handed.model)
-        if each.is_view or names.get(each.name, each.name) in spec_of  # else it came since, and stays what it is
+        if each.is_view or ties.get(each.name, each.name) in spec_of  # else it came since, and stays what it is
     ]
     for module, attribute, place, parameter in list(named_places(handed.model)):
         if is_shell(parameter):  # what is inside is emptied below
