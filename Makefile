@@ -9,7 +9,7 @@ WORKERS ?= 3
 # Many environments keep Python from writing compiled files: then every worker of every run would compile all tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops mutants stress clean
+.PHONY: setup demo test test-all test-gpu check fix golden docs bench bench-checkpoint bench-pipeline bench-rewrite bench-interop bench-hybrid bench-transport bench-gpu bench-offload bench-activations bench-loops bench-matrix mutants stress clean
 
 setup: $(STAMP)
 
@@ -68,6 +68,11 @@ bench-rewrite: setup
 
 bench-loops: setup
 	$(BIN)/python -m benchmarks.loops --write
+
+# Writes benchmarks/results/matrix-optimizers.md.
+bench-matrix: setup
+	$(BIN)/pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m benchmarks.matrix_optimizers --write
 
 # Needs network namespaces and tc; writes benchmarks/results/transport.md.
 bench-transport: setup

@@ -1,6 +1,6 @@
 """Two optimizers for one model: Muon for the matrices of the blocks, AdamW for all else, each with its scheduler.
 
-One learns: optimizers and schedulers are built as in plain PyTorch; `partition="whole"` gives Muon whole matrices.
+One learns: optimizers and schedulers are built as in plain PyTorch; Muon gets its matrices whole, from one owner each.
 
     python examples/two_optimizers.py               # two simulated ranks
     torchrun --nproc-per-node 2 examples/two_optimizers.py
@@ -80,7 +80,7 @@ def train(channel: sw.Channel) -> tuple[list[float], list[tuple[float, ...]]]:
     model, optimizers, schedulers = build()
     engine = sw.parallelize(
         model,
-        sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), sharding=sw.Sharding(stage=1, partition="whole")),
+        sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), sharding=sw.Sharding(stage=1)),
         optimizer=optimizers,
         loss=lambda logits, batch: entropy(logits, batch["words"]),
         channel=channel,

@@ -57,7 +57,7 @@ class ModelError(ShardwiseError):
 
 
 class OptimizerError(ShardwiseError):
-    """An optimizer that does not fit the model or the partition: lost or foreign parameters, whole matrices needed."""
+    """An optimizer that does not fit the model or the plan: lost or foreign parameters, updates that need others."""
 
 
 class MetricError(ShardwiseError):

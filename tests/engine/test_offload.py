@@ -553,7 +553,8 @@ def test_buckets_leave_while_backward_runs_and_are_updated_one_by_one(
         with monkeypatch.context() as patch:
             patch.setattr(HostGradients, "_send", noted)
             engine.step(batch)
-        return early[0], len(engine._closing._bucket_updates._parts[EVERYTHING]), len(engine._buffers.buckets)
+        parts = engine._closing._bucket_updates._parts[EVERYTHING] or {}
+        return early[0], len(parts), len(engine._buffers.buckets)
 
     def noting(reduce: Callable[[], None], is_early: list[bool]) -> Callable[[], None]:
         def ended() -> None:

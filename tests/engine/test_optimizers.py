@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.optimizers import can_skip_on_device, check_elementwise, skipping
+from shardwise.engine.inventory import take_inventory
+from shardwise.engine.optimizer_trials import work_of_wholes
+from shardwise.engine.optimizers import can_skip_on_device, skipping
+from shardwise.errors import OptimizerError
 from tests.engine.models import (
     curve,
     curve_batch,
@@ -85,36 +88,21 @@ def test_these_are_the_optimizers_of_torch() -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", ALL)
 def test_every_torch_optimizer_does_what_it_does_in_one_process(name: str, ranks: int, layout: str) -> None:
-    if name in NEED_WHOLE and layout == "slice" and ranks > 1:
-        expect_refusal(name, ranks)
-        return
     make_model = matrices if name == "Muon" else words
     assert_equals_one_process(
         make_model, lambda parameters: ALL[name](parameters, lr=0.01), ranks=ranks, sharding=LAYOUTS[layout]
     )
 
 
-def expect_refusal(name: str, ranks: int) -> None:
-    model = matrices if name == "Muon" else words
-    with pytest.raises(sw.ShardwiseError, match=rf'(?s){name} cannot update slices.*partition="whole"'):
-        train_on_ranks(
-            model,
-            plan_of(ranks, LAYOUTS["slice"]),
-            BATCHES,
-            optimizer=lambda parameters: ALL[name](parameters, lr=0.01),
-            loss=word_loss,
-        )
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "whole"), (4, "whole"), (4, "slice")])
 @pytest.mark.parametrize("name", sorted(NEED_WHOLE))
-def test_optimizers_of_whole_matrices_run_on_any_number_of_owners(name: str, ranks: int) -> None:
+def test_optimizers_of_whole_matrices_run_on_any_number_of_owners(name: str, ranks: int, layout: str) -> None:
     """With three matrices, a fourth rank owns nothing."""
     assert_equals_one_process(
         matrices,
         lambda parameters: ALL[name](parameters, lr=0.01, weight_decay=0.1),
         ranks=ranks,
-        sharding=LAYOUTS["whole"],
+        sharding=LAYOUTS[layout],
     )
 
 
@@ -213,24 +201,21 @@ def test_an_optimizer_of_somebody_else_runs_when_it_goes_element_by_element(rank
     )
 
 
-@pytest.mark.parametrize(("of_all", "advice"), [(False, 'partition="whole"'), (True, r"stage=0")])
-def test_an_optimizer_that_looks_beyond_its_element_is_refused_on_slices(of_all: bool, advice: str) -> None:
+def test_an_optimizer_that_looks_at_its_whole_parameter_gets_it_whole_under_slices() -> None:
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return Normed(parameters, lr=0.01, of_all=of_all)
+        return Normed(parameters, lr=0.01, of_all=False)
 
-    with pytest.raises(sw.ShardwiseError, match=rf"(?s)Normed cannot update slices.*{advice}"):
-        train_on_ranks(words, plan_of(2, LAYOUTS["slice"]), BATCHES, optimizer=optimizer, loss=word_loss)
-    layout = "stage 0" if of_all else "whole"
-    assert_equals_one_process(words, optimizer, ranks=2, sharding=LAYOUTS[layout])
+    assert_equals_one_process(words, optimizer, ranks=2, sharding=LAYOUTS["slice"])
 
 
-@pytest.mark.parametrize("of_all", [False, True])
-def test_an_optimizer_that_hardly_looks_beyond_its_element_is_refused_on_slices(of_all: bool) -> None:
-    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return Normed(parameters, lr=0.01, of_all=of_all, share=1e-5)
-
-    with pytest.raises(sw.ShardwiseError, match="Normed cannot update slices"):
-        train_on_ranks(words, plan_of(2, LAYOUTS["slice"]), [], optimizer=optimizer, loss=word_loss)
+@pytest.mark.parametrize("share", [1, 1e-5])
+def test_an_optimizer_that_hardly_looks_beyond_its_element_is_found_out(share: float) -> None:
+    model = words()
+    inventory = take_inventory(model, sw.Precision())
+    of_one, of_all = (Normed(model.parameters(), lr=0.01, of_all=of_all, share=share) for of_all in (False, True))
+    assert work_of_wholes([of_one], inventory, torch.device("cpu")).keys() == inventory.parameters.keys()
+    with pytest.raises(OptimizerError, match="Normed cannot update parameters one by one"):
+        work_of_wholes([of_all], inventory, torch.device("cpu"))
 
 
 def test_the_trial_leaves_no_trace_in_the_optimizer() -> None:
@@ -245,7 +230,7 @@ def test_the_trial_leaves_no_trace_in_the_optimizer() -> None:
     def run(channel: sw.Channel) -> None:
         sw.parallelize(model, plan_of(1, LAYOUTS["slice"]), optimizer=optimizer, loss=word_loss, channel=channel)
 
-    check_elementwise([optimizer], torch.device("cpu"))
+    work_of_wholes([optimizer], take_inventory(model, sw.Precision()), torch.device("cpu"))
     sw.simulate(1, run)
     assert not calls
     assert not optimizer.state
@@ -313,9 +298,6 @@ def test_groups_and_schedulers_made_before_go_on_working(schedule: str, ranks: i
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "NAdam", "ASGD", "Muon", "Adafactor"])
 def test_state_that_is_there_already_goes_on(name: str, ranks: int, layout: str) -> None:
     """Two updates in one process, then two more on ranks."""
-    if name in NEED_WHOLE and layout == "slice" and ranks > 1:
-        expect_refusal(name, ranks)
-        return
     make_model = matrices if name == "Muon" else words
     batches = [word_batch(seed, 24) for seed in range(4)]
     settings: dict[str, Any] = {"momentum": 0.9} if name in ("SGD", "Muon") else {}
@@ -395,12 +377,14 @@ def test_the_state_of_a_slice_is_all_that_a_rank_holds() -> None:
     assert max(held) < sum(held) / 2
 
 
-def test_an_optimizer_that_looks_at_other_parameters_is_refused_on_owners_of_whole_ones() -> None:
+@pytest.mark.parametrize("layout", ["slice", "whole"])
+def test_an_optimizer_that_looks_at_other_parameters_is_refused_on_owners_of_some(layout: str) -> None:
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return Normed(parameters, lr=0.01, of_all=True)
 
     with pytest.raises(sw.ShardwiseError, match=r"Normed cannot update parameters one by one.*stage=0"):
-        train_on_ranks(words, plan_of(2, LAYOUTS["whole"]), BATCHES, optimizer=optimizer, loss=word_loss)
+        train_on_ranks(words, plan_of(2, LAYOUTS[layout]), BATCHES, optimizer=optimizer, loss=word_loss)
+    assert_equals_one_process(words, optimizer, ranks=2, sharding=LAYOUTS["stage 0"])
 
 
 # Before torch 2.12 Adagrad takes no flag.

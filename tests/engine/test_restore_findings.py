@@ -31,9 +31,9 @@ from tests.engine.test_restore import with_groups
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"words": "many"}, r"state 'words' of 'scalar' is 'many' \(str\); a checkpoint keeps tensors, bool"),
+        ({"words": {1, 2}}, r"state 'words' of 'scalar' is {1, 2} \(set\); a checkpoint keeps tensors, bool"),
         ({"big": 1 << 63}, r"state 'big' of 'scalar' is 9223372036854775808 \(int\)"),
-        ({"history": [1, 2]}, r"state 'history' of 'scalar' is \[1, 2\] \(list\)"),
+        ({"history": [1, 1j]}, r"state 'history\[1\]' of 'scalar' is 1j \(complex\)"),
         ({"a/b": 1}, r"has the key 'a/b'. .* keys that are strings without /"),
         ({"master": 1}, "has the key 'master'"),
         ({3: 1}, "has the key 3"),

@@ -16,8 +16,10 @@ from shardwise.plan.saved_settings import (
     OptimizerGroup,
     plan_take_over,
     settings_to_json,
+    shared_to_json,
     stored_optimizers,
     take_over,
+    take_over_shared,
 )
 from shardwise.space import Piece
 from tests.plan.strategies import proven
@@ -259,6 +261,45 @@ def test_values_that_no_tensor_keeps_are_refused(value: object) -> None:
         python_type("w", "k", value)
 
 
+class Shaped:
+    """Stands for a parameter that the model does not have."""
+
+    shape = (2, 3)
+
+
 def test_state_of_nothing_known_is_refused() -> None:
-    with pytest.raises(OptimizerError, match="Adam has state for 'all', which it did not get at first"):
-        list(values_of("Adam", {"all": {"step": 1}}, {"w": "w"}))
+    with pytest.raises(OptimizerError, match=r"Adam has state for a parameter of shape \[2, 3\], which it did not get"):
+        list(values_of("Adam", {Shaped(): {"step": 1}}, {"w": "w"}))
+
+
+def test_state_for_all_parameters_is_kept_as_settings() -> None:
+    state: dict[Any, Any] = {"k": 3, "ema": {"short": 0.5, "far": math.inf}, "names": ["a"], Shaped(): {"step": 1}}
+    shared = shared_to_json("Adam", state)
+    assert json.loads(json.dumps(shared)) == shared
+    assert not list(values_of("Adam", {key: state[key] for key in shared}, {"w": "w"}))
+    live: dict[Any, Any] = {"k": 0, "left": 1}
+    take_over_shared(live, shared)
+    assert live == {key: state[key] for key in shared}
+    take_over_shared(live, None)
+    assert live["k"] == 3
+    with pytest.raises(OptimizerError, match="Adam keeps 'what' in its state for all parameters, of type object"):
+        shared_to_json("Adam", {"what": object()})
+
+
+def test_settings_that_steps_make_come_and_go() -> None:
+    def named(**settings: Any) -> NamedOptimizer:
+        groups = (OptimizerGroup(parameters=("w",), settings={"lr": 0.1, **settings}),)
+        return NamedOptimizer(kind="Shampoo", groups=groups, made=frozenset({"step"}))
+
+    def taken(live: NamedOptimizer, stored: NamedOptimizer) -> dict[str, Any]:
+        over = plan_take_over([live], {}, {"optimizers": [json.loads(json.dumps(stored.to_json()))]})
+        assert not over.findings
+        settings = dict(live.groups[0].settings)
+        take_over(settings, over.settings[0][0])
+        return settings
+
+    assert taken(named(), named(step=7)) == {"lr": 0.1, "step": 7}
+    assert taken(named(step=9), named()) == {"lr": 0.1}
+    other = NamedOptimizer(kind="Shampoo", groups=named(new=1).groups)
+    over = plan_take_over([named()], {}, {"optimizers": [other.to_json()]})
+    assert "has no setting 'new'" in over.findings[0]

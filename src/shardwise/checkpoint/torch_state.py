@@ -22,6 +22,7 @@ from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import named_by_wrappers, state_name
+from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -38,7 +39,9 @@ from shardwise.plan.saved_settings import (
     OptimizerGroup,
     origin_after,
     settings_of_model,
+    shared_to_json,
     take_over,
+    take_over_shared,
 )
 from shardwise.space import Piece
 
@@ -145,9 +148,11 @@ class TorchRestoration:
         # In place, for the dict is the TorchState's: its next save says by which rewrite the values were made.
         self._origin.clear()
         self._origin.update(self._found_origin)
-        for each, taken in zip(self._trained, self._plan.over.settings, strict=True):
+        over = self._plan.over
+        for each, taken, shared in zip(self._trained, over.settings, over.shared, strict=True):
             for group, settings in zip(each.optimizer.param_groups, taken, strict=True):
                 take_over(group, settings)
+            take_over_shared(each.optimizer.state, shared)
             for name, (parameter, _) in each.parameters.items():
                 if not self._plan.replaces_state_of(name):
                     continue
@@ -242,6 +247,7 @@ class _Trained:
             groups=tuple(OptimizerGroup(parameters=names, settings=group) for names, group in groups),
             plain=plain or {},
             none=none,
+            shared=shared_to_json(type(self.optimizer).__name__, self.optimizer.state),
         )
 
     def named_with_state(self) -> NamedOptimizer:
@@ -269,7 +275,7 @@ class _Trained:
         """The live tensor where it can take the entry, else a fresh one, cut like the parameter."""
         parameter, group = self.parameters[name]
         dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape
-        live = self.optimizer.state.get(parameter, {}).get(entry.key)
+        live = flat_state(self.optimizer.state.get(parameter, {})).get(entry.key)
         # Into the live tensor where that can be: a second copy of the state may be more memory than there is.
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
             return live

@@ -11,38 +11,57 @@ of the optimizer is tried before. One call is made where each is seen: by a hook
 that the optimizer keeps.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, compress
 from typing import Any
 
 import torch
 
-from shardwise.engine.optimizers import KnownOptimizer, on_host, updates_apart
-from shardwise.engine.plain_calls import counts_steps
+from shardwise.engine.matrix_updates import MatrixUpdates
+from shardwise.engine.optimizer_trials import updates_apart
+from shardwise.engine.optimizers import KnownOptimizer, on_host
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
-from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.flat_params import FlatParams, Owned
 
 _Groups = list[dict[str, list[Any]]]
 """For each group of an optimizer its parameters, with their names where it has names."""
 
 _Part = list[tuple[torch.optim.Optimizer, _Groups]]
-"""For each optimizer the masters of one bucket."""
+"""For each optimizer the masters of one bucket, or the matrices of one round."""
+
+_Place = tuple[str, int]
+"""("bucket" or "round", its number)."""
 
 
 class BucketUpdates:
     """Steps the optimizers of a rank, and gives the new values to all ranks."""
 
-    def __init__(self, optimizers: Sequence[KnownOptimizer], buffers: FlatParams) -> None:
+    def __init__(
+        self, optimizers: Sequence[KnownOptimizer], buffers: FlatParams, matrices: MatrixUpdates | None
+    ) -> None:
         self._known = optimizers
         self._buffers = buffers
-        self._parts: dict[TrainedSet, dict[int, _Part]] = {}
-        """By bucket, for what is trained. Empty where the update is made at once."""
+        self._matrices = matrices
+        self._parts: dict[TrainedSet, dict[_Place, _Part] | None] = {}
+        """For what is trained. None where the update is made at once."""
 
-    def run(self, counters: Counters, trained: TrainedSet = ALL, meanwhile: Callable[[], None] | None = None) -> None:
+    def run(
+        self,
+        counters: Counters,
+        trained: TrainedSet = ALL,
+        *,
+        gradients: Mapping[str, torch.Tensor],
+        touched: Collection[str],
+        at_once: bool,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Step the optimizers of what is trained on the gradients of the masters, and publish the masters.
 
+        gradients, touched: see `MatrixUpdates.carry_out`. at_once: optimizers step once, for all that they have.
         meanwhile: see `FlatParams.publish`.
         """
         stepping = self._known
@@ -54,54 +73,93 @@ class BucketUpdates:
             optimizers = [known.optimizer for known in stepping]
             if self._buffers.is_offloaded:
                 stack.enter_context(on_host(optimizers))
-            self._run(optimizers, counters, trained, meanwhile)
+            parts = None if at_once else self._parts_of(trained, optimizers)
+            if parts is None:
+                self._step_at_once(optimizers, gradients, touched)
+                self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
+            else:
+                update = self._step_in_parts(optimizers, parts, gradients, touched)
+                self._buffers.publish(counters, trained=trained, before=update, meanwhile=meanwhile)
 
-    def _run(
+    def _step_at_once(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        counters: Counters,
-        trained: TrainedSet,
-        meanwhile: Callable[[], None] | None,
+        gradients: Mapping[str, torch.Tensor],
+        touched: Collection[str],
     ) -> None:
-        if (parts := self._parts.get(trained)) is None:
-            if len(self._parts) > MOST_TRAINED:
-                self._parts.clear()
-            parts = self._parts[trained] = self._find_parts(optimizers)
-        if not parts or any(map(counts_steps, optimizers)):
+        def step(_: int) -> None:
             for optimizer in optimizers:
                 optimizer.step()
-            self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
-            return
+
+        if self._matrices is None:
+            step(0)
+        else:
+            deque(self._matrices.carry_out(gradients, touched, step, at_once=True), maxlen=0)
+
+    def _step_in_parts(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parts: Mapping[_Place, _Part],
+        gradients: Mapping[str, torch.Tensor],
+        touched: Collection[str],
+    ) -> Callable[[int], None]:
+        """Begin an update in parts; returns what gives the masters of a bucket their new values."""
         held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
         for optimizer in optimizers:
             # As always once per update, also where this rank has nothing for it: it may count them.
             if id(optimizer) not in held:
                 optimizer.step()
 
-        def step(bucket: int) -> None:
-            for optimizer, groups in parts.get(bucket, ()):
+        def step(kind: str, number: int) -> None:
+            for optimizer, groups in parts.get((kind, number), ()):
                 _step_on(optimizer, groups)
 
-        self._buffers.publish(counters, trained=trained, before=step, meanwhile=meanwhile)
+        if self._matrices is None:
+            return partial(step, "bucket")
+        last_rounds = self._matrices.last_rounds
+        rounds = self._matrices.carry_out(gradients, touched, partial(step, "round"), at_once=False)
+        num_over = next(rounds)
 
-    def _find_parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, _Part]:
-        if not self._buffers.publishes_in_parts:
-            return {}
-        device = next(each.master.device for each in self._buffers.buckets if each.plan.trainable)
-        # Not asked of other ranks: they publish in the same order, whether or not they step in parts.
-        if not all(updates_apart(each, device) for each in optimizers):
-            return {}
-        bucket_of = {each.parameter: self._buffers.bucket_of(each) for each in self._buffers.owned}
-        parts: dict[int, _Part] = {}
-        for bucket in dict.fromkeys(bucket_of.values()):
+        def update(bucket: int) -> None:
+            nonlocal num_over
+            step("bucket", bucket)
+            while num_over < last_rounds.get(bucket, 0):
+                num_over = next(rounds)
+
+        return update
+
+    def _parts_of(
+        self, trained: TrainedSet, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> Mapping[_Place, _Part] | None:
+        """What each bucket and each round has of the optimizers; None where the update is made at once."""
+        if trained not in self._parts:
+            if len(self._parts) > MOST_TRAINED:
+                self._parts.clear()
+            self._parts[trained] = self._find_parts(optimizers)
+        return self._parts[trained]
+
+    def _find_parts(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[_Place, _Part] | None:
+        if not self._buffers.publishes_in_parts and self._matrices is None:
+            return None
+        device = next((each.master.device for each in self._buffers.buckets if each.plan.trainable), None)
+        # Not asked of other ranks, which try the same optimizers.
+        if device is None or not all(updates_apart(each, device) for each in optimizers):
+            return None
+        place_of = {each.parameter: self._place_of(each) for each in self._buffers.updated}
+        parts: dict[_Place, _Part] = {}
+        for place in dict.fromkeys(place_of.values()):
             for optimizer in optimizers:
                 groups = [
-                    _chosen(group, [bucket_of[each] == bucket for each in group["params"]])
+                    _chosen(group, [place_of[each] == place for each in group["params"]])
                     for group in optimizer.param_groups
                 ]
                 if any(group["params"] for group in groups):
-                    parts.setdefault(bucket, []).append((optimizer, groups))
+                    parts.setdefault(place, []).append((optimizer, groups))
         return parts
+
+    def _place_of(self, each: Owned) -> _Place:
+        number = None if self._matrices is None else self._matrices.round_of(each)
+        return ("bucket", self._buffers.bucket_of(each)) if number is None else ("round", number)
 
 
 @contextmanager

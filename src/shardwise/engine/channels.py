@@ -62,6 +62,14 @@ class EngineChannels:
             tensor=along(("tp",)),
         )
 
+    def homes(self, plan: Plan) -> Channel:
+        """The ranks that hold parts or copies of what this one owns, and share its updates; all call this together."""
+        # Under stage 0 every data rank updates what it has: only ranks along tp have other parts.
+        replicas = plan.sharding.replica_axes if plan.sharding.stage > 0 else ()
+        if plan.mesh.peers(0, replicas) == (0,):
+            return self.tensor
+        return self.world.over(plan.mesh.peers(self.world.rank, (*replicas, "tp")))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroups:

@@ -37,6 +37,7 @@ from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
 from shardwise.engine.generation import Gather, Generation, Prompts
 from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
+from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.packed_tensors import PackedPlaces
@@ -101,6 +102,7 @@ class Engine(Generic[Model_co]):
         plain_calls: PlainCalls,
         tensor_decision: TensorDecision,
         groups: Groups,
+        matrices: MatrixUpdates | None,
     ) -> None:
         """`inventory`: of what this rank owns, or owns a part of. `refit`: see `relayout.refit`."""
         self.model = model
@@ -181,6 +183,7 @@ class Engine(Generic[Model_co]):
             meter=self._meter,
             groups=groups,
             averages=self._averages,
+            matrices=matrices,
         )
 
     @property

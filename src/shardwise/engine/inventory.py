@@ -91,6 +91,13 @@ class Inventory:
         ]
         return replace(self, specs=tuple(specs))
 
+    def uncut(self, names: Collection[str]) -> "Inventory":
+        """The same parameters, with those of `names` whole."""
+        specs = [
+            replace(spec, portion=None, shape=spec.global_shape) if spec.name in names else spec for spec in self.specs
+        ]
+        return replace(self, specs=tuple(specs))
+
     def waiting(self) -> list[str]:
         """Names of parameters and buffers without values: they are on the meta device."""
         return [name for name, each in (*self.parameters.items(), *self.buffers.items()) if each.is_meta]

@@ -42,17 +42,24 @@ from shardwise.engine.inventory import (
     values_of,
     with_values,
 )
+from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.norm_parts import clipped_parts
+from shardwise.engine.optimizer_trials import (
+    STAGE_0,
+    check_apart,
+    check_silent,
+    elementwise_groups,
+    find_whole_keys,
+    made_by_steps,
+    work_of_wholes,
+)
 from shardwise.engine.optimizers import (
     KnownOptimizer,
     OptimizerSource,
     build,
-    check_apart,
     check_coverage,
-    check_elementwise,
     describe_settings,
-    find_whole_keys,
     know,
     on_host,
     swap,
@@ -202,6 +209,8 @@ class _Inspected:
     """The portions of parameters that came as DTensors."""
     groups: Groups
     activations: ActivationModules
+    work: Mapping[str, int]
+    """Of one update, for each parameter that its optimizer must see whole, where ranks would have parts."""
 
 
 def _inspect(
@@ -223,13 +232,14 @@ def _inspect(
     # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
     # would train, and badly.
     home, at_home = _home(plan, channel.device, optimizers)
+    work: Mapping[str, int] = {}
     with at_home:
-        if plan.mesh.tp > 1:
-            check_elementwise(optimizers, home, instead="Leave mesh.tp at 1")
-        elif _num_owners(plan) > 1 and plan.sharding.partition == "slice":
-            check_elementwise(optimizers, home)
-        elif _num_owners(plan) > 1:
-            check_apart(optimizers, home)
+        if channel.size > 1:
+            check_silent(optimizers, home)
+        if _shares_updates(plan):
+            work = work_of_wholes(optimizers, inventory, home, instead=_alone(plan))
+        elif plan.mesh.pp > 1:  # stages have parameters of their own
+            check_apart(optimizers, home, instead=_alone(plan))
     named = groups_in(groups, inventory.specs)
     if isinstance(plan.clip_grad_norm, Mapping):
         clipped_parts(plan.clip_grad_norm, named, inventory.specs)
@@ -239,6 +249,7 @@ def _inspect(
         given=given,
         groups=named,
         activations=modules_of(model, plan.activations),
+        work=work,
     )
 
 
@@ -251,8 +262,18 @@ def _home(
     return torch.device("cpu"), on_host(optimizers)
 
 
-def _num_owners(plan: Plan) -> int:
-    return len(plan.mesh.peers(0, plan.sharding.owner_axes))
+def _shares_updates(plan: Plan) -> bool:
+    """Whether no rank has all that it would need to update a whole parameter for itself, or one does it for others."""
+    return plan.mesh.tp > 1 or (plan.sharding.stage > 0 and plan.mesh.num_data_ranks > 1)
+
+
+def _alone(plan: Plan) -> str:
+    """What to do with an optimizer whose update of one parameter depends on the others."""
+    if plan.mesh.tp > 1:
+        return "Leave mesh.tp at 1"
+    if plan.mesh.pp > 1:
+        return "Leave mesh.pp at 1, and use sw.Sharding(stage=0) (sharding.stage)"
+    return STAGE_0
 
 
 # [2] agree: all ranks were given the same, and decide the same -------------------------------------------------------
@@ -295,6 +316,7 @@ def _agree(
             *describe_model(inventory),
             *describe_settings(inspected.optimizers, inventory),
             *(f"group {name!r} of {list(each.globs)}" for name, each in inspected.groups.items()),
+            *(f"update of all of {name!r}, {work} operations" for name, work in inspected.work.items()),
         ],
         subject="models or optimizers",
         hint="Build the same model and optimizer on every rank.",
@@ -378,6 +400,7 @@ class _KeptTensors:
     ties: StageTies
     model_buffers: ModelBuffers
     optimizers: tuple[KnownOptimizer, ...]
+    matrices: MatrixUpdates | None
 
 
 def _build(
@@ -493,6 +516,7 @@ def _build(
             runner=runner,
             channel=channels.world,
             frozen_bytes=_bytes_outside(tensors),
+            matrices=tensors.matrices,
         ),
         summed=summed,
         plain_calls=PlainCalls(
@@ -500,10 +524,12 @@ def _build(
             inspected.optimizers,
             cut=[held.parameters[name] for name in cut],
             owns_all=channels.owners.size * placement.num_stages == 1
+            and not tensors.layout.ownership.homes
             and all(spec.portion is None for spec in inventory.specs),
         ),
         tensor_decision=decision,
         groups=inspected.groups,
+        matrices=tensors.matrices,
     )
 
 
@@ -553,8 +579,15 @@ def _keep_own(
     is_partial = sliced or plan.mesh.tp > 1
     # Only where masters are parts: a whole master tells by its shape which of its state is per element.
     home, at_home = _home(plan, device, inspected.optimizers)
+    work = inspected.work
     with at_home:
-        whole_keys = [find_whole_keys(each, home) if is_partial else frozenset() for each in inspected.optimizers]
+        whole_keys = [
+            find_whole_keys(each, elementwise_groups(each, inspected.inventory, work), home)
+            if is_partial
+            else frozenset()
+            for each in inspected.optimizers
+        ]
+        made = [made_by_steps(each, home) for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
@@ -564,7 +597,17 @@ def _keep_own(
     inventory = give_room(inventory, stages.held_by(coordinate), kept_buffers, device, keeps_objects=keeps)
     held = inventory.restricted(stages.held_by(coordinate))
     owned = inventory.restricted(stages.owned_by(coordinate))
-    layout = plan_layout(owned, stages, plan, terms.units, owners=channels.owners, replicas=channels.replicas)
+    homes = channels.homes(plan) if work else None
+    layout = plan_layout(
+        owned,
+        stages,
+        plan,
+        terms.units,
+        owners=channels.owners,
+        replicas=channels.replicas,
+        work=work,
+        num_homes=1 if homes is None else homes.size,
+    )
     # What goes to flat buffers stays where it was built until its buffer takes it, which may want a part of it only:
     # whole parameters and buffers would be on the device at once. Replicas of ties have buffers of their own.
     buffered = {slot.name for bucket in layout.ownership.buckets for slot in bucket.slots}
@@ -574,19 +617,23 @@ def _keep_own(
         device,
         but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
-    optimizers = know(inspected.optimizers, inventory, whole_keys)  # while they still have all parameters
+    optimizers = know(inspected.optimizers, inventory, whole_keys, made)  # while they still have all parameters
     buffers = make_params(
         layout,
         owned,
         channels.owners,
-        keep_shapes=not sliced,
+        whole=work.keys() if sliced else held.parameters.keys(),
         waiting=waiting,
         offload=plan.sharding.offload,
     )
+    matrices = None
+    if homes is not None and layout.ownership.homes:
+        matrices = MatrixUpdates(buffers, owned, homes)
+        buffers.updated = matrices.updated
     ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.
-    swap(inspected.optimizers, inventory, buffers.owned)
+    swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), buffers.updated)
     if terms.values is not None:
         # Buffers of other stages stay without values here.
         here = {name for name, each in model.named_buffers() if not each.is_meta}
@@ -604,6 +651,7 @@ def _keep_own(
         ties=ties,
         model_buffers=model_buffers,
         optimizers=optimizers,
+        matrices=matrices,
     )
 
 

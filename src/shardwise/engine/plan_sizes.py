@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from shardwise.comm import Channel
 from shardwise.comm.device_sums import sums_of
+from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.zero.install import OwnedLayout
@@ -26,6 +27,7 @@ class PlanSizes:
         runner: PipelineRunner | None,
         channel: Channel,
         frozen_bytes: int,
+        matrices: MatrixUpdates | None,
     ) -> None:
         """channel: of all ranks; the others move tensors as it does. frozen_bytes: of what no flat buffer has."""
         self._frozen_bytes = frozen_bytes
@@ -38,6 +40,7 @@ class PlanSizes:
         self._ties = ties
         self._passes = passes
         self._runner = runner
+        self._matrices = matrices
 
     def footprint(self, num_microbatches: int) -> Footprint:
         """Bytes that the buffers take."""
@@ -66,6 +69,16 @@ class PlanSizes:
                 goes_ahead=self._goes_ahead,
                 offload=self._offload,
             )
+        if self._matrices is not None:
+            whole, messages = self._matrices.held_bytes
+            is_offloaded = self._offload is not None
+            # Where masters are on the host, messages are put together there, and pass through the device.
+            owned = replace(
+                owned,
+                owned_elements=owned.owned_elements + self._matrices.added_elements,
+                updating_bytes=messages + (0 if is_offloaded else whole),
+                host_bytes=owned.host_bytes + (whole + messages if is_offloaded else 0),
+            )
         return replace(
             owned,
             working_bytes=owned.working_bytes + self._ties.replica_bytes(),
@@ -92,7 +105,8 @@ class PlanSizes:
             owned = sharded_traffic(
                 layout.ownership, self._owner, precision, num_microbatches=k, gathers=gathers, late=layout.late
             )
+        sent_gradients, sent_values = (0, 0) if self._matrices is None else self._matrices.sent_bytes
         return Traffic(
-            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k),
-            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes(),
+            reduce_bytes=owned.reduce_bytes + self._ties.sent_gradient_bytes(k) + sent_gradients,
+            gather_bytes=owned.gather_bytes + self._ties.sent_value_bytes() + sent_values,
         )

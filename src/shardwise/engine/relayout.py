@@ -25,6 +25,7 @@ from shardwise.comm.agreement import a_table, aborting, agreed, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
+from shardwise.engine.optimizers import of_no_parameter
 from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.state import EngineRestoration, HandOver
 from shardwise.engine.state_of_all import sources_of, stored_of_all, targets_of
@@ -181,7 +182,9 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
             module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device="meta"))
     for known in handed.optimizers:
         # The moments are in `handed.state` now; kept here they would be cut like a whole parameter's.
+        shared = of_no_parameter(known.optimizer.state)
         known.optimizer.state.clear()
+        known.optimizer.state.update(shared)
         for group, names in zip(known.optimizer.param_groups, known.given, strict=True):
             group["params"] = [fresh[name] for name in names]
 

@@ -31,7 +31,8 @@ from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.loss_scaling import of_settings
-from shardwise.engine.optimizers import KnownOptimizer, with_shells
+from shardwise.engine.optimizer_trials import with_shells
+from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import GivenGroups
@@ -40,6 +41,7 @@ from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.names import AVERAGE, MASTER, named_by_wrappers, split_state_name, state_name
+from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -47,7 +49,7 @@ from shardwise.plan.optimizer_entries import (
     names_without_elements,
     plan_optimizers,
 )
-from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over
+from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over, take_over_shared
 from shardwise.space import Box, Piece
 
 
@@ -99,14 +101,15 @@ def state_of(
     state = state_of_model(inventory, model, buffers)
     if averages is not None and averages.are_in:
         return state
-    owned_of = {owned.segment.name: owned for owned in buffers.owned}
+    updated = {each.segment.name: each for each in buffers.updated}
     spec_of = {spec.name: spec for spec in inventory.specs}
+    updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
     for known in optimizers:
         for name, key, tensor in known.entries(buffers.name_of()):
-            owned = owned_of[name]
+            owned = updated[name]
             # The shape alone is not enough: the `step` of a scalar parameter has the shape of the parameter.
             if tensor.shape == owned.parameter.shape and key not in known.whole_keys:
-                state |= placed(state_name(name, key), tensor, spec_of[name], owned.segment)
+                state |= placed(state_name(name, key), tensor, updated_spec_of[name], owned.segment)
             else:
                 state |= whole(state_name(name, key), tensor)
     for segment, tensor in averages.parts() if averages is not None else ():
@@ -207,6 +210,7 @@ class EngineRestoration:
         self._origin = origin
         self._found_origin = origin_after(origin, settings)
         self._spec_of = {spec.name: spec for spec in inventory.specs}
+        self._updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
         self._buffers = buffers
         self._ties = ties
         self._computation = computation
@@ -267,9 +271,11 @@ class EngineRestoration:
     def finish(self) -> None:
         """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
         with self._stopping_peers(), torch.no_grad():
-            for known, taken in zip(self._optimizers, self._plan.over.settings, strict=True):
+            over = self._plan.over
+            for known, taken, shared in zip(self._optimizers, over.settings, over.shared, strict=True):
                 for group, settings in zip(known.optimizer.param_groups, taken, strict=True):
                     take_over(group, settings)
+                take_over_shared(known.optimizer.state, shared)
             for known, settings_of, owned in self._trained:
                 if not self._plan.replaces_state_of(owned.segment.name):
                     continue
@@ -323,12 +329,12 @@ class EngineRestoration:
     def _want_state(self, known: KnownOptimizer, group: Mapping[str, Any], owned: Owned) -> None:
         """Make room for the state of a parameter."""
         name = owned.segment.name
-        live = known.optimizer.state.get(owned.parameter, {})
+        live = flat_state(known.optimizer.state.get(owned.parameter, {}))
         self._taken[name] = {}
         for entry in self._plan.entries.get(name, ()):
             tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)
             if entry.along:
-                self.wanted |= placed(entry.whole.name, tensor, self._spec_of[name], owned.segment)
+                self.wanted |= placed(entry.whole.name, tensor, self._updated_spec_of[name], owned.segment)
             else:
                 self.wanted |= whole(entry.whole.name, tensor)
             self._taken[name][entry.key] = tensor
@@ -354,7 +360,7 @@ def _trained(
 ) -> Iterator[tuple[KnownOptimizer, Mapping[str, Any], Owned]]:
     """Everything that is trained here, with its optimizer and group."""
     # By the master object: groups of an optimizer hold masters, since `swap`.
-    owned_of = {owned.parameter: owned for owned in buffers.owned}
+    owned_of = {owned.parameter: owned for owned in buffers.updated}
     for known in optimizers:
         for group in known.optimizer.param_groups:
             for parameter in group["params"]:

@@ -21,11 +21,12 @@ from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.norm import clip, clip_values, norm_dtype
 from shardwise.engine.norm_parts import Key, NormParts, Norms, clipped_parts, norm_parts, reported_parts
 from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
 from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.plain_calls import PlainCalls, counts_steps
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.reports import Counters
 from shardwise.engine.state import ModelNames
@@ -66,6 +67,7 @@ class StepClosing:
         meter: StepMeter,
         groups: Groups,
         averages: WeightAverages | None,
+        matrices: MatrixUpdates | None,
     ) -> None:
         """cut: names of owned parameters that are cut along tp. host_gradients: where masters are on the host."""
         self._plan = plan
@@ -101,7 +103,7 @@ class StepClosing:
         )
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
-        self._bucket_updates = BucketUpdates(optimizers, buffers)
+        self._bucket_updates = BucketUpdates(optimizers, buffers, matrices)
         self._groups = groups
         self._parts: dict[str, NormParts | None] = {}
         self._asked = self.norms(None)
@@ -120,8 +122,9 @@ class StepClosing:
 
     @cached_property
     def _masters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizers have, with names, bucket by bucket."""
-        return [(each.segment.name, each.parameter) for each in self._buffers.owned]
+        """What the optimizers have in buckets, with names, bucket by bucket."""
+        homes = self._buffers.ownership.homes
+        return [(each.segment.name, each.parameter) for each in self._buffers.owned if each.segment.name not in homes]
 
     @cached_property
     def _has_whole_gradients(self) -> bool:
@@ -187,7 +190,11 @@ class StepClosing:
         owned = self._gradients.views_of(self.owned)
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
         # over tp of the parts is enough and sends 1/d of the elements.
-        summed = [owned[name] for name, _ in self._masters if name in self._summed.names and name in self.trained]
+        summed = [
+            owned[each.segment.name]
+            for each in self._buffers.owned
+            if each.segment.name in self._summed.names and each.segment.name in self.trained
+        ]
         sum_over_ranks(summed, self._channels.tensor)
         if self._host_gradients is not None:
             self._host_gradients.send_rest()
@@ -244,6 +251,7 @@ class StepClosing:
             changed_buffers=self._model_buffers.changed(reads_device=not self._updated),
             written=self._writes.found(),
             stop=stop,
+            steps_at_once=any(counts_steps(known.optimizer) for known in self.optimizers),
         )
         figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
@@ -302,7 +310,14 @@ class StepClosing:
         averages = self._averages
         average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
         with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating():
-            self._bucket_updates.run(self._counters, self.trained, meanwhile=average)
+            self._bucket_updates.run(
+                self._counters,
+                self.trained,
+                gradients=gradients,
+                touched=touched,
+                at_once=closing.steps_at_once,
+                meanwhile=average,
+            )
         for _, master in self._masters:
             master.grad = None  # a view of the arena, which the next update may lay out anew
         self._updated |= touched

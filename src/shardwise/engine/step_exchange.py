@@ -5,8 +5,9 @@
                        given as a list]
             batch      digest of its lines, where ranks share it, and in the first steps
 
-    close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards, stop
-                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 = 10 bits in 2 bytes
+    close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards,
+                       stop, whether optimizers step at once
+                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 2 = 11 bits in 2 bytes
             figures    loss and norm of this rank (`step_figures`)
             times      of this rank up to here (`rank_times`)
 
@@ -404,6 +405,8 @@ class StepExchange:
     """Parameters of the model, by number, that a forward wrote to on some rank."""
     stop: bool
     """Whether some rank asked to stop."""
+    steps_at_once: bool
+    """Whether some rank has code of the user that sees each step of an optimizer."""
 
 
 def exchange_step(
@@ -415,10 +418,11 @@ def exchange_step(
     changed_buffers: Sequence[bool],
     written: Sequence[bool],
     stop: bool,
+    steps_at_once: bool = False,
 ) -> StepExchange:
     """Exchange what this rank touched, and what it gives to the figures of the step."""
     # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
-    flags = np.array([*touched, *changed_buffers, *written, stop], dtype=np.bool_)
+    flags = np.array([*touched, *changed_buffers, *written, stop, steps_at_once], dtype=np.bool_)
     packed = np.packbits(flags, bitorder="little").tobytes()
     bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose=_CLOSING)
     # Of ranks in a row: what they have touched is mostly the same.
@@ -435,7 +439,8 @@ def exchange_step(
         touched=anywhere[:first_buffer],
         changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
         written=list(compress(range(len(written)), anywhere[first_written:])),
-        stop=anywhere[-1],
+        stop=anywhere[-2],
+        steps_at_once=anywhere[-1],
     )
 
 

@@ -21,7 +21,8 @@ from torch import nn
 from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import named_places, with_values
-from shardwise.engine.optimizers import KnownOptimizer, with_shells
+from shardwise.engine.optimizer_trials import with_shells
+from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
 from shardwise.engine.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
@@ -39,6 +40,7 @@ from shardwise.engine.wrapping import is_ours
 from shardwise.errors import CheckpointError, MismatchError, ModelError
 from shardwise.moving import reshard
 from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
+from shardwise.plan.nested_state import flat_state, nested_state
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
 from shardwise.space import Piece
 
@@ -139,7 +141,7 @@ def _state_of(known: KnownOptimizer, settings: Mapping[str, Any], values: Mappin
             python = settings["plain"].get(split[1])
             is_python = python is not None and not tensor.dim() and _is_of(tensor, python)
             found[split[0]][split[1]] = tensor.item() if is_python else tensor
-    states = {name: state for name, state in found.items() if state}
+    states = {name: nested_state(state) for name, state in found.items() if state}
     for state in states.values():
         for key in settings["none"]:
             state.setdefault(key, None)
@@ -265,7 +267,7 @@ class _WholeOptimizers:
                 for group, names in zip(held.param_groups, known.given, strict=True)
             ]
             group_of = {id(each): group for group in held.param_groups for each in group["params"]}
-            held.state = defaultdict(dict)
+            held.state = defaultdict(dict, of_no_parameter(held.state))
             for name, each in state.items():
                 parameter = self._parameters[name]
                 held.state[parameter] = with_shells(held, group_of[id(parameter)], parameter.detach(), each)
@@ -295,8 +297,14 @@ class _WholeOptimizers:
         found: list[Any] = []
         for known in self._known:
             found += [id(known.optimizer.state), known.named().to_json()]
-            found += [_version_of(each) for state in known.optimizer.state.values() for each in state.values()]
+            found += [
+                _version_of(each) for state in known.optimizer.state.values() for each in flat_state(state).values()
+            ]
         return found
+
+
+def _of_parameters(known: KnownOptimizer) -> Iterator[Mapping[str, Any]]:
+    return (state for parameter, state in known.optimizer.state.items() if isinstance(parameter, torch.Tensor))
 
 
 def _version_of(value: object) -> object:

@@ -27,7 +27,7 @@ from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
 from shardwise.space.moves import stretch_of
 
-__all__ = ["Delivery", "Mover", "PlanDeliveries", "by_distance", "carry_out_plan"]
+__all__ = ["BegunBatch", "Delivery", "Mover", "PlanDeliveries", "by_distance", "carry_out_plan"]
 
 S = TypeVar("S", bound=Hashable)
 T = TypeVar("T", bound=Hashable)
@@ -69,7 +69,7 @@ class _Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun(Generic[S, T]):
+class BegunBatch(Generic[S, T]):
     """A batch under way."""
 
     works: Sequence[Work]
@@ -118,24 +118,27 @@ class Mover(Generic[S, T]):
     @torch.no_grad()
     def run(self, batches: Iterable[Iterable[Delivery[S, T]]], *, num_under_way: int = 2) -> None:
         """Carry out batches, 1 or 2 at a time. Nothing is under way at the end."""
-        begun: list[_Begun[S, T]] = []
+        begun: list[BegunBatch[S, T]] = []
         turn = 0
         for number, batch in enumerate(batches):
-            following = self._start(batch, self._memories[turn % 2], f"{self._purpose}, batch {number}")
+            following = self.begin(batch, turn, f"{self._purpose}, batch {number}")
             if following is None:
                 continue
             begun.append(following)
             # With one batch under way the same memory serves all, for each is finished before the next is packed.
             turn += num_under_way - 1
             if len(begun) == num_under_way:
-                self._finish(begun.pop(0))
+                self.finish(begun.pop(0))
         for each in begun:
-            self._finish(each)
+            self.finish(each)
 
-    def _start(
-        self, batch: Iterable[Delivery[S, T]], memories: tuple[_Memory, _Memory], purpose: str
-    ) -> _Begun[S, T] | None:
-        """Pack and send what this rank has in a batch; None when that is nothing."""
+    @torch.no_grad()
+    def begin(self, batch: Iterable[Delivery[S, T]], turn: int, purpose: str) -> BegunBatch[S, T] | None:
+        """Pack and send what this rank has in a batch; None when that is nothing.
+
+        turn: an even number and an odd one in turn; of two batches with even ones the first must be finished.
+        """
+        memories = self._memories[turn % 2]
         rank = self._channel.rank
         outgoing: dict[int, list[Delivery[S, T]]] = {}
         sizes: dict[tuple[int, int], int] = {}
@@ -179,14 +182,15 @@ class Mover(Generic[S, T]):
                 works.append(self._channel.receive(came[start:stop], giver, purpose=purpose))
         # What stays on this rank has no message, and begins nowhere.
         placed = [(each, at + firsts.get((each.giver, each.taker), 0)) for each, at in arriving]
-        return _Begun(works, placed, sent, came)
+        return BegunBatch(works, placed, sent, came)
 
     def _order(self, ends: tuple[int, int]) -> tuple[int, int]:
         """Neighbours first, one distance after the other: the same order on all ranks, in which none is overrun."""
         giver, taker = ends
         return (taker - giver) % self._channel.size, giver
 
-    def _finish(self, begun: _Begun[S, T]) -> None:
+    @torch.no_grad()
+    def finish(self, begun: BegunBatch[S, T]) -> None:
         """Wait for a batch, and fill targets."""
         for work in begun.works:
             work.wait()

@@ -11,17 +11,18 @@ parameters w0, w1 and w2 of 10, 40 and 16 elements, filled from the last to the 
     whole     | w1 (40) . . . . . | pad | w2 (16) | w0 (10) | pad |
               | <-- owner 0: w1 ------> | <-- owner 1: w2, w0 --> |                       counts 48, 32
 
-`slice` cuts parameters, and suits optimizers that work element by element. `whole` cuts none, for the others. Padding
-belongs to no parameter: no norm, optimizer or file ever reads it.
+`slice` cuts parameters, and suits optimizers that work element by element. `whole` cuts none. Under both, what an
+optimizer must see whole is cut for no owner. Padding belongs to no parameter: no norm, optimizer or file ever reads it.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.matrix_homes import Home, share_out
 from shardwise.plan.outlines import Parameter
 from shardwise.plan.specs import Sharding
 from shardwise.space import Run
@@ -95,6 +96,8 @@ class Ownership:
     num_owners: int
     num_replicas: int
     buckets: tuple[Bucket, ...]
+    homes: Mapping[str, Home] = field(default_factory=dict)
+    """Of parameters that one of several ranks with their parts, or copies, updates as a whole."""
 
     def text(self) -> str:
         """A line per bucket and slot; another ownership has another text."""
@@ -105,6 +108,7 @@ class Ownership:
             parts = ",".join(map(str, bucket.counts))
             lines.append(f"bucket {bucket.working} {bucket.master} {kind} parts {parts}{unit}")
             lines += [f"  {slot.start} +{slot.num_elements} {json.dumps(slot.name)}" for slot in bucket.slots]
+        lines += [f"home {json.dumps(name)} owner {home.owner} rank {home.rank}" for name, home in self.homes.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -115,14 +119,17 @@ def plan_ownership(
     num_owners: int,
     num_replicas: int,
     units: Mapping[str, str] | None = None,
+    work: Mapping[str, int] | None = None,
+    num_homes: int = 1,
 ) -> Ownership:
     """Fuse the parameters into buckets of at most `sharding.bucket_bytes` and give every element one owner.
 
     Buckets follow the parameters from last to first, because backward completes them in that order. `units`: parameter
     -> what it is gathered and reduced with; those of different units share no bucket. Under stage 3 no rank holds whole
-    working copies, so parameters that are neither trained nor cast are in buckets too.
+    working copies, so parameters that are neither trained nor cast are in buckets too. `work`: of one update, for each
+    parameter that its optimizer must see whole. `num_homes`: how many ranks have parts or copies of what one owner has.
     """
-    units = units or {}
+    units, work = units or {}, work or {}
     # A frozen parameter in its own dtype needs no buffer: nothing reduces, casts or publishes it. Under stage 3 it must
     # be cut all the same, or every rank would hold all of it.
     fused = [parameter for parameter in reversed(parameters) if parameter.fused or sharding.stage == 3]
@@ -135,7 +142,8 @@ def plan_ownership(
         # A parameter that is cut along tp may have another size on other ranks. It would shift the whole parameters
         # behind it. In a bucket of their own those have the same slots and owners on all ranks along tp.
         unit = units.get(parameter.name)
-        kind = (parameter.working, parameter.master, parameter.trainable, parameter.portion is None, unit)
+        is_whole = num_owners > 1 and (sharding.partition == "whole" or parameter.name in work)
+        kind = (parameter.working, parameter.master, parameter.trainable, parameter.portion is None, unit, is_whole)
         size_bytes = parameter.num_elements * itemsize_bytes(parameter.working)
         # One group of each kind is open at a time. A parameter of another kind between two members does not close it:
         # norms in float32 between bfloat16 matrices would otherwise leave one small bucket per layer.
@@ -148,39 +156,32 @@ def plan_ownership(
         groups[at].append(parameter)
         last_of[at] = position
     in_order = sorted(range(len(groups)), key=last_of.__getitem__)
-    owner_of = _owners_of_whole(fused, num_owners) if sharding.partition == "whole" else None
+    # Over all buckets together: balanced bucket by bucket, the first owner would get the largest matrix of each.
+    owner_of, homes = share_out(
+        [
+            (each, _master_bytes(each))
+            for each in fused
+            if each.name in work or (sharding.partition == "whole" and num_owners > 1)
+        ],
+        work,
+        num_owners=num_owners,
+        num_homes=num_homes,
+    )
     buckets = tuple(
         replace(_bucket(groups[at], owner_of, num_owners, num_replicas), unit=units.get(groups[at][0].name))
         for at in in_order
     )
-    return Ownership(num_owners=num_owners, num_replicas=num_replicas, buckets=buckets)
-
-
-def _owners_of_whole(parameters: Sequence[Parameter], num_owners: int) -> dict[str, int]:
-    """Whole parameters to owners, largest first to the least loaded; trainable ones first, for they carry the state.
-
-    By their global sizes, so that ranks along tp, which have other parts of them, come to the same owners.
-    """
-    # Over all buckets together: balanced bucket by bucket, the first owner would get the largest matrix of each.
-    load_bytes = [0] * num_owners
-    owner_of = {}
-    for parameter in sorted(parameters, key=lambda each: (not each.trainable, -_master_bytes(each))):
-        owner = load_bytes.index(min(load_bytes))
-        owner_of[parameter.name] = owner
-        load_bytes[owner] += _master_bytes(parameter)
-    return owner_of
+    return Ownership(num_owners=num_owners, num_replicas=num_replicas, buckets=buckets, homes=homes)
 
 
 def _master_bytes(parameter: Parameter) -> int:
     return math.prod(parameter.global_shape) * itemsize_bytes(parameter.master)
 
 
-def _bucket(
-    members: Sequence[Parameter], owner_of: dict[str, int] | None, num_owners: int, num_replicas: int
-) -> Bucket:
+def _bucket(members: Sequence[Parameter], owner_of: Mapping[str, int], num_owners: int, num_replicas: int) -> Bucket:
     # Replicas of an owner add up their sums of its part by reduce-scatter and all-gather: the part must divide by them.
     unit = ALIGNMENT_ELEMENTS * num_replicas
-    if owner_of is None:
+    if num_owners == 1 or members[0].name not in owner_of:
         # Equal parts: NCCL has one collective for those, and needs several transfers for parts of several sizes.
         slots, end = _slots(members, 0)
         counts = (_round_up(end, unit * num_owners) // num_owners,) * num_owners

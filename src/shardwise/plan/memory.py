@@ -82,6 +82,8 @@ class Footprint:
     gathered_bytes: int = 0
     """Stage 3: of the two largest units, the most that is gathered at a time where no unit is inside another. Of all
     units where they are kept."""
+    updating_bytes: int = 0
+    """While matrices are updated whose parts several ranks hold: whole masters and gradients, and messages of parts."""
     average_bytes: int = 0
     """The running average of the trained weights; on the host where the masters are there."""
     frozen_bytes: int = 0

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.errors import OptimizerError
 from shardwise.plan.names import MASTER, WEIGHT_KEYS, split_state_name, state_name
+from shardwise.plan.nested_state import flat_value, nested_state
 from shardwise.plan.saved_settings import (
     PYTHON_DTYPES,
     NamedOptimizer,
@@ -34,17 +35,17 @@ NEVER_ALONG = frozenset({"step"})
 def values_of(
     kind: str, state: Mapping[Any, Mapping[Any, Any]], name_of: Mapping[Any, str]
 ) -> Iterator[tuple[str, str, Any]]:
-    """The state of a live optimizer as (name of the parameter, key, value).
+    """The state of a live optimizer as (name of the parameter, key, value), without containers: see `nested_state`.
 
     Raises OptimizerError for state of an object that `name_of` does not have, and for keys that fit into no name.
     """
     for parameter, entries in state.items():
         if (name := name_of.get(parameter)) is None:
-            shape = getattr(parameter, "shape", None)
-            what = repr(parameter) if shape is None else f"a parameter of shape {list(shape)}"
+            if not hasattr(parameter, "shape"):  # for all parameters: `shared_to_json`
+                continue
             raise OptimizerError(
-                f"{kind} has state for {what}, which it did not get at first; a checkpoint names state by the model's "
-                "parameters"
+                f"{kind} has state for a parameter of shape {list(parameter.shape)}, which it did not get at first; a "
+                "checkpoint names state by the model's parameters"
             )
         for key, value in entries.items():
             # A slash would make the name ambiguous (see `split_state_name`), and masters have their names already.
@@ -54,7 +55,8 @@ def values_of(
                     f"optimizer/{name}/<key>: give keys that are strings without / and not "
                     + " or ".join(map(repr, sorted(WEIGHT_KEYS)))
                 )
-            yield name, key, value
+            for path, each in flat_value(key, value):
+                yield name, path, each
 
 
 def python_type(parameter: str, key: str, value: object) -> str:
@@ -63,8 +65,8 @@ def python_type(parameter: str, key: str, value: object) -> str:
     # By the type's name: a bool is an int for isinstance, and comes back as what it was.
     if name not in PYTHON_DTYPES or (name == "int" and not -(1 << 63) <= value < 1 << 63):  # type: ignore[operator]
         raise OptimizerError(
-            f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps tensors, "
-            "bool, int64, float and None"
+            f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps "
+            "tensors, bool, int64, float, str, None, and lists, tuples and dicts of them"
         )
     return name
 
@@ -87,9 +89,10 @@ def python_types(values: Iterable[tuple[str, str, Any]]) -> dict[str, str]:
 
 def has_updated(state: Mapping[str, Any]) -> bool:
     """Whether a parameter with this state was updated."""
-    # State is not enough: Adagrad before torch 2.12 makes it in its constructor, with step 0.
+    # State is not enough: Adagrad before torch 2.12 makes it in its constructor, with step 0. Others note there which
+    # parameters they update in which way.
     step = state.get("step")
-    return bool(state) and (step is None or bool(step != 0))
+    return any(type(each) not in (bool, str) for each in state.values()) and (step is None or bool(step != 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,10 +146,11 @@ class OptimizerRestoration:
         """The state of a live parameter, from the tensors of its entries; Python values as such, None where it was."""
         known = self.over.source.get(name)
         state: dict[str, Any] = dict.fromkeys(known[1].none if known is not None and tensors else ())
+        flat: dict[str, Any] = {}
         for entry in self.entries.get(name, ()):
             tensor = tensors[entry.key]
-            state[entry.key] = tensor if entry.python is None else tensor.item()
-        return state
+            flat[entry.key] = tensor if entry.python is None else tensor.item()
+        return state | nested_state(flat)
 
 
 def plan_optimizers(

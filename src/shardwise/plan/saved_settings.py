@@ -7,7 +7,9 @@ reported, and shifts nothing. For each optimizer:
     {"kind": "AdamW",
      "groups": [{"parameters": ["w", "b"], "settings": {"lr": 0.001, "betas": [0.9, 0.999]}}],
      "plain": {"step": "int"},       state keys that are Python values, saved as 0-d tensors
-     "none": {"buffer": true}}       state keys that may be None, which is saved by leaving it out
+     "none": {"buffer": true},       state keys that may be None, which is saved by leaving it out
+     "made": {"step": true},         settings that the optimizer's steps make; a fresh one has none of them
+     "shared": {"k": 3}}             what its state has for all parameters, under keys of its choice
 
 Taken over by name, here with one parameter that moved to another group since the save:
 
@@ -18,12 +20,12 @@ Taken over by name, here with one parameter that moved to another group since th
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.errors import CheckpointError, MismatchError, few_of, in_words
+from shardwise.errors import CheckpointError, MismatchError, OptimizerError, few_of, in_words
 
 CONFIG = "config.json"
 """The file from which `from_pretrained` makes a model."""
@@ -190,6 +192,10 @@ class NamedOptimizer:
     """Keys of its state that hold Python values, and the name of their type."""
     none: frozenset[str] = frozenset()
     """Keys of its state under which a parameter may have None."""
+    made: frozenset[str] = frozenset()
+    """Keys of settings that its steps make, as a count of them."""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """What its state has for no single parameter, as JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; settings that JSON cannot hold (functions) and choices of implementation are left out."""
@@ -202,6 +208,8 @@ class NamedOptimizer:
             "groups": groups,
             "plain": dict(self.plain),
             "none": dict.fromkeys(sorted(self.none), True),
+            **({"made": dict.fromkeys(sorted(self.made), True)} if self.made else {}),
+            **({"shared": dict(self.shared)} if self.shared else {}),
         }
 
 
@@ -219,6 +227,8 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
                 ),
                 plain={key: _text(kind) for key, kind in each.get("plain", {}).items()},
                 none=frozenset(each.get("none", {})),
+                made=frozenset(each.get("made", {})),
+                shared=_legible(each.get("shared", {})),
             )
             for each in settings.get("optimizers", [])
         )
@@ -280,7 +290,41 @@ def _to_json(value: Any) -> Any:
 def _from_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_from_json(each) for each in value]
+    if isinstance(value, Mapping) and "dict" in value:
+        return {key: _from_json(each) for key, each in value["dict"].items()}
     return float(value["float"]) if isinstance(value, Mapping) else value
+
+
+def shared_to_json(kind: str, state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What the state of an optimizer has for no single parameter, as JSON.
+
+    Raises OptimizerError for what is no number, no text, and no list or dict of them.
+    """
+
+    def json_of(value: Any) -> Any:
+        if type(value) is not dict:
+            return _to_json(value)
+        values = {key: json_of(each) for key, each in value.items()}
+        can = all(type(key) is str and each is not _MISSING for key, each in values.items())
+        return {"dict": values} if can else _MISSING
+
+    found = {key: json_of(value) for key, value in state.items() if not hasattr(key, "shape")}
+    for key, value in found.items():
+        if type(key) is not str or value is _MISSING:
+            raise OptimizerError(
+                f"{kind} keeps {key!r:.60} in its state for all parameters, of type {type(state[key]).__name__}; a "
+                "checkpoint keeps numbers, texts, and lists and dicts of them under texts"
+            )
+    return found
+
+
+def take_over_shared(state: MutableMapping[Any, Any], shared: Mapping[str, Any] | None) -> None:
+    """Put what a checkpoint has for no single parameter into a live state; None: it is of another optimizer."""
+    if shared is not None:
+        for key in [key for key in state if not hasattr(key, "shape") and key not in shared]:
+            del state[key]
+        for key, value in shared.items():
+            state[key] = _in_the_form_of(state[key], _from_json(value)) if key in state else _from_json(value)
 
 
 def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
@@ -289,13 +333,19 @@ def take_over(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
     Schedulers hold the dict, and compiled steps the tensors.
     """
     for key, value in settings.items():
-        group[key] = _in_the_form_of(group.get(key), _from_json(value))
+        if value is _MISSING:  # made by a step that the checkpoint was not after
+            group.pop(key, None)
+        else:
+            group[key] = _in_the_form_of(group.get(key), _from_json(value))
 
 
 def _in_the_form_of(live: Any, value: Any) -> Any:
     # In place: a compiled step has this very tensor among its inputs.
     if hasattr(live, "new_tensor"):
         return live.copy_(live.new_tensor(value))
+    if isinstance(value, dict):
+        held = live if isinstance(live, dict) else {}
+        return {key: _in_the_form_of(held.get(key), each) for key, each in value.items()}
     if not isinstance(value, list):
         return value
     # JSON has no tuples, and optimizers expect theirs (betas): a list becomes a tuple unless the live value is a list.
@@ -312,6 +362,8 @@ class TakeOver:
     """Whether the checkpoint says which optimizer trained what; one of plain weights does not."""
     settings: tuple[tuple[Mapping[str, Any], ...], ...]
     """For each live optimizer and each of its groups."""
+    shared: tuple[Mapping[str, Any] | None, ...]
+    """For each live optimizer what the state of the stored one had for all parameters; None: there is none."""
     source: Mapping[str, tuple[str, NamedOptimizer]]
     """For each live parameter that an optimizer of the same kind trained: its name then, and that optimizer."""
     added: frozenset[str]
@@ -337,6 +389,7 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     # A checkpoint of plain weights says nothing of optimizers, and a model without one asks nothing: no findings then.
     findings = _findings_of_parameters(expected, ties, places, then) if places and live else []
     taken = []
+    shared: list[Mapping[str, Any] | None] = []
     source: dict[str, tuple[str, NamedOptimizer]] = {}
     for optimizer in live:
         mine = [name for group in optimizer.groups for name in group.parameters if name in then]
@@ -349,12 +402,19 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
                 "same optimizer, or load without its state"
             )
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
+        # A file of torch says nothing of it.
+        shared.append(next((source[name][1].shared for name in mine if name in source and source[name][1].kind), None))
         for group in optimizer.groups:
             sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
-            findings += _findings_of_group(optimizer.kind, group, sources)
-        taken.append(tuple(_settings_for(group, source, places) for group in optimizer.groups))
+            findings += _findings_of_group(optimizer, group, sources, _made_then(group, source))
+        taken.append(tuple(_settings_for(optimizer, group, source, places) for group in optimizer.groups))
     return TakeOver(
-        has_groups=bool(places), settings=tuple(taken), source=source, added=added, findings=tuple(findings)
+        has_groups=bool(places),
+        settings=tuple(taken),
+        shared=tuple(shared),
+        source=source,
+        added=added,
+        findings=tuple(findings),
     )
 
 
@@ -394,10 +454,21 @@ def _findings_of_parameters(
     return findings
 
 
-def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _made_then(group: OptimizerGroup, source: Mapping[str, tuple[str, NamedOptimizer]]) -> frozenset[str]:
+    """What the steps before the save made in the groups of these parameters."""
+    return frozenset[str]().union(*(source[name][1].made for name in group.parameters if name in source))
+
+
+def _findings_of_group(
+    optimizer: NamedOptimizer,
+    group: OptimizerGroup,
+    sources: Mapping[str, Mapping[str, Any]],
+    made_then: frozenset[str],
+) -> Iterator[str]:
     if not sources:
         return
-    what = f"the group of {kind} with {few_of(group.parameters)}"
+    known = group.settings.keys() | optimizer.made | made_then | _OF_SCHEDULERS | _HOW_NOT_WHAT
+    what = f"the group of {optimizer.kind} with {few_of(group.parameters)}"
     # Compared as JSON on both sides, so that tuples and lists, tensors and numbers do not differ by their form.
     here = settings_to_json(group.settings)
     for key in dict.fromkeys(key for settings in sources.values() for key in settings):
@@ -407,25 +478,32 @@ def _findings_of_group(kind: str, group: OptimizerGroup, sources: Mapping[str, M
                 f"{what} was several groups in the checkpoint: {key} is {_shown(first[1])} for {first[0]!r} and "
                 f"{_shown(other[1])} for {other[0]!r}; make the same groups"
             )
-        elif key not in group.settings and key not in _OF_SCHEDULERS and key not in _HOW_NOT_WHAT:
+        elif key not in known:
             yield f"{what} has no setting {key!r}, which the checkpoint has ({_shown(first[1])})"
         elif hasattr(group.settings.get(key), "new_tensor") and not _alike(here.get(key), first[1]):
             yield f"{what} has a tensor as {key!r}, and the checkpoint {_shown(first[1])}"
     if unknown := [
-        key for key in here if key not in _OF_SCHEDULERS and not any(key in settings for settings in sources.values())
+        key
+        for key in here
+        if key not in _OF_SCHEDULERS | optimizer.made and not any(key in settings for settings in sources.values())
     ]:
         yield f"{what} has settings that the checkpoint does not have: {few_of(unknown)}"
 
 
-def _settings_for(group: OptimizerGroup, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_for(
+    optimizer: NamedOptimizer, group: OptimizerGroup, source: Mapping[str, Any], places: Mapping[str, Any]
+) -> dict[str, Any]:
     """What the groups that the checkpoint has for these parameters say with one voice, and this group can take."""
     sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
-    taken = {}
+    made = optimizer.made | _made_then(group, source)
+    taken: dict[str, Any] = {
+        key: _MISSING for key in optimizer.made if sources and not any(key in settings for settings in sources)
+    }
     for key in dict.fromkeys(key for settings in sources for key in settings):
         # Where saved groups disagree the live value stays. `_findings_of_group` reports that, and a user may load so.
         values = [settings.get(key, _MISSING) for settings in sources]
         fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
-        known = key in group.settings or key in _OF_SCHEDULERS
+        known = key in group.settings or key in _OF_SCHEDULERS or key in made
         if known and fits and key not in _HOW_NOT_WHAT and all(value == values[0] for value in values):
             taken[key] = values[0]
     return taken

@@ -32,7 +32,8 @@ class Sharding:
     stage: int = 1
     """What owners have alone. 0: nothing; 1: masters and optimizer state; 2: gradients too; 3: working copies too."""
     partition: Partition = "slice"
-    """`slice`: equal element runs of each flat buffer; `whole`: whole parameters to owners, balanced by bytes."""
+    """`slice`: equal element runs of each flat buffer, but for parameters that their optimizer must see whole; `whole`:
+    whole parameters to owners, balanced by bytes, and by the work of such updates."""
     bucket_bytes: int = 64 << 20
     """Bytes of working copy fused into one buffer and one collective; a larger parameter has a bucket to itself."""
     owners: Owners = "all"

@@ -248,6 +248,20 @@ def is_scalar(key: str, nodes: Mapping[str, Node]) -> bool | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
+def is_of_whole(key: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether state under `key` belongs to a parameter as a whole, as factors do, which a square one has in its shape.
+
+    So it is where a parameter has it in another shape than its own, or in a list of the optimizer.
+    """
+    for name, node in nodes.items():
+        split = split_state_name(name)
+        if split is not None and split[1] == key and node.meta.shape:
+            parameter = nodes.get(split[0])
+            if "[" in key or "(" in key or (parameter is not None and parameter.meta.shape != node.meta.shape):
+                return True
+    return False
+
+
 def undecided(name: str, *, back: bool = False) -> str:
     """Say that the kind of state of a parameter without dims is not known, and what to do; `back`: on the way back."""
     goes = "comes out" if back else "goes in"
@@ -263,11 +277,13 @@ def follow(
     states: tuple[Node, ...],
     results: tuple[Node, ...],
     scalar: Callable[[str], bool | None],
+    of_whole: Callable[[str], bool],
     plain: bool,
 ) -> Follow:
     """Decide what becomes of the states of parameters, which become `results`.
 
-    `scalar` is what `is_scalar` says of a key; `plain`: the parameter gets another name and nothing else.
+    `scalar`, `of_whole`: what `is_scalar` and `is_of_whole` say of a key; `plain`: the parameter gets another name and
+    nothing else.
     """
     # Figure 2. What becomes of state, by shape, when `q` (4, 2) and `k` (2, 2) become `qk` (6, 2)::
     #
@@ -298,4 +314,9 @@ def follow(
                 refused=f"has shape {shape} and not the parameter's {list(parameter.meta.shape)}, so it can only be "
                 "renamed with it. Drop it by its name, in quotes, or leave the parameter as it is"
             )
+    if of_whole(key):
+        return Follow(
+            refused="belongs to the parameter as a whole, so it can only be renamed with it. Drop it by its name, in "
+            "quotes, or leave the parameter as it is"
+        )
     return Follow(leaning=leaning)

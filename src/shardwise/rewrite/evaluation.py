@@ -16,6 +16,7 @@ from shardwise.rewrite.environment import (
     Environment,
     Variable,
     follow,
+    is_of_whole,
     is_scalar,
     keys_by_parameter,
     on_state,
@@ -110,6 +111,7 @@ class _TaskEvaluator:
         self.leaning: list[tuple[str, bool, StatementFinding]] = []
         # Asked for each parameter, and answered by a walk over all sources.
         self._scalar: dict[str, bool | None] = {}
+        self._of_whole: dict[str, bool] = {}
         # Figure 1 of `compiled_ops.py` shows what is kept: one entry for each statement and shape, not for each layer.
         self._compiled: dict[object, CompiledOps | OpsRefusal] = {}
         self._held: list[object] = []
@@ -177,6 +179,13 @@ class _TaskEvaluator:
             nodes = {name: each.node for name, each in self.environment.first.items() if each.node is not None}
             self._scalar[key] = is_scalar(key, nodes)
         return self._scalar[key]
+
+    def of_whole(self, key: str) -> bool:
+        """Whether optimizer state belongs to a parameter as a whole, as far as the sources tell."""
+        if key not in self._of_whole:
+            nodes = {name: each.node for name, each in self.environment.first.items() if each.node is not None}
+            self._of_whole[key] = is_of_whole(key, nodes)
+        return self._of_whole[key]
 
     def compiled(
         self,
@@ -498,7 +507,7 @@ class _Carrying:
         names = [state_name(name, key) for name in right]
         nodes = tuple([each.node for each in states if each.node is not None])
         plain = not self._along and transposed is None and len(left) == len(right) == 1
-        what = follow(key, tensors, nodes, made, self._evaluator.scalar, plain)
+        what = follow(key, tensors, nodes, made, self._evaluator.scalar, self._evaluator.of_whole, plain)
         name = states[0].name
         if what.leaning:
             doubt = StatementFinding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])

@@ -342,14 +342,14 @@ class FlatParams:
         ownership: Ownership,
         owners: Channel,
         *,
-        keep_shapes: bool,
+        whole: Collection[str],
         waiting: Collection[str] = (),
         unit_of: Mapping[str, str] | None = None,
         offload: Offload | None = None,
     ) -> None:
-        """waiting: parameters whose values come later, by `write` or by a load. unit_of: of parameters that are
-        sharded, which are here whole only while their unit is gathered (stage 3). offload: what is on the host, where
-        the owners have devices."""
+        """whole: parameters that are cut for no owner; the masters of others are 1-D. waiting: parameters whose values
+        come later, by `write` or by a load. unit_of: of parameters that are sharded, which are here whole only
+        while their unit is gathered (stage 3). offload: what is on the host, where the owners have devices."""
         unit_of = unit_of or {}
         self.is_offloaded = owners.device.type != "cpu" and offload is not None
         """Whether masters are in the memory of the host, and working copies in that of a device."""
@@ -358,6 +358,8 @@ class FlatParams:
         self._owners = owners
         self.owned: list[Owned] = []
         """Trainable stretches only; frozen masters are held for the checkpoint."""
+        self.updated = self.owned
+        """What the optimizers of this rank have; see `MatrixUpdates`."""
         self.buckets: list[WholeBucket] = []
         self.sharded: list[ShardedBucket] = []
         self._parameters = {
@@ -369,7 +371,7 @@ class FlatParams:
             self.buckets.append(bucket)
             if isinstance(bucket, ShardedBucket):
                 self.sharded.append(bucket)
-            self._fill(bucket, waiting, keep_shapes=keep_shapes)
+            self._fill(bucket, waiting, whole)
         # Taken once all are in place. Later, another place says that somebody replaced the storage of a parameter
         # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it. Lists, and not a table by name:
         # every step compares them.
@@ -391,7 +393,7 @@ class FlatParams:
 
     def name_of(self) -> dict[torch.Tensor, str]:
         """The names of the parameters that this rank's optimizers have."""
-        return {owned.parameter: owned.segment.name for owned in self.owned}
+        return {each.parameter: each.segment.name for each in self.updated}
 
     def cast_from_masters(self) -> set[str]:
         """Names of parameters whose working copy is made from a master of another dtype."""
@@ -538,7 +540,7 @@ class FlatParams:
             return [place_of(each) for place_of, each in zip(self._place_functions, self._all, strict=True)]
 
     @torch.no_grad()
-    def _fill(self, bucket: WholeBucket, waiting: Collection[str], *, keep_shapes: bool) -> None:
+    def _fill(self, bucket: WholeBucket, waiting: Collection[str], whole: Collection[str]) -> None:
         for slot in bucket.plan.slots:
             self._slots[slot.name] = bucket, slot
             parameter = self._parameters[slot.name]
@@ -549,7 +551,7 @@ class FlatParams:
                 span = slice(segment.start, segment.start + segment.run.num_elements)
                 # Not the model's parameter, which has all elements, in the working dtype. It views the master, so that
                 # the optimizer, which updates in place, updates that.
-                view = bucket.master[span].view(values.shape) if keep_shapes else bucket.master[span]
+                view = bucket.master[span].view(values.shape) if slot.name in whole else bucket.master[span]
                 self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
             # A gradient from before has the dtype, and maybe the shape, of the parameter as it was.
             parameter.grad = None

@@ -69,9 +69,17 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
 
 
 def plan_layout(
-    inventory: Inventory, parameters: StageParameters, plan: Plan, units: Units, *, owners: Channel, replicas: Channel
+    inventory: Inventory,
+    parameters: StageParameters,
+    plan: Plan,
+    units: Units,
+    *,
+    owners: Channel,
+    replicas: Channel,
+    work: Mapping[str, int] | None = None,
+    num_homes: int = 1,
 ) -> OwnedLayout:
-    """The layout of what this rank owns. `inventory`: of that."""
+    """The layout of what this rank owns. `inventory`: of that. work, num_homes: see `plan_ownership`."""
     # Alone, an owner has all gradients and parameters anyway: stages 2 and 3 would only add copies and gathers. But not
     # where the parameters are on the host, from which units are gathered.
     is_offloaded = plan.sharding.offload == "parameters" and owners.device.type != "cpu"
@@ -89,7 +97,13 @@ def plan_layout(
             labels[spec.name] = "several stages" if spec.name in late else f"stage {parameters.first_stage[spec.name]}"
         labels |= held.unit_of()
     ownership = plan_ownership(
-        inventory.specs, plan.sharding, num_owners=owners.size, num_replicas=replicas.size, units=labels
+        inventory.specs,
+        plan.sharding,
+        num_owners=owners.size,
+        num_replicas=replicas.size,
+        units=labels,
+        work=work,
+        num_homes=num_homes,
     )
     return OwnedLayout(stage=stage, ownership=ownership, units=held, late=late, stage_of=parameters.first_stage)
 
@@ -104,17 +118,17 @@ def make_params(
     inventory: Inventory,
     owners: Channel,
     *,
-    keep_shapes: bool,
+    whole: Collection[str],
     waiting: Collection[str] = (),
     offload: Offload | None = None,
 ) -> FlatParams:
-    """The working copies and masters of a layout."""
+    """The working copies and masters of a layout; see `FlatParams`."""
     return FlatParams(
         inventory,
         layout.ownership,
         owners,
         unit_of=layout.units.unit_of() if layout.stage == 3 else {},
-        keep_shapes=keep_shapes,
+        whole=whole,
         waiting=waiting,
         offload=offload,
     )

@@ -1,0 +1,93 @@
+"""How much work the update of a matrix is, counted on tensors without memory: by shape, and for any optimizer.
+
+    Newton-Schulz of m x n, m > n     products of n x m x n and n x n x n        grows as m n n
+    a factored second moment          operations on single elements             grows as m n
+
+What is balanced by it is a sum over matrices, so constants that all matrices have do not matter.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+# What memory gives in the time of one element of it, roughly, on devices and on the CPU alike.
+_PER_ELEMENT = 8
+"""Products and sums that take as long as an element that is read and written."""
+
+_SMALL = 64
+"""The longest dim of parameters for trials with values."""
+
+_DECOMPOSITIONS = ("linalg", "cholesky", "geqrf", "svd", "qr", "inverse", "orgqr")
+_PER_DECOMPOSITION = 10
+"""Work of a decomposition of m x n: so many times m n min(m, n)."""
+
+
+class _WorkCount(TorchDispatchMode):
+    """Counts the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        largest = max((each for each in tree_leaves((args, out)) if torch.is_tensor(each)), key=_size, default=None)
+        if packet in flop_registry:
+            self.work += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+        elif largest is not None and largest.dim() > 1 and _is_decomposition(packet.__name__):
+            self.work += _PER_DECOMPOSITION * largest.numel() * min(largest.shape[-2:])
+        elif largest is not None:
+            self.work += _PER_ELEMENT * largest.numel()
+        return out
+
+
+def _is_decomposition(name: str) -> bool:
+    return "norm" not in name and any(each in name for each in _DECOMPOSITIONS)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel()
+
+
+def counted_work(shape: Sequence[int], update: Callable[[Sequence[torch.Tensor]], object]) -> int:
+    """The work of `update`, which is given the values of a parameter and its gradients at three steps.
+
+    An update that looks at values is tried on small parameters of this form, and its growth is taken from two of them.
+    """
+    whole = _count(shape, update, device="meta")
+    if whole is not None:
+        return whole
+    longest = max(shape, default=1)
+    small, half = (
+        _count([max(1, size * most // max(longest, most)) for size in shape], update, device="cpu")
+        for most in (_SMALL, _SMALL // 2)
+    )
+    if small is None or half is None:
+        return max(1, math.prod(shape) * min(shape, default=1))
+    # Whole numbers only: ranks on hosts of several kinds must find the same.
+    growth = max(0, round(math.log2(small / half)))
+    return int(small * max(longest, _SMALL) ** growth // _SMALL**growth)
+
+
+def _count(shape: Sequence[int], update: Callable[[Sequence[torch.Tensor]], object], *, device: str) -> int | None:
+    # Three steps: what an optimizer does in its first one only is not what it does.
+    generator = torch.Generator().manual_seed(0)
+    stretch = [
+        torch.empty(tuple(shape), device=device) if device == "meta" else torch.randn(tuple(shape), generator=generator)
+        for _ in range(4)
+    ]
+    count = _WorkCount()
+    try:
+        with count:
+            update(stretch)
+    except Exception:  # whatever an unknown optimizer raises
+        return None
+    return max(1, count.work)
