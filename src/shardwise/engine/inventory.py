@@ -10,7 +10,7 @@ the local tensors. A DTensor is a shell around a view of a buffer, and its gradi
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar, cast
@@ -29,7 +29,7 @@ from shardwise.comm.local_tensors import (
     with_local_tensor,
 )
 from shardwise.engine.packed_tensors import carried_by, is_packed, is_shell
-from shardwise.errors import CheckpointError, ModelError
+from shardwise.errors import CheckpointError, ModelError, few_of
 from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
 from shardwise.space import Portion
@@ -101,6 +101,20 @@ class Inventory:
     def waiting(self) -> list[str]:
         """Names of parameters and buffers without values: they are on the meta device."""
         return [name for name, each in (*self.parameters.items(), *self.buffers.items()) if each.is_meta]
+
+    def refuse_waiting_packed(self) -> None:
+        """Raise ModelError for packed weights without values: nothing initialises them."""
+        packed = {name for names in self.found_at.values() for name in names}
+        if waiting := [name for name in self.waiting() if name in packed]:
+            raise ModelError(
+                f"{few_of(waiting)}: packed weights have no initial values, and these are on the meta device. Quantise "
+                "the weights, or load quantised ones, before parallelize"
+            )
+
+    def num_bytes(self, *, but: Sequence[Callable[[str], bool]]) -> int:
+        """Bytes of what is here of the parameters, without those by whose names one of `but` is true."""
+        rest = [values_of(each) for name, each in self.parameters.items() if not any(has(name) for has in but)]
+        return sum(each.numel() * each.element_size() for each in rest)
 
     def ties(self) -> dict[str, str]:
         """Other names of parameters: alias -> name."""

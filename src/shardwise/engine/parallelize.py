@@ -39,7 +39,6 @@ from shardwise.engine.inventory import (
     portions_of_dtensors,
     take_inventory,
     take_over,
-    values_of,
     with_values,
 )
 from shardwise.engine.matrix_updates import MatrixUpdates
@@ -92,7 +91,7 @@ from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
-from shardwise.errors import MismatchError, ModelError, PlanError, few_of
+from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
 from shardwise.space import Portion
@@ -342,18 +341,9 @@ def _agree(
         decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
-            _refuse_waiting_packed(inventory)
+            inventory.refuse_waiting_packed()
             values = Initialisation(model, seed)
     return _AgreedTerms(seed=seed, placement=placement, units=units, decision=decision, values=values)
-
-
-def _refuse_waiting_packed(inventory: Inventory) -> None:
-    packed = {name for names in inventory.found_at.values() for name in names}
-    if waiting := [name for name in inventory.waiting() if name in packed]:
-        raise ModelError(
-            f"{few_of(waiting)}: packed weights have no initial values, and these are on the meta device. Quantise the "
-            "weights, or load quantised ones, before parallelize"
-        )
 
 
 def _seeds_in(answer: bytes) -> tuple[int | None, int]:
@@ -515,7 +505,7 @@ def _build(
             passes=passes,
             runner=runner,
             channel=channels.world,
-            frozen_bytes=_bytes_outside(tensors),
+            frozen_bytes=tensors.held.num_bytes(but=[tensors.buffers.holds, tensors.ties.held.parameters.__contains__]),
             matrices=tensors.matrices,
         ),
         summed=summed,
@@ -531,17 +521,6 @@ def _build(
         groups=inspected.groups,
         matrices=tensors.matrices,
     )
-
-
-def _bytes_outside(tensors: _KeptTensors) -> int:
-    """Bytes of the parameters that are here and in no flat buffer."""
-    replicas = tensors.ties.held.parameters
-    outside = [
-        values_of(each)
-        for name, each in tensors.held.parameters.items()
-        if name not in replicas and not tensors.buffers.holds(name)
-    ]
-    return sum(each.numel() * each.element_size() for each in outside)
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
@@ -688,8 +667,6 @@ def give_room(
         buffer = module._buffers[attribute]
         if buffer is not None and buffer.is_meta:
             module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device=device))
-    for name in carried.keys() & fresh.keys():
-        assert fresh[name] is inventory.parameters[name], "what holds a carried tensor goes on with the object"
     return replace(
         inventory,
         parameters={**inventory.parameters, **fresh},
