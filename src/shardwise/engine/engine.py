@@ -48,6 +48,7 @@ from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.packed_tensors import PackedPlaces
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import CHANGED_LINES, PlainCalls
@@ -138,6 +139,7 @@ class Engine(Generic[Model_co]):
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
+        self._packed = PackedPlaces(model)
         self._gradients = gradients
         self._ties = ties
         self._sizes = sizes
@@ -462,6 +464,7 @@ class Engine(Generic[Model_co]):
         """
         self._check_turn()
         self._closing.judge()
+        self._packed.restore()
         self._buffers.adopt_writes()
         # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
         # without it.
@@ -623,6 +626,7 @@ class Engine(Generic[Model_co]):
 
     def _check_model(self) -> None:
         self._check_turn()
+        self._packed.restore()
         self._contents.check()
         if (added := self._plain_calls.added(self._contents.parameters)) != self._added:
             self._added = added

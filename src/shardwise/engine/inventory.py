@@ -10,8 +10,8 @@ the local tensors. A DTensor is a shell around a view of a buffer, and its gradi
 """
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar, cast
 
@@ -28,7 +28,8 @@ from shardwise.comm.local_tensors import (
     share_elements,
     with_local_tensor,
 )
-from shardwise.errors import CheckpointError, ModelError
+from shardwise.engine.packed_tensors import carried_by, is_packed, is_shell
+from shardwise.errors import CheckpointError, ModelError, few_of
 from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
 from shardwise.space import Portion
@@ -47,6 +48,19 @@ class Inventory:
     """The name of every parameter object that the model was built with."""
     places: tuple[tuple[nn.Module, str, str], ...]
     """Every place that holds a parameter: (module, attribute, name of the parameter)."""
+    found_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Full name of a place -> the names of what is there, where that is a packed weight: see `packed_tensors`."""
+    views: tuple[tuple[torch.Tensor, str], ...] = ()
+    """Tensors that show the elements of a packed weight, and its name."""
+
+    def names_at(self, place: str, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The names of the tensors that a place of a parameter holds."""
+        return self.found_at[place] if place in self.found_at else (self.name_of[parameter],)
+
+    def carried(self) -> dict[str, nn.Parameter]:
+        """The tensors that belong to packed weights, and are no parameters of modules."""
+        names = {name for _, _, name in self.places}
+        return {name: each for name, each in self.parameters.items() if name not in names} if self.found_at else {}
 
     def tie(self) -> None:
         """Make every tie one parameter object, though the model was built with several that share a storage."""
@@ -65,6 +79,8 @@ class Inventory:
             buffers={},
             name_of={each: name for each, name in self.name_of.items() if name in names},
             places=tuple(place for place in self.places if place[2] in names),
+            found_at=self.found_at,
+            views=tuple(each for each in self.views if each[1] in names),
         )
 
     def cut(self, portions: Mapping[str, Portion]) -> "Inventory":
@@ -85,6 +101,20 @@ class Inventory:
     def waiting(self) -> list[str]:
         """Names of parameters and buffers without values: they are on the meta device."""
         return [name for name, each in (*self.parameters.items(), *self.buffers.items()) if each.is_meta]
+
+    def refuse_waiting_packed(self) -> None:
+        """Raise ModelError for packed weights without values: nothing initialises them."""
+        packed = {name for names in self.found_at.values() for name in names}
+        if waiting := [name for name in self.waiting() if name in packed]:
+            raise ModelError(
+                f"{few_of(waiting)}: packed weights have no initial values, and these are on the meta device. Quantise "
+                "the weights, or load quantised ones, before parallelize"
+            )
+
+    def num_bytes(self, *, but: Sequence[Callable[[str], bool]]) -> int:
+        """Bytes of what is here of the parameters, without those by whose names one of `but` is true."""
+        rest = [values_of(each) for name, each in self.parameters.items() if not any(has(name) for has in but)]
+        return sum(each.numel() * each.element_size() for each in rest)
 
     def ties(self) -> dict[str, str]:
         """Other names of parameters: alias -> name."""
@@ -115,8 +145,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     first_of: dict[nn.Parameter, nn.Parameter] = {}
     places: dict[tuple[object, ...], nn.Parameter] = {}
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for owner, attribute, name, parameter in named_places(model):
-        _refuse_unfit(f"parameter {name!r}", parameter)
+    found = _PackedListing()
+    for owner, attribute, name, parameter in found.listed(model):
         # An expanded parameter: in a flat buffer each element would get a place of its own, and a gradient of its
         # own.
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
@@ -131,7 +161,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
                 f"{names[first][0]!r} and {name!r} share one storage, and only one of them requires a gradient; "
                 f"make them one parameter: model.{name} = model.{names[first][0]}"
             )
-        held_by.append((owner, attribute, first))
+        if owner is not None:
+            held_by.append((owner, attribute, first))
         first_of[parameter] = first
         if name not in (known := names.setdefault(first, [])):  # a module reached twice yields its names once each
             known.append(name)
@@ -142,6 +173,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     check_keep(precision, [name for each in names.values() for name in each])
     # Batch norms keep float32 parameters under any plan: torch refuses narrower ones beside float32 statistics.
     beside_statistics = {first for owner, _, first in held_by if _has_statistics(owner)}
+    beside_packed = {first for owner, _, first in held_by if owner in found.modules and not first.requires_grad}
     specs = tuple(
         describe(
             name=each[0],
@@ -151,6 +183,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             trainable=parameter.requires_grad,
             precision=precision,
             beside_statistics=parameter in beside_statistics,
+            is_packed=id(parameter) in found.tensors or parameter in beside_packed,
         )
         for parameter, each in names.items()
     )
@@ -162,7 +195,43 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         buffers=buffers,
         name_of={each: names[first][0] for each, first in first_of.items()},
         places=tuple((owner, attribute, names[first][0]) for owner, attribute, first in held_by),
+        found_at={
+            place: tuple(names[first_of[each]][0] for each in tensors) for place, tensors in found.tensors_at.items()
+        },
+        views=tuple((view, names[first_of[parameter]][0]) for view, parameter in found.views),
     )
+
+
+class _PackedListing:
+    """The packed weights of a model: which tensors they are made of."""
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+        """Those that hold one: they compute with its codes, and see to dtypes themselves."""
+        self.tensors: set[int] = set()
+        """By id: those whose dtype stays."""
+        self.tensors_at: dict[str, list[nn.Parameter]] = {}
+        self.views: list[tuple[torch.Tensor, nn.Parameter]] = []
+
+    def listed(self, model: nn.Module) -> Iterator[tuple[nn.Module | None, str, str, nn.Parameter]]:
+        """As `named_places`; packed weights with what belongs to them, which has no module."""
+        for owner, attribute, name, parameter in named_places(model):
+            _refuse_unfit(f"parameter {name!r}", parameter)
+            if not is_packed(parameter):
+                yield owner, attribute, name, parameter
+                continue
+            carried = carried_by(owner, attribute, name)
+            held = [cast("nn.Parameter", each.tensor) for each in carried if not each.is_view]
+            self.views += [(each.tensor, parameter) for each in carried if each.is_view]
+            if not owner._modules:  # else other modules may compute with what stands beside the codes
+                self.modules.add(owner)
+            self.tensors_at[name] = held if is_shell(parameter) else [parameter, *held]
+            self.tensors.update(map(id, self.tensors_at[name]))
+            if not is_shell(parameter):
+                yield owner, attribute, name, parameter
+            yield from (
+                (None, "", each.name, cast("nn.Parameter", each.tensor)) for each in carried if not each.is_view
+            )
 
 
 def holds_values(tensor: torch.Tensor) -> bool:
@@ -207,7 +276,7 @@ def take_over(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def exchange(one: nn.Parameter, other: nn.Parameter) -> None:
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Let each of two parameters have the content of the other, with its hooks. Raises RuntimeError if torch cannot."""
     hooks = [each._post_accumulate_grad_hooks for each in (one, other)]
     torch.utils.swap_tensors(one, other)
@@ -327,13 +396,18 @@ def _refuse_unfit(what: str, tensor: torch.Tensor) -> None:
             f"{what} is cut over ranks by the model's present plan (stage 3). Change the plan with "
             "sw.relayout(engine, plan), or build the model anew"
         )
+    if is_shell(tensor) and tensor.requires_grad:
+        raise ModelError(
+            f"{what} is a {type(tensor).__name__}, a tensor around others, and requires a gradient. shardwise trains "
+            "plain tensors: freeze it (requires_grad_(False)) and train adapters, or quantise after the training"
+        )
     if tensor.layout != torch.strided:
         raise ModelError(f"{what} has layout {tensor.layout}; shardwise runs dense (strided) parameters and buffers")
 
 
 def place_of(parameter: nn.Parameter) -> tuple[object, ...]:
     """Equal for parameters that are one: the same object, or another that shares the whole of its storage."""
-    if parameter.numel() == 0 or is_dtensor(parameter):
+    if parameter.numel() == 0 or is_dtensor(parameter) or is_shell(parameter):
         # Without memory, or in a shell of its own: it shares nothing unless it is the same object.
         return (id(parameter),)
     storage = parameter.untyped_storage()

@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizers import keys_not_along, reachable
+from shardwise.engine.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.engine.update_work import counted_work
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, few_of
 from shardwise.plan.nested_state import flat_state, nested_state
 
 STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
@@ -168,6 +169,8 @@ _verdicts: dict[object, bool | None] = {}
 
 def _is_elementwise(case: _Case) -> bool | None:
     """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
+    if _keeps_blocks(case):
+        return False
     shapes = _own_shapes(case)
     known = _all_of(case, shapes)
     if known is None or known not in _verdicts:
@@ -228,6 +231,59 @@ def _found_elementwise(case: _Case, shapes: Sequence[tuple[int, ...]]) -> bool |
     return all(
         _operations(case, shape) == _operations(case, _reduced(shape)) for shape in shapes if shape != _reduced(shape)
     )
+
+
+def _keeps_blocks(case: _Case) -> bool:
+    """Whether the state of a parameter that is not small is packed, in blocks that have a scale each."""
+    # Small parameters get plain state: the trials of updates would not meet the blocks.
+    sizes = (1 << 14, 1 << 15)
+
+    def state_at(size: int) -> Mapping[str, torch.Tensor]:
+        with random_numbers_kept(case.device):
+            double, _ = _run(replace(case, state={}), [list(torch.ones(2, size))], num_steps=1, late=False)
+        state = double.state[double.param_groups[0]["params"][0]]
+        return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+    try:
+        state = state_at(sizes[0])
+        if any(map(is_shell, state.values())):
+            return True
+        # A table of its codes has one size, a scale for each block has not.
+        unlike = [key for key, value in state.items() if value.numel() not in (1, sizes[0])]
+        larger = state_at(sizes[1]) if unlike else {}
+        return any(larger[key].numel() != state[key].numel() for key in unlike)
+    except Exception:  # it wants something else: the trials of updates say what
+        return False
+
+
+def with_shells(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State of a parameter as the optimizer keeps it: where it has a subclass around tensors, these come into one.
+
+    like: a tensor with the parameter's shape, dtype and device. state: with keys such as `exp_avg.codes`. Raises
+    OptimizerError where some of them are missing.
+    """
+    if not any("." in key for key in state):
+        return dict(state)
+    # Which class it is, and what else it holds, the optimizer alone knows: a double updates such a parameter.
+    case = _Case(optimizer=optimizer, group=group, state={}, device=like.device)
+    with random_numbers_kept(like.device), torch.enable_grad():
+        zeros = torch.zeros_like(like)
+        double, _ = _run(case, [[zeros, zeros]], num_steps=1, late=False)
+    made = double.state[double.param_groups[0]["params"][0]]
+    found = dict(state)
+    for key, value in made.items():
+        if isinstance(value, torch.Tensor) and is_shell(value):
+            parts = {path: found.pop(f"{key}.{path}", None) for path in inner_by_path(value)}
+            if lost := sorted(path for path, part in parts.items() if part is None):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, and the state that is "
+                    f"loaded has none of its parts {few_of(lost)}. Load the state of this optimizer, or the weights "
+                    "alone"
+                )
+            found[key] = rebuilt(value, parts)
+    return found
 
 
 def check_apart(

@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.packed_tensors import inner_by_path, is_shell
 from shardwise.engine.tensor.tensor_decision import portion_of
 from shardwise.engine.zero.flat_params import Owned
 from shardwise.errors import OptimizerError, few_of, in_words
@@ -176,7 +177,9 @@ class KnownOptimizer:
         Raises OptimizerError for other values.
         """
         for name, key, value in self._values(name_of):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and is_shell(value):
+                yield from ((name, f"{key}.{path}", each) for path, each in inner_by_path(value).items())
+            elif isinstance(value, torch.Tensor):
                 yield name, key, value.detach()
             elif value is not None:
                 yield name, key, torch.tensor(value, dtype=torch_dtype(PYTHON_DTYPES[python_type(name, key, value)]))
@@ -345,7 +348,7 @@ def _cut(state: Mapping[str, Any], not_along: frozenset[str], owned: Owned, spec
     def cut(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or key == "step":  # torch leaves `step` where it is
             return reachable(value, master.device)
-        if key in not_along or value.shape != spec.global_shape:
+        if key in not_along or value.shape != spec.global_shape or is_shell(value):  # of a whole parameter
             return value.to(master.device)
         local = value if spec.portion is None else portion_of(value, spec.portion)
         part = local.reshape(-1)[run.start : run.stop]

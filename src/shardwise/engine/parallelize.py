@@ -63,6 +63,7 @@ from shardwise.engine.optimizers import (
     on_host,
     swap,
 )
+from shardwise.engine.packed_tensors import move_carried, settle_packed
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -341,6 +342,7 @@ def _agree(
         decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
+            inventory.refuse_waiting_packed()
             values = Initialisation(model, seed)
     return _AgreedTerms(seed=seed, placement=placement, units=units, decision=decision, values=values)
 
@@ -504,6 +506,7 @@ def _build(
             passes=passes,
             runner=runner,
             channel=channels.world,
+            frozen_bytes=tensors.held.num_bytes(but=[tensors.buffers.holds, tensors.ties.held.parameters.__contains__]),
             matrices=tensors.matrices,
         ),
         summed=summed,
@@ -588,6 +591,7 @@ def _keep_own(
     # What goes to flat buffers stays where it was built until its buffer takes it, which may want a part of it only:
     # whole parameters and buffers would be on the device at once. Replicas of ties have buffers of their own.
     buffered = {slot.name for bucket in layout.ownership.buckets for slot in bucket.slots}
+    move_carried([each for name, each in held.carried().items() if name not in buffered], device)
     move_to(
         model,
         device,
@@ -615,6 +619,7 @@ def _keep_own(
         here = {name for name, each in model.named_buffers() if not each.is_meta}
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
+    settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
     model_buffers.settle(channels.pipeline)  # it remembers values, so all are here by now
     return _KeptTensors(
         inventory=inventory,
@@ -645,6 +650,7 @@ def give_room(
     torch lets them. Returns the inventory with the parameters that are there now.
     """
     fresh: dict[str, nn.Parameter] = {}
+    carried = inventory.carried()
     for spec in inventory.specs:
         old = inventory.parameters[spec.name]
         if spec.name in held and old.is_meta:
@@ -652,7 +658,7 @@ def give_room(
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             made = with_values(old, room.expand(spec.shape))
-            fresh[spec.name] = take_over(old, made) if keeps_objects else made
+            fresh[spec.name] = take_over(old, made) if keeps_objects or spec.name in carried else made
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs

@@ -26,9 +26,11 @@ class PlanSizes:
         passes: Passes,
         runner: PipelineRunner | None,
         channel: Channel,
+        frozen_bytes: int,
         matrices: MatrixUpdates | None,
     ) -> None:
-        """channel: of all ranks; the others move tensors as it does."""
+        """channel: of all ranks; the others move tensors as it does. frozen_bytes: of what no flat buffer has."""
+        self._frozen_bytes = frozen_bytes
         self._sums = sums_of(channel)
         self._goes_ahead = channel.progresses_alone
         self._offload = plan.sharding.offload if channel.device.type != "cpu" else None
@@ -81,6 +83,7 @@ class PlanSizes:
             owned,
             working_bytes=owned.working_bytes + self._ties.replica_bytes(),
             gradient_bytes=owned.gradient_bytes + self._ties.gradient_bytes(k),
+            frozen_bytes=self._frozen_bytes,
             average_bytes=0 if self._plan.average is None else average_bytes(layout.ownership, self._owner),
         )
 

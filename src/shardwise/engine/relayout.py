@@ -12,8 +12,9 @@ w 4 x 2 = [[0 1] [2 3] [4 5] [6 7]], from 2 owners of slices to tp = 2, cut by c
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
 from shardwise.engine.optimizers import of_no_parameter
+from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.state import EngineRestoration, HandOver
 from shardwise.engine.state_of_all import sources_of, stored_of_all, targets_of
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
@@ -59,7 +61,7 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
         raise PlanError(f"relayout was given a {type(engine).__name__}; give the engine that sw.parallelize returned")
     handed = engine.hand_over()
     channel = handed.channel
-    swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+    swapped: Swapped = []
     with aborting(channel, "relayout"), _going_back(handed, swapped):
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
@@ -139,14 +141,22 @@ def _restoration(
 
 
 @torch.no_grad()
-def _empty(handed: HandOver, swapped: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+def _empty(handed: HandOver, swapped: Swapped) -> None:
     """Put parameters and buffers without values, in their global shapes, into every place of the model.
 
     swapped: takes note of the parameters that stay the same objects, and of what has their content now.
     """
     spec_of = {spec.name: spec for spec in handed.names.specs}
     fresh: dict[str, nn.Parameter] = {}
+    ties = handed.names.ties
+    carried = [
+        replace(each, name=ties.get(each.name, each.name))
+        for each in all_carried(handed.model)
+        if each.is_view or ties.get(each.name, each.name) in spec_of  # else it came since, and stays what it is
+    ]
     for module, attribute, place, parameter in list(named_places(handed.model)):
+        if is_shell(parameter):  # what is inside is emptied below
+            continue
         # Each tie gets one object, and specs have shapes without cuts: what the old plan made of them is undone here,
         # and the new one plans the model as it was built.
         name = handed.names.ties.get(place, place)
@@ -160,6 +170,12 @@ def _empty(handed: HandOver, swapped: list[tuple[nn.Parameter, nn.Parameter]]) -
             if fresh[name] is parameter:
                 swapped.append((parameter, made))
         setattr(module, attribute, fresh[name])
+    carried_specs = [spec_of[each.name] for each in carried if not each.is_view]
+    empty = {
+        spec.name: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
+        for spec in carried_specs
+    }
+    swapped += put_in(handed.model, carried, empty)
     rooms: dict[torch.Tensor, torch.Tensor] = {}
     for module in handed.model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):
@@ -174,7 +190,7 @@ def _empty(handed: HandOver, swapped: list[tuple[nn.Parameter, nn.Parameter]]) -
 
 
 @contextmanager
-def _going_back(handed: HandOver, swapped: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Iterator[None]:
+def _going_back(handed: HandOver, swapped: Swapped) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
     # this snapshot costs.
@@ -190,7 +206,7 @@ def _going_back(handed: HandOver, swapped: Sequence[tuple[nn.Parameter, nn.Param
     try:
         yield
     except ShardwiseError:
-        for parameter, before in swapped:
+        for parameter, before in reversed(swapped):
             exchange(parameter, before)
         for module, attributes, contents in modules:
             vars(module).clear()

@@ -31,6 +31,7 @@ from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.loss_scaling import of_settings
+from shardwise.engine.optimizer_trials import with_shells
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
@@ -275,13 +276,14 @@ class EngineRestoration:
                 for group, settings in zip(known.optimizer.param_groups, taken, strict=True):
                     take_over(group, settings)
                 take_over_shared(known.optimizer.state, shared)
-            for known, _, owned in self._trained:
+            for known, settings_of, owned in self._trained:
                 if not self._plan.replaces_state_of(owned.segment.name):
                     continue
                 # Replaced as a whole: a key that the checkpoint does not have must not survive from the run before.
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
-                    known.optimizer.state[owned.parameter] = state
+                    own = with_shells(known.optimizer, dict(settings_of), owned.parameter.detach(), state)
+                    known.optimizer.state[owned.parameter] = own
             if self._averages is not None:
                 self._averages.restore(self._num_averaged, self._begun)
             # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.

@@ -12,7 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,9 @@ from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.batch_digests import digest_of_lines
 from shardwise.engine.inventory import named_places, with_values
+from shardwise.engine.optimizer_trials import with_shells
 from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
+from shardwise.engine.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, whole
@@ -190,13 +192,18 @@ class _WholeModel:
         self._parts = [(module, key, place, held) for module, key, place, held in named_places(model)]
         for _, _, place, part in self._parts:
             name = ties.get(place, place)
-            if name not in self.parameters:
+            if is_shell(part):  # stays, and what is inside gets the whole content
+                self.parameters[name] = part
+            elif name not in self.parameters:
                 spec = specs[name]
                 if (tensor := values.get(name)) is None:
                     tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
                 self.parameters[name] = made = with_values(part, tensor)
                 for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
                     vars(made).pop(own, None)
+        self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
+        self._values = values
+        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
             (module._buffers, key, buffer, values.get(name_of[id(buffer)], buffer.to("meta")))
@@ -221,6 +228,7 @@ class _WholeModel:
             setattr(module, key, self.parameters[self._ties.get(place, place)])
         for buffers, key, _, values in self._buffers:
             buffers[key] = values
+        self._swapped = put_in(self._model, self._carried, self._values)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -232,6 +240,7 @@ class _WholeModel:
                     part.requires_grad_(trains)
         for buffers, key, buffer, _ in self._buffers:
             buffers[key] = buffer
+        put_back(self._swapped)
         for attributes, before in self._attributes:
             for key in _OF_PLANS:
                 attributes.pop(key, None)
@@ -243,7 +252,14 @@ class _WholeModel:
 
     def _now(self) -> dict[str, torch.Tensor]:
         places = {place: getattr(module, key) for module, key, place, _ in self._parts if place not in self._ties}
-        return places | dict(self._model.named_buffers())
+        carried = {
+            self._ties.get(each.name, each.name): each.tensor for each in all_carried(self._model) if not each.is_view
+        }
+        return {
+            name: each
+            for name, each in (places | dict(self._model.named_buffers()) | carried).items()
+            if not is_shell(each)
+        }
 
     def values(self, names: Sequence[str]) -> Pieces:
         """What is in their places now."""
@@ -282,8 +298,11 @@ class _WholeOptimizers:
                 | ({"param_names": list(names)} if "param_names" in group else {})
                 for group, names in zip(held.param_groups, known.given, strict=True)
             ]
-            whole_state = {self._parameters[name]: each for name, each in state.items()}
-            held.state = defaultdict(dict, of_no_parameter(held.state) | whole_state)
+            group_of = {id(each): group for group in held.param_groups for each in group["params"]}
+            held.state = defaultdict(dict, of_no_parameter(held.state))
+            for name, each in state.items():
+                parameter = self._parameters[name]
+                held.state[parameter] = with_shells(held, group_of[id(parameter)], parameter.detach(), each)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -322,6 +341,8 @@ def _of_parameters(known: KnownOptimizer) -> Iterator[Mapping[str, Any]]:
 
 def _version_of(value: object) -> object:
     """Another after every write to a tensor, and for another value."""
+    if isinstance(value, torch.Tensor) and is_shell(value):
+        return id(value), *map(_version_of, inner_tensors(value))
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return id(value), value._version

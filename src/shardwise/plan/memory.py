@@ -86,6 +86,8 @@ class Footprint:
     """While matrices are updated whose parts several ranks hold: whole masters and gradients, and messages of parts."""
     average_bytes: int = 0
     """The running average of the trained weights; on the host where the masters are there."""
+    frozen_bytes: int = 0
+    """Frozen parameters in no flat buffer, as they were given: whole on this rank, with what packed weights carry."""
     host_bytes: int = 0
     """What is in the host's memory and not on the device (`offload`), without optimizer state, which is there too:
     masters, their gradients, casts and owned parts of working copies that move up."""

@@ -164,17 +164,20 @@ def describe(
     trainable: bool,
     precision: Precision,
     beside_statistics: bool = False,
+    is_packed: bool = False,
 ) -> Parameter:
     """The parameter with the dtypes that `precision` gives it.
 
     Working copies of real floating parameters take `precision.compute`, unless `keep` names them; other dtypes stay. A
     master is never narrower than the working copy; a frozen parameter keeps its values as they were given. A parameter
-    that works `beside_statistics` (of a batch norm, which are never cast) is kept like those that `keep` names.
+    that works `beside_statistics` (of a batch norm, which are never cast) is kept like those that `keep` names. What
+    `is_packed`, or is frozen in the module of a packed weight, keeps its dtype.
     """
     if dtype not in ITEMSIZE_BYTES or dtype in CHECKPOINT_ONLY_DTYPES:
         raise PlanError(f"parameter {name!r} has dtype {dtype}, which no plan can hold; convert it before parallelize")
-    if dtype not in COMPUTE_DTYPES and not is_complex(dtype):
-        # Integers, and float8 weights that their module scales itself: never trained, never cast.
+    if is_packed or (dtype not in COMPUTE_DTYPES and not is_complex(dtype)):
+        # Integers, and float8 weights that their module scales itself: never trained, never cast. Nor are the scales,
+        # which belong to the codes, and a bias, which the module brings to the dtype in which it computes.
         working = master = dtype
     else:
         kept = beside_statistics or any_matches(precision.keep, (name, *aliases))

@@ -209,7 +209,8 @@ class _Planner:
             self._cut_embedding(module, rule)
             return
         if module.computes not in ("linear", "transposed linear"):
-            self._refuse(module, rule, "it is not a linear map of its input (weight and bias); " + _instead(module))
+            why = module.problem or "it is not a linear map of its input (weight and bias); " + _instead(module)
+            self._refuse(module, rule, why)
             return
         if rule.dim is not None:
             self._refuse(module, rule, "the setting dim is for bare parameters; leave it out")
@@ -255,7 +256,7 @@ class _Planner:
             self._cut_linear(module, replace(rule, kind="column"))
             return
         if module.computes != "embedding":
-            self._refuse(module, rule, "it is no embedding; " + _instead(module))
+            self._refuse(module, rule, module.problem or "it is no embedding; " + _instead(module))
             return
         is_vocab = rule.kind == "vocab"
         if problem := module.problem or ("" if is_vocab else module.column_problem):
@@ -312,6 +313,9 @@ class _Planner:
         self._named.add(name)
         if rule.sums_gradients:
             self._summed.add(name)
+        if rule.kind != "whole" and module.problem and module.computes == "other":
+            self.findings.append(f"{_named(module, attribute)} ({rule.text}): {module.problem}")
+            return
         match rule.kind:
             case "whole":
                 pass

@@ -22,6 +22,7 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_numbers_kept, synchronize
 from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
+from shardwise.engine.packed_tensors import PackedPlaces
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan import Outline, Placement, Plan
 from shardwise.plan.stages import place
@@ -195,7 +196,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo the changes of a forward: modes, buffers and the state of random generators."""
+    """Undo the changes of a forward: modes, buffers, packed weights and the state of random generators."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, key, buffer, None if buffer is None else buffer.clone())
@@ -203,10 +204,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for key, buffer in module._buffers.items()
     ]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    packed = PackedPlaces(model)
     with random_numbers_kept(*devices):
         try:
             yield
         finally:
+            packed.restore()
             for module, training in modes:
                 module.training = training
             for module, key, buffer, values in buffers:

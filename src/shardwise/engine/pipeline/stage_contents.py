@@ -18,7 +18,8 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
-from shardwise.engine.inventory import Inventory, named_places, take_over, with_values
+from shardwise.engine.inventory import Inventory, exchange, named_places, take_over, with_values
+from shardwise.engine.packed_tensors import is_shell, shells_aside
 from shardwise.engine.pipeline.staged_calls import PlacedModule
 from shardwise.plan import Parameter, Placement
 
@@ -159,11 +160,11 @@ def assign_parameters(model: nn.Module, inventory: Inventory, placement: Placeme
     stages_of = stages_of_modules(model, placement)
     found: dict[str, list[int]] = {spec.name: [] for spec in inventory.specs}
     for module, _, place, parameter in named_places(model):
-        name = inventory.name_of[parameter]
-        if module in stages_of:
-            found[name] += stages_of[module]
-        elif place in placement.parameters:
-            found[name].append(placement.parameters[place])
+        for name in inventory.names_at(place, parameter):
+            if module in stages_of:
+                found[name] += stages_of[module]
+            elif place in placement.parameters:
+                found[name].append(placement.parameters[place])
     assert all(found.values()), "a placement has a stage for every parameter"
     return StageParameters(
         placement=placement,
@@ -208,6 +209,9 @@ def drop_foreign(
                 made = _without_memory(parameter, spec_of[name])
                 empty[name] = take_over(parameter, made) if keeps_objects else made
             setattr(module, attribute, empty[name])  # not register_parameter: recurrent modules keep lists of theirs
+    for name, tensor in inventory.carried().items():
+        if name not in held:
+            exchange(tensor, _without_memory(tensor, spec_of[name]))
     placement = parameters.placement
     foreign: list[tuple[nn.Module, str, torch.Tensor]] = []
     local: dict[tuple[nn.Module, str], torch.Tensor] = {}
@@ -236,10 +240,11 @@ def move_to(model: nn.Module, device: torch.device, *, but: Collection[nn.Parame
     left = {id(each) for each in but if not is_dtensor(each)}  # their local tensors move with them
     for each in but:
         each.grad = None  # from before: it would move without its parameter
-    tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left]
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in left and not is_shell(each)]
     if any(not tensor.is_meta and tensor.device != device for tensor in tensors):
-        # Through `_apply`, in which modules move what they hold otherwise.
-        model._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
+        # Through `_apply`, in which modules move what they hold otherwise. Shells follow what is inside of them.
+        with shells_aside(model):
+            model._apply(lambda tensor: tensor if tensor.is_meta or id(tensor) in left else tensor.to(device))
 
 
 def _without_memory(parameter: nn.Parameter, spec: Parameter) -> nn.Parameter:

@@ -19,6 +19,7 @@ from torch import nn
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
+from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
 from shardwise.plan.names import base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
@@ -138,6 +139,8 @@ class Probes:
 
     def look_at(self, module: nn.Module) -> dict[str, Any]:
         """`computes`, `output_sizes` and problems of its `TensorModule`."""
+        if any(map(is_packed, (each for each in module._parameters.values() if each is not None))):
+            return {"problem": "it holds a packed weight, whose codes and scales are not cut; leave it out"}
         if isinstance(module, nn.Embedding):
             # An embedding is known by its class. `max_norm` renormalizes the rows that tokens read,
             # `scale_grad_by_freq` counts tokens: a rank that has other tokens masked out would do both otherwise.

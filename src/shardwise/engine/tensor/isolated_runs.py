@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
 from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.precision import stop_following
 from shardwise.engine.randomness import StreamSplit
@@ -192,13 +193,15 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
     # evaluation mode as a whole says nothing of modes, so all train.
     is_in_training = any(each.training for each in modules)
     for each in modules:
-        each.training = way.trains and (each.training or not is_in_training)
+        packed = [name for name, held in each._parameters.items() if held is not None and is_packed(held)]
+        if not packed:  # kernels may pack codes in another way in evaluation mode
+            each.training = way.trains and (each.training or not is_in_training)
         vars(each)["_compiled_call_impl"] = None
         for hooks in (each._forward_pre_hooks, each._forward_hooks):
             for number in [number for number, hook in hooks.items() if not _is_kept(hook, way)]:
                 del hooks[number]
         for name, held in each._parameters.items():
-            if held is not None:
+            if held is not None and name not in packed:
                 each._parameters[name] = nn.Parameter(parameters[held], requires_grad=False)
         for name, buffer in each._buffers.items():
             if buffer is not None:

@@ -20,7 +20,7 @@ order. All ranks agree on the verdict before the update.
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
 from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.packed_tensors import first_tensor, is_packed
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
     ModuleRun,
@@ -52,7 +53,7 @@ from shardwise.plan.tensor_cuts import GROUPS, HEADS
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, CutRegion, TensorPlan, regions_of
 from shardwise.space import even_cuts
 
-Gather = Callable[[nn.Parameter], AbstractContextManager[None]]
+Gather = Callable[[torch.Tensor], AbstractContextManager[None]]
 """Inside, the parameter has its values."""
 
 # A router that compares two nearly equal scores may choose otherwise after another order of sums, and its output then
@@ -113,6 +114,21 @@ class Comparison:
             return pair
         # Gathered once, before the attempts: at stage 3 data ranks gather together, and may need other numbers of them.
         held = self._held()
+        with ExitStack() as gathered:
+            for each in self.module.parameters():
+                if is_packed(each):
+                    gathered.enter_context(self._gather(first_tensor(each)))
+            return self._judged(forward, pair, held, inputs, is_outermost=is_outermost)
+
+    def _judged(
+        self,
+        forward: Forward,
+        pair: tuple[CopiedInputs, CopiedInputs],
+        held: Parameters,
+        inputs: CopiedInputs,
+        *,
+        is_outermost: bool,
+    ) -> Unknown | str | None:
         # Every decision in these loops comes from numbers that all ranks have exchanged, so that all ranks go the same
         # way: each turn gathers over tp, and a rank that left early would let the others wait.
         for trains in (False, True):
@@ -147,7 +163,7 @@ class Comparison:
         """
         # `expand` of one number: a whole parameter of any size takes the memory of one element.
         stand_ins: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in self.module.parameters():
+        for parameter in self._unpacked():
             cut = self._plan.cuts.get(self._names[parameter])
             value = torch.full((), 1, dtype=parameter.dtype, device=parameter.device)
             stand_ins[parameter] = (value / 64).to(value.dtype).expand(parameter.shape if cut is None else cut.shape)
@@ -197,10 +213,14 @@ class Comparison:
                 return self._collectives.all_gather(tensor, dim, [(each,) for each in cuts]), tensor
         return None
 
+    def _unpacked(self) -> list[nn.Parameter]:
+        """Packed weights run as they are: changed codes belong to no scales."""
+        return [each for each in self.module.parameters() if not is_packed(each)]
+
     def _held(self) -> Parameters:
         """Copies of this rank's parameters."""
         held = {}
-        for parameter in self.module.parameters():
+        for parameter in self._unpacked():
             # Under sharding stage 3 the values are elsewhere between uses: one parameter at a time is gathered and
             # copied.
             with self._gather(parameter):

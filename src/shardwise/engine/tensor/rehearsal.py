@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_states
 from shardwise.engine.inventory import named_places
+from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module, parameters_set
@@ -87,7 +88,7 @@ def _distinct(model: nn.Module) -> Iterator[None]:
     made: dict[int, nn.Parameter] = {}
     with ExitStack() as stack:
         for module, attribute, _, parameter in named_places(model):
-            if id(parameter) not in made and _is_constant(parameter):
+            if id(parameter) not in made and not is_packed(parameter) and _is_constant(parameter):
                 noise = torch.randn(parameter.shape, generator=generator) * _SPREAD
                 made[id(parameter)] = nn.Parameter(parameter + noise.to(parameter), requires_grad=False)
             if id(parameter) in made:

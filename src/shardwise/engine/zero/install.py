@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.packed_tensors import inner_tensors
 from shardwise.engine.pipeline.module_placement import outline_of
 from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.reports import Counters
@@ -50,11 +51,20 @@ def units_of(model: nn.Module, inventory: Inventory, plan: Plan, placement: Plac
     if plan.sharding.stage < 3:
         return Units()
     first_names = {name: spec.name for spec in inventory.specs for name in (spec.name, *spec.aliases)}
-    return plan_units(
+    # A packed weight is a parameter of its module by the name of its place; what it is made of follows.
+    first_names |= {place: each[0] for place, each in inventory.found_at.items()}
+    units = plan_units(
         outline_of(model, asks="stage 3, which gathers the parameters of one block at a time,"),
         first_names=first_names,
         patterns=plan.sharding.units,
         placed=placement.modules if placement.num_stages > 1 else None,
+    )
+    belonging = {names[0]: names for names in inventory.found_at.values()}
+    return Units(
+        units=tuple(
+            replace(unit, parameters=tuple(each for name in unit.parameters for each in belonging.get(name, (name,))))
+            for unit in units.units
+        )
     )
 
 
@@ -193,6 +203,6 @@ def _place_in(module: nn.Module, units: list[GatheredUnit]) -> tuple[nn.Module, 
     members = {id(parameter) for unit in units for parameter, _, _ in unit.parameters}
     for each in module.modules():
         for key, parameter in each._parameters.items():
-            if parameter is not None and id(parameter) in members:
+            if parameter is not None and not members.isdisjoint(map(id, (parameter, *inner_tensors(parameter)))):
                 return each, key, parameter
     return None

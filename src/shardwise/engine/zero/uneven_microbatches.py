@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from torch import nn
 
 
 class Joint(enum.Enum):
@@ -77,7 +76,7 @@ class Passes:
     def number_by(self, microbatch: Callable[[], int]) -> None:
         """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
 
-    def holding(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
+    def holding(self, parameter: torch.Tensor) -> AbstractContextManager[None]:
         """The parameter has its values inside."""
         return nullcontext()
 

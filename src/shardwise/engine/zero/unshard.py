@@ -405,7 +405,7 @@ class Unshard(Passes):
         return tensor.detach()  # an activation, as most are
 
     @contextmanager
-    def holding(self, parameter: nn.Parameter) -> Iterator[None]:
+    def holding(self, parameter: torch.Tensor) -> Iterator[None]:
         """A parameter has its values inside, whatever module reads it. What it takes is not counted."""
         # For the proof of a plan of tensor parallelism. It runs once, and is no part of the traffic that `gathers_in`
         # foretells for an update.

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.packed_tensors import shares_memory
 from shardwise.engine.wrapping import Forward, in_backward, on_gradient
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
@@ -44,7 +45,8 @@ class UnshardHook:
         """See `Wrapper`."""
         # Shapes are inferred by running modules with other tensors in the place of their parameters. Those have no
         # values, and not all data ranks need run the module then: nothing may be gathered.
-        if self._holder._parameters.get(self._attribute) is not self._parameter:
+        held = self._holder._parameters.get(self._attribute)
+        if held is not self._parameter and not (held is not None and shares_memory(held, self._parameter)):
             return forward(*args, **kwargs)
         self.unshard.check_in_pass(self._units)
         return run_gathered(self.unshard, self._units, forward, args, kwargs)
