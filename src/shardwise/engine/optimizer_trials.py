@@ -14,7 +14,7 @@ guess would train, and badly. So what a plan needs is tried:
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,8 +135,8 @@ def _update_alone(case: _Case, stretch: Sequence[torch.Tensor]) -> None:
     _run(replace(case, device=stretch[0].device), [stretch], num_steps=len(stretch) - 1, late=False)
 
 
-def elementwise_groups(
-    optimizer: torch.optim.Optimizer, inventory: Inventory, work: Mapping[str, int]
+def _elementwise_groups(
+    optimizer: torch.optim.Optimizer, inventory: Inventory, work: Collection[str]
 ) -> list[dict[str, Any]]:
     """The groups whose parameters may be updated in parts; `work`: of those that may not."""
     return [
@@ -384,7 +384,24 @@ def _kept_apart_from_parameters(optimizer: torch.optim.Optimizer) -> str:
     return words([settings, attributes])
 
 
-def find_whole_keys(
+def tried_keys(
+    optimizer: torch.optim.Optimizer,
+    inventory: Inventory,
+    work: Collection[str],
+    device: torch.device,
+    *,
+    is_partial: bool,
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Keys of the state that are not per element where masters are parts, and settings that steps make.
+
+    work: the parameters that are whole all the same.
+    """
+    # A whole master tells by its shape which of its state is per element.
+    groups = _elementwise_groups(optimizer, inventory, work) if is_partial else ()
+    return _find_whole_keys(optimizer, groups, device), made_by_steps(optimizer, device)
+
+
+def _find_whole_keys(
     optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
 ) -> frozenset[str]:
     """Keys of the state that elementwise groups have once per parameter, not once per element.

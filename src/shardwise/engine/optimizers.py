@@ -191,21 +191,20 @@ class KnownOptimizer:
 def know(
     optimizers: Sequence[torch.optim.Optimizer],
     inventory: Inventory,
-    whole_keys: Sequence[frozenset[str]],
-    made: Sequence[frozenset[str]],
+    keys: Sequence[tuple[frozenset[str], frozenset[str]]],
 ) -> tuple[KnownOptimizer, ...]:
-    """Note the names of all parameters, before `swap` leaves each rank with its own."""
+    """Note the names of all parameters, before `swap` leaves each rank with its own. keys: see `tried_keys`."""
     trainable = {spec.name for spec in inventory.specs if spec.trainable}
     known = []
-    for optimizer, keys, settings in zip(optimizers, whole_keys, made, strict=True):
+    for optimizer, (whole_keys, made) in zip(optimizers, keys, strict=True):
         given = tuple(tuple(map(inventory.name_of.__getitem__, group["params"])) for group in optimizer.param_groups)
         known.append(
             KnownOptimizer(
                 optimizer=optimizer,
                 parameters=tuple(tuple(name for name in dict.fromkeys(names) if name in trainable) for names in given),
                 given=given,
-                whole_keys=keys | NEVER_ALONG,
-                made=settings,
+                whole_keys=whole_keys | NEVER_ALONG,
+                made=made,
             )
         )
     return tuple(known)

@@ -48,9 +48,7 @@ from shardwise.engine.optimizer_trials import (
     STAGE_0,
     check_apart,
     check_silent,
-    elementwise_groups,
-    find_whole_keys,
-    made_by_steps,
+    tried_keys,
     work_of_wholes,
 )
 from shardwise.engine.optimizers import (
@@ -557,17 +555,12 @@ def _keep_own(
     inventory.tie()
     sliced = plan.sharding.partition == "slice" and channels.owners.size > 1
     is_partial = sliced or plan.mesh.tp > 1
-    # Only where masters are parts: a whole master tells by its shape which of its state is per element.
     home, at_home = _home(plan, device, inspected.optimizers)
     work = inspected.work
     with at_home:
-        whole_keys = [
-            find_whole_keys(each, elementwise_groups(each, inspected.inventory, work), home)
-            if is_partial
-            else frozenset()
-            for each in inspected.optimizers
+        keys = [
+            tried_keys(each, inspected.inventory, work, home, is_partial=is_partial) for each in inspected.optimizers
         ]
-        made = [made_by_steps(each, home) for each in inspected.optimizers]
     # Parameters are cut and dropped before anything moves to the device, which may not have room for the whole model.
     keep_portions(inventory)
     # What code of the user holds stays the model's. Not under initialisers, which look at the model as it was built.
@@ -597,7 +590,7 @@ def _keep_own(
         device,
         but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
-    optimizers = know(inspected.optimizers, inventory, whole_keys, made)  # while they still have all parameters
+    optimizers = know(inspected.optimizers, inventory, keys)  # while they still have all parameters
     buffers = make_params(
         layout,
         owned,
