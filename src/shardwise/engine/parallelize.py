@@ -656,7 +656,7 @@ def give_room(
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             made = with_values(old, room.expand(spec.shape))
-            fresh[spec.name] = take_over(old, made) if keeps_objects or spec.name in inventory.carried() else made
+            fresh[spec.name] = take_over(old, made) if keeps_objects else made
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs
