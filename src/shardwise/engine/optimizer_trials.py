@@ -509,14 +509,16 @@ def _run(
         for parameter, (_, *gradients) in zip(parameters, stretches, strict=True):
             # A new tensor each time: some take it away, or write to it.
             parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
-        try:
-            step(double)
-        except Exception:
-            # Its class may make state when it is built, and a relayout has taken that of the original. Or the state
-            # that is there fits the shape of its parameter only.
-            if number or not _start_again(case, double):
-                raise
-            step(double)
+        # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
+        with torch.compiler.set_stance("force_eager"):
+            try:
+                step(double)
+            except Exception:
+                # Its class may make state when it is built, and a relayout has taken that of the original. Or the state
+                # that is there fits the shape of its parameter only.
+                if number or not _start_again(case, double):
+                    raise
+                step(double)
         if late and num_steps - 3 <= number < num_steps:
             counts.append(_counts_of(double))
         if case.device.type != "meta":

@@ -643,7 +643,6 @@ def give_room(
     torch lets them. Returns the inventory with the parameters that are there now.
     """
     fresh: dict[str, nn.Parameter] = {}
-    carried = inventory.carried()
     for spec in inventory.specs:
         old = inventory.parameters[spec.name]
         if spec.name in held and old.is_meta:
@@ -651,7 +650,7 @@ def give_room(
             # then: memory for both at once would double the peak.
             room = torch.empty(() if spec.fused else spec.shape, dtype=torch_dtype(spec.dtype), device=device)
             made = with_values(old, room.expand(spec.shape))
-            fresh[spec.name] = take_over(old, made) if keeps_objects or spec.name in carried else made
+            fresh[spec.name] = take_over(old, made) if keeps_objects else made
     for module, attribute, name in inventory.places:
         if name in fresh:
             setattr(module, attribute, fresh[name])  # not register_parameter: recurrent modules keep lists of theirs
