@@ -13,6 +13,7 @@ guess would train, and badly. So what a plan needs is tried:
                                  multiple of nearly every period
 """
 
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy, deepcopy
@@ -46,6 +47,9 @@ _MOST_ELEMENTS = 1 << 14
 _MOST_VERDICTS = 256
 _SIZES = (1.0, 1.0, 1.0, 1.0, 1e-2, 1e3, 1.0)
 """Of gradients, step by step."""
+
+_ALONE = threading.RLock()
+"""The stance is the process's: threads that set it and put it back in turns could leave it eager for ever."""
 
 _Step = Callable[[torch.optim.Optimizer], Any]
 _Moves = list[torch.Tensor]
@@ -510,7 +514,7 @@ def _run(
             # A new tensor each time: some take it away, or write to it.
             parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
         # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
-        with torch.compiler.set_stance("force_eager"):
+        with _ALONE, torch.compiler.set_stance("force_eager"):
             try:
                 step(double)
             except Exception:

@@ -34,9 +34,11 @@ class Scoring(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(x).tanh())
-        scores, nothing = Scores.apply(hidden, self.head.weight, None)  # type: ignore[no-untyped-call]
+        made: tuple[torch.Tensor, None] = Scores.apply(hidden, self.head.weight, None)  # type: ignore[no-untyped-call]
+        scores, nothing = made
         assert nothing is None
-        return scores * hidden.mean(1)  # its input has another use
+        out: torch.Tensor = scores * hidden.mean(1)  # its input has another use
+        return out
 
 
 STAGES = {"in a row": None, "weight on the stage before": {"first": 0, "second": 1, "head": 0}}
@@ -64,5 +66,5 @@ def test_a_custom_function_between_modules_trains_as_in_one_process(name: str) -
         assert found == losses
         for each, weight in whole.items():
             assert torch.equal(weight, weights[each])
-    assert torch.autograd.Function.apply.__func__ is not None
-    assert "autograd_functions" not in torch.autograd.Function.apply.__func__.__code__.co_filename  # put back
+    method: Any = torch.autograd.Function.apply
+    assert "autograd_functions" not in method.__func__.__code__.co_filename  # put back
