@@ -88,8 +88,7 @@ _TREATMENTS = (
     ),
     _honoured(
         "optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon",
-        "the optimizer of transformers, over what a rank owns. One that needs whole matrices asks for "
-        'sharding.partition = "whole"',
+        "the optimizer of transformers, over what a rank owns; one that needs whole matrices has them",
     ),
     _refused(
         "optim",
