@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import OptimizerError, PlanError, ShardwiseError
+from shardwise.errors import PlanError, ShardwiseError
 from tests.checkpoint.layouts import assembled
 from tests.checkpoint.test_matrix import state_of
 from tests.engine.hybrid_models import CASE, RULES, decoder, plan_of
@@ -155,14 +155,6 @@ def test_an_optimizer_that_has_trained_before_goes_on(mesh: str, make_optimizer:
     assert got.keys() == wanted.keys()
     for name, tensor in got.items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-10)
-
-
-def not_elementwise(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(list(model.parameters()))
-
-
-def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_they_are_cut() -> None:
-    assert "mesh.tp" in refusal(plan_of("tp=2"), OptimizerError, optimizer=not_elementwise)
 
 
 class Dropping(nn.Module):

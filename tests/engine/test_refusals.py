@@ -148,7 +148,7 @@ def needs_a_closure(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             "optimizer: NoneType is not a torch.optim.Optimizer, a sequence of them, or a",
         ),
         ("AdamW", "optimizer: str is not a torch.optim.Optimizer"),
-        (None, "optimizer: NoneType is not a torch.optim.Optimizer"),
+        (None, "no optimizer (None) does not fit the model: 4 of the model's trainable parameters are in no group"),
     ],
 )
 def test_an_optimizer_that_does_not_fit_is_refused_on_all_ranks(optimizer: Any, message: str) -> None:

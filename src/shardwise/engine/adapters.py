@@ -27,7 +27,7 @@ from shardwise.plan import Parameter
 Folder = str | os.PathLike[str]
 
 
-def save_adapters(engine: Engine[Any], folder: Folder, *, adapters: Sequence[str] | None = None) -> None:
+def save_adapters(engine: Engine[nn.Module], folder: Folder, *, adapters: Sequence[str] | None = None) -> None:
     """Write the adapters of the engine's model to `folder`, as the model's own `save_pretrained(folder)` writes them.
 
     adapters: their names; None: all. "default" is written to the folder, each other one to a folder in it.
@@ -43,7 +43,7 @@ def save_adapters(engine: Engine[Any], folder: Folder, *, adapters: Sequence[str
     _on_rank_0(engine, adapters, "sw.save_adapters", save)
 
 
-def load_adapters(engine: Engine[Any], folder: Folder, *, adapter: str = "default") -> None:
+def load_adapters(engine: Engine[nn.Module], folder: Folder, *, adapter: str = "default") -> None:
     """Load an adapter that peft or `save_adapters` has written to `folder` into the adapter of that name in the model.
 
     The model has it already, of the same kind and the same sizes; masters take the values, and the state of optimizers

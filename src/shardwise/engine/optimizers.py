@@ -93,7 +93,8 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
         problems.append(f"these are in several groups: {few_of(twice)}; a parameter (or a tie) has one set of settings")
     if problems:
         kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
-        raise OptimizerError(f"the optimizer ({kinds}) does not fit the model: " + "; ".join(problems))
+        given = f"the optimizer ({kinds})" if kinds else "no optimizer (None)"
+        raise OptimizerError(f"{given} does not fit the model: " + "; ".join(problems))
 
 
 def describe_settings(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory) -> list[str]:

@@ -5,9 +5,9 @@ Every rank takes part: the tensors come to rank 0 some at a time, peft merges th
 
 import os
 from collections import deque
-from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.huggingface_files import CONFIG, files_of, index_of, shards_of
@@ -24,7 +24,7 @@ _WINDOW_BYTES = 256 << 20
 """Of the tensors that are on rank 0 at once; twice that while peft merges them."""
 
 
-def save_merged(engine: Engine[Any], folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 << 30) -> None:
+def save_merged(engine: Engine[nn.Module], folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 << 30) -> None:
     """Write the model that `merge_and_unload` of peft makes of the engine's, as a new folder for `from_pretrained`.
 
     The engine's model keeps its adapters. What is active is merged, as peft does. max_shard_bytes: of a file.
