@@ -31,14 +31,14 @@ def functions_seen(mode: SeesFunctions) -> Iterator[None]:
     """Inside, custom autograd functions go through `mode` wherever it is among the modes of the thread."""
     with _lock:
         _running.append(mode)
-        _SingleLevelFunction.apply = _SEEN  # type: ignore[method-assign]
+        _SingleLevelFunction.apply = _SEEN  # type: ignore[attr-defined]
     try:
         yield
     finally:
         with _lock:
             _running.remove(mode)
             if not _running:
-                del _SingleLevelFunction.apply  # what it inherits is plain
+                del _SingleLevelFunction.apply  # type: ignore[attr-defined]  # what it inherits is plain
 
 
 def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
