@@ -128,14 +128,14 @@ class Accelerator(accelerate.Accelerator):
 
     def check_trigger(self) -> bool:
         """Whether any rank has called `set_trigger` since the last check; all ranks call it together."""
-        mine = self.flag_tensor is not None and bool(self.flag_tensor)
-        self.flag_tensor = None
+        flag = getattr(self, "flag_tensor", None)
+        mine, self.flag_tensor = flag is not None and bool(flag), None
         return any(self.channel.exchange(b"\1" * mine, purpose="check_trigger of accelerate"))
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """The part of this data rank."""
-        with PartialState.split_between_processes(self, inputs, apply_padding) as part:  # type: ignore[arg-type]
+        with PartialState.split_between_processes(self, inputs, apply_padding) as part:
             yield part
 
     def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -33,14 +33,15 @@ kept: Any = Scores.apply  # as models write it, before any engine
 class Scoring(nn.Module):
     def __init__(self, is_kept: bool) -> None:
         super().__init__()
-        self.scores = kept if is_kept else lambda *given: Scores.apply(*given)
+        self.scores = kept if is_kept else lambda *given: Scores.apply(*given)  # type: ignore[no-untyped-call]
         self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 5, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(x).tanh())
         scores, nothing = self.scores(hidden, self.head.weight, None)
         assert nothing is None
-        return scores * hidden.mean(1)  # its input has another use
+        out: torch.Tensor = scores * hidden.mean(1)  # its input has another use
+        return out
 
 
 STAGES = {"in a row": None, "weight on the stage before": {"first": 0, "second": 1, "head": 0}}
