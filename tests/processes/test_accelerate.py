@@ -9,6 +9,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -42,7 +43,7 @@ class Stream(IterableDataset[Any]):
         return iter(ROWS[0])
 
 
-def talk_here(channel: Channel, plan: str) -> tuple[list[float], list[int], bool, bool, list[str]]:
+def talk_here(channel: Channel, plan: str, folder: Path) -> tuple[list[float], list[int], bool, bool, list[str]]:
     """The first column of a stream's rows here, a part of a list, triggers of rank 0, and warnings of a step."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, plan=replace(PLANS[plan], clip_grad_norm=None), channel=channel)
@@ -53,6 +54,10 @@ def talk_here(channel: Channel, plan: str) -> tuple[list[float], list[int], bool
     with warnings.catch_warnings(record=True) as warned:
         accelerator.backward(called(rows[0]).mean())
         stepped.step()
+    accelerator.save_model(called, folder)
+    state = accelerator.get_state_dict(called)
+    if channel.rank == 0:
+        torch.testing.assert_close(load_file(folder / "model.safetensors"), dict(state), rtol=0, atol=0)
     if channel.rank == 0:
         accelerator.set_trigger()
     triggers = accelerator.check_trigger(), accelerator.check_trigger()
@@ -61,8 +66,8 @@ def talk_here(channel: Channel, plan: str) -> tuple[list[float], list[int], bool
 
 
 @pytest.mark.parametrize("plan", ["stage 3", "pp"])
-def test_ranks_of_a_model_see_the_same_and_agree(pool: Pool, plan: str) -> None:
-    found = pool.run(2, talk_here, plan)
+def test_ranks_of_a_model_see_the_same_and_agree(pool: Pool, plan: str, tmp_path: Path) -> None:
+    found = pool.run(2, talk_here, plan, tmp_path)
     whole = ROWS[0][:, 0].tolist()
     if plan == "pp":
         assert [each[:2] for each in found] == [(whole, [1, 2, 3])] * 2

@@ -290,6 +290,14 @@ class Accelerator(accelerate.Accelerator):
         """The whole state dict of the model on rank 0; {} elsewhere. All ranks call it together."""
         return full_state_dict(self.engine)
 
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the whole model from rank 0, in the files of accelerate. All ranks call it together."""
+        if self.is_main_process:
+            # It asks the model only whether parameters are of the meta device, as those of other stages are here.
+            super().save_model(nn.Module(), save_directory, *args, **kwargs)
+        else:
+            self.get_state_dict(model)
+
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save model, optimizer, schedulers and registered objects: `sw.save`, which loads into any layout."""
         if output_dir is None:
