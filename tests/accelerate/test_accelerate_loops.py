@@ -7,21 +7,23 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 import shardwise as sw
 from shardwise.accelerate import Accelerator
-from shardwise.errors import ModelError, OptimizerError, PlanError, ShardwiseError
-from tests.accelerate.accelerate_loops import PLANS, assert_same_run, train
+from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError, ShardwiseError
+from tests.accelerate.accelerate_loops import PLANS, ROWS, assert_same_run, train
 
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
     """accelerate keeps its settings for the process."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def alone(plan: sw.Plan | None = None, **settings: Any) -> Accelerator:
@@ -68,6 +70,71 @@ def test_calls_that_would_train_nothing_are_refused() -> None:
     assert accelerator.unwrap_model(model) is accelerator.engine.model
 
 
+def drop_a_batch(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    for number, each in enumerate(rows):
+        accelerator.backward(model(each).square().mean())
+        if number:
+            optimizer.step()
+        (model if number == 1 else optimizer).zero_grad()
+
+
+def evaluate_in_the_loss(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    for each in rows:
+        loss = model(each).square().mean()
+        model.eval()
+        with torch.no_grad():
+            wanted = model(each * 2)
+        loss = loss + (model(each) - wanted).square().mean()
+        model.train()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [drop_a_batch, evaluate_in_the_loss])
+def test_all_of_a_loss_trains_and_what_was_dropped_does_not(loop: Any) -> None:
+    def weights(accelerator: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 3))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        loop(model, ROWS[0].reshape(3, 8, 4), accelerator, optimizer)
+        return dict(accelerator.get_state_dict(model))
+
+    expected = weights(accelerate.Accelerator(cpu=True))
+    found = weights(alone(sw.Plan()))
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_a_clip_of_a_batch_that_accumulates_is_refused() -> None:
+    accelerator = alone(gradient_accumulation_steps=2)
+    model, _ = prepared(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+        with pytest.raises(OptimizerError, match=r"under `if accelerator\.sync_gradients:`"):
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def test_memory_is_free_for_another_model_in_the_middle_of_an_update() -> None:
+    accelerator = alone()
+    model, _ = prepared(accelerator)
+    model(torch.ones(2, 4))
+    accelerator.free_memory()
+    model, optimizer = prepared(accelerator)
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+    optimizer.step()
+
+
+def test_states_of_other_objects_than_were_saved_are_named(tmp_path: Path) -> None:
+    accelerator = alone()
+    prepared(accelerator)
+    accelerator.save_state(tmp_path / "save")
+    accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)]), 2))
+    with pytest.raises(CheckpointError, match=r"the states of 0 schedulers .* this loop has 1"):
+        accelerator.load_state(tmp_path / "save")
+    with pytest.raises(ModelError, match="would not be called"):
+        accelerator.register_save_state_pre_hook(print)
+
+
 def test_settings_of_the_plan_are_not_those_of_accelerate() -> None:
     with pytest.raises(PlanError, match=r"precision\.compute"):
         alone(mixed_precision="bf16")
@@ -75,6 +142,11 @@ def test_settings_of_the_plan_are_not_those_of_accelerate() -> None:
         alone(sw.Plan(merge=sw.Merge(microbatches=2)))
     with pytest.raises(PlanError, match=r"pipeline\.schedule"):
         alone(sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="interleaved")))
+
+
+def test_the_compiler_of_accelerate_is_not_left_out_in_silence() -> None:
+    with pytest.raises(PlanError, match="dynamo_backend=AOT_EAGER"):
+        alone(dynamo_backend="aot_eager")
 
 
 @pytest.mark.parametrize("given", ["engine", "model"])

@@ -132,6 +132,19 @@ class Gan(pl.LightningModule):
 
             optimizer.step(closure)
 
+    def dropped(self, x: torch.Tensor, generator: Any, critic: Any) -> None:
+        for optimizer, loss in ((critic, self.critic_loss), (generator, self.generator_loss)):
+            self.log("critic" if optimizer is critic else "generator", 1.0)
+            with self.toggled_optimizer(optimizer):
+                self.manual_backward(loss(x * 5))
+                optimizer.zero_grad()
+                self.manual_backward(loss(x * 3))
+                self.zero_grad()
+                self.manual_backward(loss(x))
+                generator.zero_grad() if optimizer is critic else critic.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+
     def untoggled(self, x: torch.Tensor, generator: Any, critic: Any) -> None:
         loss = self.critic_loss(x)
         critic.zero_grad()

@@ -23,6 +23,9 @@ from tests.lightning.lightning_modules import PLANS, Gan, Net, assert_near, fitt
         ("pp", "toggled"),
         ("pp", "in_closures"),
         ("tp", "toggled"),
+        ("one rank", "dropped"),
+        ("stage 3", "dropped"),
+        ("pp", "dropped"),
     ],
 )
 def test_two_optimizers_in_turns_are_those_of_the_plain_trainer(plan: str, style: str) -> None:

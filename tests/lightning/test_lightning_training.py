@@ -165,6 +165,41 @@ def test_averages_are_saved_and_go_on(tmp_path: Path) -> None:
         assert_near(expected, state)
 
 
+class Unfreezes(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.body)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch > 0:
+            self.unfreeze_and_add_param_group(module.body[3 - epoch :], optimizer, initial_denom_lr=2.0)
+
+
+class Selects(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("layout", ["stage 3", "pp"])
+def test_layers_that_a_callback_unfreezes_train(layout: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 4}
+    plain, seen = fitted("auto", Selects, Unfreezes(), **settings)
+
+    def run(strategy: Any, epochs: int = 4, **more: Any) -> Any:
+        trainer, found = fitted(strategy, Selects, *more.pop("callbacks", ()), Unfreezes(), max_epochs=epochs, **more)
+        return weights(trainer), found.losses
+
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="first")
+    for state, losses in under(PLANS[layout], lambda strategy: run(strategy, callbacks=[saving])):
+        assert_near(weights(plain), state)
+        assert_near(seen.losses, losses)
+    [groups] = torch.load(tmp_path / "first.ckpt")["callbacks"]["Unfreezes"]["internal_optimizer_metadata"].values()
+    expected = [["head.weight", "head.bias"], ["body.2.weight", "body.2.bias"], ["body.0.weight", "body.0.bias"]]
+    assert [each["params"] for each in groups] == expected
+    again = run("auto", 5, ckpt_path=tmp_path / "first.ckpt")
+    for found in under(PLANS[layout], lambda strategy: run(strategy, 5, ckpt_path=tmp_path / "first.ckpt")):
+        assert_near(again, found)
+
+
 class FailsOnOne(Net):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if batch_idx == 1 and self.global_rank == 1:

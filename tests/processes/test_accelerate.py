@@ -1,14 +1,21 @@
 """The loop of accelerate on two processes: the numbers of its own loop on one."""
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
+import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.accelerate import Accelerator
 from shardwise.comm import Channel
-from tests.accelerate.accelerate_loops import PLANS, Run, assert_same_run, train
+from tests.accelerate.accelerate_loops import PLANS, ROWS, Run, assert_same_run, train
 from tests.processes.pool import Pool
 
 
@@ -29,3 +36,42 @@ def test_a_loop_goes_on_under_another_layout(pool: Pool, tmp_path: Path, saved: 
     assert_same_run(pool.run(2, train_here, saved, steps, folder, False)[0], expected)
     again = pool.run(2, train_here, resumed, steps, folder, True)[0]
     assert_same_run(again, expected, of_last=len(again.norms))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(ROWS[0])
+
+
+def talk_here(channel: Channel, plan: str, folder: Path) -> tuple[list[float], list[int], bool, bool, list[str]]:
+    """The first column of a stream's rows here, a part of a list, triggers of rank 0, and warnings of a step."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, plan=replace(PLANS[plan], clip_grad_norm=None), channel=channel)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    called, stepped, loader = accelerator.prepare(model, optimizer, DataLoader(Stream(), batch_size=4))
+    rows = [*loader]
+    with warnings.catch_warnings(record=True) as warned:
+        accelerator.backward(called(rows[0]).mean())
+        stepped.step()
+    accelerator.save_model(called, folder)
+    state = accelerator.get_state_dict(called)
+    if channel.rank == 0:
+        torch.testing.assert_close(load_file(folder / "model.safetensors"), dict(state), rtol=0, atol=0)
+    if channel.rank == 0:
+        accelerator.set_trigger()
+    triggers = accelerator.check_trigger(), accelerator.check_trigger()
+    with accelerator.split_between_processes([1, 2, 3]) as part:
+        return torch.cat(rows)[:, 0].tolist(), part, *triggers, [str(each.message) for each in warned]
+
+
+@pytest.mark.parametrize("plan", ["stage 3", "pp"])
+def test_ranks_of_a_model_see_the_same_and_agree(pool: Pool, plan: str, tmp_path: Path) -> None:
+    found = pool.run(2, talk_here, plan, tmp_path)
+    whole = ROWS[0][:, 0].tolist()
+    if plan == "pp":
+        assert [each[:2] for each in found] == [(whole, [1, 2, 3])] * 2
+    else:
+        assert sorted(found[0][0] + found[1][0]) == sorted(whole)
+        assert [each[1] for each in found] == [[1, 2], [3]]
+    assert [each[2:] for each in found] == [(True, False, [])] * 2

@@ -17,8 +17,9 @@ from shardwise.engine import Engine, StepReport
 class OpenStep:
     """One update, from its first forward on."""
 
-    def __init__(self, engine: Engine[Any]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine[Any], inputs: Any) -> None:
+        """inputs: of the first forward; ranks are compared by them."""
+        self._engine, self._inputs = engine, inputs
         self._greenlet = greenlet(self._run)
         self.losses: list[Any] = []
         """What the loop has called `backward` on."""
@@ -30,8 +31,12 @@ class OpenStep:
         assert isinstance(found, StepReport)
         return found
 
+    def abandon(self) -> None:
+        """End it where it is. The engine cannot go on afterwards."""
+        self._greenlet.throw()
+
     def _run(self) -> StepReport:
-        return self._engine.step([{"weight": 1.0}], loss=self._loss)
+        return self._engine.step([{"weight": 1.0, "inputs": self._inputs}], loss=self._loss)
 
     def _loss(self, _: Any) -> Any:
         parent = self._greenlet.parent

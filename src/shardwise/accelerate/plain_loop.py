@@ -4,7 +4,8 @@ The loop stays as it is. `model(batch)` in training mode opens a step of the eng
 `clip_grad_norm_` before it, runs its backward and its update: see `OpenStep`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
 from accelerate.utils import recursively_apply
 from torch import nn
 
@@ -24,7 +26,7 @@ from shardwise.engine import Engine, StepReport
 from shardwise.engine.channels import DATA_AXES
 from shardwise.engine.full_state import full_state_dict
 from shardwise.engine.parallelize import parallelize
-from shardwise.errors import ModelError, OptimizerError, PlanError
+from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Plan
 
 
@@ -48,6 +50,13 @@ class Accelerator(accelerate.Accelerator):
             problems.append(
                 "pipeline.schedule: a loop of accelerate stops inside of forwards. Stages of a rank cannot take turns "
                 "then; give each rank one, schedule='1f1b'"
+            )
+        if (kind := self.distributed_type.value) in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+            problems.append(f"accelerate's {kind} would train in the place of the plan; start the script by torchrun")
+        if self.state.dynamo_plugin.backend.value != "NO":
+            problems.append(
+                f"dynamo_backend={self.state.dynamo_plugin.backend.value}: leave it out, and compile modules of the "
+                "model before prepare: block.compile()"
             )
         if problems:
             raise PlanError(*problems)
@@ -117,6 +126,18 @@ class Accelerator(accelerate.Accelerator):
 
         return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
 
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger` since the last check; all ranks call it together."""
+        flag = getattr(self, "flag_tensor", None)
+        mine, self.flag_tensor = flag is not None and bool(flag), None
+        return any(self.channel.exchange(b"\1" * mine, purpose="check_trigger of accelerate"))
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The part of this data rank."""
+        with PartialState.split_between_processes(self, inputs, apply_padding) as part:
+            yield part
+
     def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = gathered(self._data, tensor, purpose="gather of accelerate")
         return torch.cat([each.reshape(1) if not each.dim() else each for each in parts])
@@ -139,6 +160,13 @@ class Accelerator(accelerate.Accelerator):
             )
         return super().prepare(*args)
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of what is prepared, and of an update that has begun; others can be prepared then."""
+        if self._open is not None:
+            self._open.abandon()
+        self._engine, self._open, self._is_claimed, self.report = None, None, True, None
+        return super().free_memory(*objects)
+
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         """The model, whose forwards are the engine's."""
         self._models.append(prepared := PreparedModel(self, model))
@@ -151,7 +179,9 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """The scheduler, which steps once for each update, whatever the number of ranks."""
-        self._schedulers.append(prepared := AcceleratedScheduler(scheduler, self._optimizers, split_batches=True))
+        is_with_optimizer = self.step_scheduler_with_optimizer
+        prepared = AcceleratedScheduler(scheduler, self._optimizers, is_with_optimizer, split_batches=True)
+        self._schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, device_placement: Any = None, **kwargs: Any) -> Any:
@@ -164,6 +194,7 @@ class Accelerator(accelerate.Accelerator):
             process_index=self.process_index,
             split_batches=config.split_batches,
             put_on_device=True,
+            dispatch_batches=False,  # it asks the processes of torch for its ranks, not the mesh
             rng_types=None if self.rng_types is None else [*self.rng_types],
             even_batches=config.even_batches,
             use_seedable_sampler=config.use_seedable_sampler,
@@ -175,14 +206,19 @@ class Accelerator(accelerate.Accelerator):
 
     # Updates --------------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether the first forward of an update has run."""
+        return self._open is not None
+
+    def begin(self, inputs: Any) -> None:
         """A forward of the training begins."""
         if not self._is_claimed:
             raise OptimizerError(
                 "clip_grad_norm_ has updated the model, and optimizer.step() did not follow; call it after each clip"
             )
         if self._open is None:
-            self._open = OpenStep(self.engine)
+            self._open = OpenStep(self.engine, inputs)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Keep the loss for the update."""
@@ -204,6 +240,11 @@ class Accelerator(accelerate.Accelerator):
                 f"clip_grad_norm={self.plan.clip_grad_norm}; give Plan(clip_grad_norm={max_norm}), clip_grad_norm in "
                 "TOML, and leave this call as it is"
             )
+        if not self.sync_gradients:
+            raise OptimizerError(
+                "clip_grad_norm_ was called for a batch that accumulates: its update comes with a later batch. Call it "
+                "under `if accelerator.sync_gradients:`"
+            )
         report = self._finish()
         self._is_claimed = False
         return torch.tensor(report.grad_norm, device=self.device)
@@ -216,6 +257,11 @@ class Accelerator(accelerate.Accelerator):
                 f"clip_grad_value={self.plan.clip_grad_value}; give Plan(clip_grad_value={clip_value}), "
                 "clip_grad_value in TOML, and leave this call as it is"
             )
+
+    def forget(self) -> None:
+        """`zero_grad()`: what `backward` was called on since the last update does not count."""
+        if self._open is not None:
+            self._open.losses.clear()
 
     def update(self) -> None:
         """`optimizer.step()`."""
@@ -244,10 +290,23 @@ class Accelerator(accelerate.Accelerator):
         """The whole state dict of the model on rank 0; {} elsewhere. All ranks call it together."""
         return full_state_dict(self.engine)
 
+    def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the whole model from rank 0, in the files of accelerate. All ranks call it together."""
+        if self.is_main_process:
+            # It asks the model only whether parameters are of the meta device, as those of other stages are here.
+            super().save_model(nn.Module(), save_directory, *args, **kwargs)
+        else:
+            self.get_state_dict(model)
+
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save model, optimizer, schedulers and registered objects: `sw.save`, which loads into any layout."""
         if output_dir is None:
             raise ModelError("save_state() needs a folder: accelerator.save_state('saves/10')")
+        if self._open is not None and self.engine.pipeline is not None:
+            raise ModelError(
+                "save_state in the middle of an update: stages wait for the backward of a forward in training mode. "
+                "Save after optimizer.step(); where the loop accumulates, under `if accelerator.sync_gradients:`"
+            )
         objects = [*self._schedulers, *self._custom_objects]
         save(output_dir, self.engine, extra={"accelerate": {"step": self.step, "states": [_state(e) for e in objects]}})
         return output_dir
@@ -259,8 +318,22 @@ class Accelerator(accelerate.Accelerator):
         extra: Mapping[str, Any] = load(input_dir, self.engine)
         found = extra.get("accelerate", {"step": 0, "states": []})
         self.step = found["step"]
-        for each, state in zip([*self._schedulers, *self._custom_objects], found["states"], strict=True):
+        objects = [*self._schedulers, *self._custom_objects]
+        if len(objects) != (count := len(found["states"])):
+            raise CheckpointError(
+                f"{input_dir} has the states of {count} schedulers and registered objects, and this loop has "
+                f"{len(objects)}; prepare and register the same ones before load_state"
+            )
+        for each, state in zip(objects, found["states"], strict=True):
             each.load_state_dict(state)
+
+    def register_save_state_pre_hook(self, hook: Any) -> Any:
+        """Raises ModelError: `save_state` makes no state dicts that a hook could change."""
+        raise ModelError(_NO_HOOKS)
+
+    def register_load_state_pre_hook(self, hook: Any) -> Any:
+        """Raises ModelError, as for saves."""
+        raise ModelError(_NO_HOOKS)
 
 
 class PreparedModel(nn.Module):
@@ -276,12 +349,18 @@ class PreparedModel(nn.Module):
         """In training mode the first forward of an update opens it; in evaluation mode a prediction of the engine."""
         accelerator: Accelerator = vars(self)["_accelerator"]
         if self.training and torch.is_grad_enabled():
-            accelerator.begin()
+            accelerator.begin((args, kwargs))
+            return self.module(*args, **kwargs)
+        if accelerator.is_open:  # its ranks go through the step now, and its loss may have a part of this forward
             return self.module(*args, **kwargs)
         if self.training:
             raise ModelError("the model is in training mode, without gradients; call model.eval() for an evaluation")
         with torch.inference_mode(False):
             return accelerator.engine.predict({"args": args, "kwargs": kwargs}, partial(_called, self.module))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's."""
+        vars(self)["_accelerator"].forget()
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -296,13 +375,21 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._accelerator.update()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: an engine keeps no gradients."""
+        """Forget the losses of the update to come, where the loop does not accumulate."""
+        if self._accelerator.sync_gradients:
+            self._accelerator.forget()
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last gradient was not finite."""
         report = self._accelerator.report
         return report is not None and report.skipped
+
+
+_NO_HOOKS = (
+    "hooks of save_state and load_state would not be called: a save has the tensors of each rank. Write what the hook "
+    "writes next to the call, from get_state_dict(model) or sw.full_state_dict(engine)"
+)
 
 
 def _called(module: nn.Module, inputs: Mapping[str, Any]) -> Any:

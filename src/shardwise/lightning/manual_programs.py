@@ -110,6 +110,11 @@ class ManualProgram:
             )
         self._losses.append(loss)
 
+    def forget(self, optimizer: Any) -> None:
+        """`opt.zero_grad()`: what `manual_backward` was called on before it does not count."""
+        if optimizer in (None, self.section):
+            self._losses.clear()
+
     def update(self, optimizer: Any, closure: Callable[[], Any], has_closure: bool) -> Any:
         """`opt.step()` or `opt.step(closure)`."""
         if has_closure:

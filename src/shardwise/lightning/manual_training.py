@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.comm import Channel
 from shardwise.engine import Engine, StepReport
 from shardwise.errors import ModelError
+from shardwise.lightning.held_modules import StandIns
 from shardwise.lightning.manual_programs import ManualProgram
 from shardwise.lightning.step_logs import StepLogs
 from shardwise.lightning.trainer_ranks import TrainerRanks
@@ -38,6 +39,10 @@ class ManualTraining(TrainerRanks):
             )
             for part in parts
         ]
+        stand_ins = StandIns()
+        wrapped = zip(self._lightning_optimizers, self.optimizers, strict=True)
+        for owner, optimizer in ((module, None), *wrapped, *zip(self.optimizers, self.optimizers, strict=True)):
+            stand_ins.put(owner, zero_grad=partial(self._forget, owner, optimizer))
         try:
             while True:
                 wanted = [self._run(each, each.go_on) for each in programs]
@@ -52,8 +57,16 @@ class ManualTraining(TrainerRanks):
                     each.ended(self.report.loss)
                 self._logs.log_step(partial(type(module).log, module), self.report, _none)
         finally:
+            stand_ins.remove()
             for each in programs:
                 each.abandon()
+
+    def _forget(self, owner: Any, optimizer: Any, *given: Any, **settings: Any) -> None:
+        """In the place of `zero_grad` of an optimizer, or of the module: None."""
+        if self._program is not None:
+            self._program.forget(optimizer)
+        else:
+            type(owner).zero_grad(owner, *given, **settings)
 
     def _run(self, program: ManualProgram, what: Callable[[], Any]) -> Any:
         self._program = program

@@ -28,6 +28,7 @@ from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batches import count_rows, split_batch
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, CheckpointError, ModelError
+from shardwise.lightning.finetuning_callbacks import name_groups
 from shardwise.lightning.held_modules import StandIns, engine_of, hold, take_back
 from shardwise.lightning.manual_training import ManualTraining
 from shardwise.lightning.step_logs import rows_of
@@ -77,8 +78,8 @@ class Strategy(ManualTraining):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         # Tensors of the inference mode, in gathered parameters or buffers, would still be there in the next step.
-        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        for loop in loops:
+        validates = trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop
+        for loop in (*validates, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         self._kept = []  # of a run that failed
@@ -90,6 +91,7 @@ class Strategy(ManualTraining):
             plan = plan_for(trainer, module, self.plan) if fits else self.plan
             if fits:
                 self.setup_optimizers(trainer)
+                name_groups(trainer, module, self._stand_ins)
             self.engine = self._made(module, plan, fits)
         stand_ins = (self._log, self._toggle, lambda optimizer: None, self._clip_by_hand)
         self._stand_ins.put(module, **dict(zip(_IN_MODULE, stand_ins, strict=True)))
@@ -197,8 +199,7 @@ class Strategy(ManualTraining):
         if self._program is not None:
             return self._program.update(optimizer, closure, closure is not do_nothing_closure)
         # Hooks before zero_grad see the weights before the update.
-        zero = getattr(closure, "_zero_grad_fn", None)
-        if zero is not None:
+        if (zero := getattr(closure, "_zero_grad_fn", None)) is not None:
             closure._zero_grad_fn = None  # type: ignore[attr-defined]
             zero()
         self._updates = True

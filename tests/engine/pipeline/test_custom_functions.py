@@ -27,15 +27,18 @@ class Scores(torch.autograd.Function):
         return each @ weight, each.t() @ hidden, None
 
 
+kept: Any = Scores.apply  # as models write it, before any engine
+
+
 class Scoring(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_kept: bool) -> None:
         super().__init__()
+        self.scores = kept if is_kept else lambda *given: Scores.apply(*given)  # type: ignore[no-untyped-call]
         self.first, self.second, self.head = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 5, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.second(self.first(x).tanh())
-        made: tuple[torch.Tensor, None] = Scores.apply(hidden, self.head.weight, None)  # type: ignore[no-untyped-call]
-        scores, nothing = made
+        scores, nothing = self.scores(hidden, self.head.weight, None)
         assert nothing is None
         out: torch.Tensor = scores * hidden.mean(1)  # its input has another use
         return out
@@ -56,7 +59,11 @@ def test_a_custom_function_between_modules_trains_as_in_one_process(name: str) -
             pipeline=sw.Pipeline(stages=STAGES[name] if channel.size > 1 else None),
         )
         engine = sw.parallelize(
-            Scoring(), plan, optimizer=torch.optim.AdamW, loss=lambda out, _: out.square().mean(), channel=channel
+            Scoring(is_kept=STAGES[name] is None),
+            plan,
+            optimizer=torch.optim.AdamW,
+            loss=lambda out, _: out.square().mean(),
+            channel=channel,
         )
         losses = [engine.step({"x": each}).loss for each in rows]
         return [*losses, engine.evaluate({"x": rows[0]}).loss], dict(sw.full(engine))
@@ -66,5 +73,4 @@ def test_a_custom_function_between_modules_trains_as_in_one_process(name: str) -
         assert found == losses
         for each, weight in whole.items():
             assert torch.equal(weight, weights[each])
-    method: Any = torch.autograd.Function.apply
-    assert "autograd_functions" not in method.__func__.__code__.co_filename  # put back
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)  # taken away

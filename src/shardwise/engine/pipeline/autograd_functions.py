@@ -1,16 +1,16 @@
 """Custom autograd functions between placed modules, seen as operations like torch's own.
 
 A mode of torch sees the functions of torch, and not `torch.autograd.Function.apply`. So while some thread runs a
-program over stages, another method stands there, which asks the modes of the thread that calls it.
+program over stages, another method stands below it, which asks the modes of the thread that calls it. Below it: models
+keep `apply = Custom.apply`, and the compiler of torch knows `Function.apply` itself.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, Protocol
 
-import torch
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import _get_current_function_mode_stack
 
 
@@ -21,7 +21,6 @@ class SeesFunctions(Protocol):
         """The result of the call."""
 
 
-_PLAIN = vars(torch.autograd.Function)["apply"]
 _lock = threading.Lock()
 _running: list[SeesFunctions] = []
 """Of all threads: simulated ranks are such."""
@@ -32,19 +31,19 @@ def functions_seen(mode: SeesFunctions) -> Iterator[None]:
     """Inside, custom autograd functions go through `mode` wherever it is among the modes of the thread."""
     with _lock:
         _running.append(mode)
-        torch.autograd.Function.apply = _SEEN  # type: ignore[method-assign]
+        _SingleLevelFunction.apply = _SEEN  # type: ignore[attr-defined]
     try:
         yield
     finally:
         with _lock:
             _running.remove(mode)
             if not _running:
-                torch.autograd.Function.apply = _PLAIN  # type: ignore[method-assign]
+                del _SingleLevelFunction.apply  # type: ignore[attr-defined]  # what it inherits is plain
 
 
 def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
     # Equal for equal functions: a call is known again by it.
-    call = MethodType(_PLAIN.__func__, kind)
+    call = super(_SingleLevelFunction, kind).apply
     mode = next((each for each in _get_current_function_mode_stack() if each in _running), None)
     # A function that is given code (a reentrant checkpoint) may call modules of several stages.
     if mode is None or any(map(callable, args)) or any(map(callable, kwargs.values())):
