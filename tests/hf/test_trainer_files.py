@@ -1,12 +1,14 @@
 """Checkpoints of trainers: from any layout into any other, and into and out of the plain Trainer."""
 
 import json
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerState
 
 from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, assert_close, build, logged, plain, trained, under
 
@@ -146,3 +148,28 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_left_out_of_the_log(tmp_
     for skipped, updates, loss in under("stage 3", with_nan, run, microbatches=2):
         assert (skipped, updates) == (1, 2)
         assert torch.isfinite(torch.tensor(loss))
+
+
+def test_a_checkpoint_is_complete_for_every_rank_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_read = threading.Event()
+    write, read = TrainerState.save_to_json, TrainerState.load_from_json
+
+    def written(state: TrainerState, path: str) -> None:
+        # After the others have read it, where they do not wait.
+        has_read.wait(0.2)
+        write(state, path)
+
+    def looked_for(path: str) -> TrainerState:
+        try:
+            return read(path)
+        finally:
+            has_read.set()
+
+    monkeypatch.setattr(TrainerState, "save_to_json", written)
+    monkeypatch.setattr(TrainerState, "load_from_json", looked_for)
+
+    def again(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.train(resume_from_checkpoint=True)
+
+    under("pp", partial(make, asked={"max_steps": 1, "save_steps": 1}), again, folder=str(tmp_path))

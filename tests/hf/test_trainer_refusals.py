@@ -117,7 +117,7 @@ def test_classes_of_other_libraries_share_no_attribute_by_accident(tmp_path: Pat
 
 class Preparing(hf.Trainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
-        vars(self).setdefault("modes", []).append(self.model.training)
+        vars(self).setdefault("modes", []).append(self.model is not None and self.model.training)
         return super()._prepare_inputs(inputs)
 
 

@@ -36,6 +36,12 @@ class TrainerCheckpoints:
         with self._sw_engine.whole(optimizer=False, rank0_only=True):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
 
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        """As in transformers; where it returns, the checkpoint is complete for every rank."""
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        # Rank 0 writes the last files, and removes old folders; another rank may look for the newest at once.
+        self.accelerator.wait_for_everyone()
+
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         engine = self.engine
         save(Path(output_dir, _SAVE), engine, keep=1)
