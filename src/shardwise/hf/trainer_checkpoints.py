@@ -79,7 +79,7 @@ class TrainerCheckpoints:
         if found is None:
             return
         with safe_globals():
-            state = torch.load(found, weights_only=True)
+            state = _read(found)
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["cpu"])
@@ -121,4 +121,8 @@ def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; it is no file that a Trainer wrote") from error
+        # Without the words of torch, which advise to run what is in the file.
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): it is not complete, or no file that a Trainer wrote; "
+            "resume from another checkpoint"
+        ) from error
