@@ -1,13 +1,18 @@
 """Checkpoints of trainers: from any layout into any other, and into and out of the plain Trainer."""
 
 import json
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+import transformers
+from transformers import LlamaForCausalLM, TrainerState
 
+import shardwise.hf as hf
+from shardwise.errors import CheckpointError
 from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, assert_close, build, logged, plain, trained, under
 
 PLAIN = "plain"
@@ -146,3 +151,39 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_left_out_of_the_log(tmp_
     for skipped, updates, loss in under("stage 3", with_nan, run, microbatches=2):
         assert (skipped, updates) == (1, 2)
         assert torch.isfinite(torch.tensor(loss))
+
+
+def test_a_checkpoint_is_complete_for_every_rank_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_read = threading.Event()
+    write, read = TrainerState.save_to_json, TrainerState.load_from_json
+
+    def written(state: TrainerState, path: str) -> None:
+        # After the others have read it, where they do not wait.
+        has_read.wait(0.2)
+        write(state, path)
+
+    def looked_for(path: str) -> Any:
+        try:
+            return read(path)
+        finally:
+            has_read.set()
+
+    monkeypatch.setattr(TrainerState, "save_to_json", written)
+    monkeypatch.setattr(TrainerState, "load_from_json", looked_for)
+
+    def again(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.train(resume_from_checkpoint=True)
+
+    under("pp", partial(make, asked={"max_steps": 1, "save_steps": 1}), again, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_files_of_a_checkpoint_that_are_cut_off_are_named(name: str, tmp_path: Path) -> None:
+    asked = {"max_steps": 1, "save_steps": 1}
+    make(transformers, str(tmp_path), 2, asked=asked).train()
+    file = tmp_path / "checkpoint-1" / name
+    file.write_bytes(file.read_bytes()[:9])
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read .*: it is not complete") as found:
+        make(hf, str(tmp_path), 2, asked=asked).train(resume_from_checkpoint=str(file.parent))
+    assert "weights_only" not in str(found.value)

@@ -1,5 +1,6 @@
 """What a trainer cannot do under a plan is refused in words when it is made; and plans come by flags and files."""
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,45 @@ def test_methods_that_take_the_place_of_the_engine(tmp_path: Path) -> None:
         trainer_on(tmp_path, of=Skipping).train()
 
 
+def test_classes_of_other_libraries_share_no_attribute_by_accident(tmp_path: Path) -> None:
+    plain = transformers.Trainer(build(), arguments(str(tmp_path), 2), train_dataset=ROWS)
+    ours = trainer_on(tmp_path)
+    for each in (plain, ours):
+        each.train()
+    added = {name for name in dir(ours) if not name.startswith(("__", "_sw_"))} - set(dir(plain))
+    assert added == {"plan", "channel", "engine"}
+
+
+class Preparing(hf.Trainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        vars(self).setdefault("modes", []).append(self.model is not None and self.model.training)
+        return super()._prepare_inputs(inputs)
+
+
+def test_inputs_are_prepared_in_the_mode_of_the_loop(tmp_path: Path) -> None:
+    args = arguments(str(tmp_path), 2, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer: Any = Preparing(build(), args, train_dataset=ROWS, eval_dataset=HELD_OUT)
+    trainer.train()
+    assert trainer.modes == [True, True, False, False, False] * 2
+
+
+def wrapped(method: Any) -> Any:
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return called
+
+
+def test_a_decorator_hides_no_call_of_super(tmp_path: Path) -> None:
+    class Timed(hf.Trainer):
+        training_step = wrapped(Noting.training_step)
+
+    with pytest.raises(ConfigError, match="does not call"):
+        trainer_on(tmp_path, of=type("Own", (hf.Trainer,), {"training_step": wrapped(OwnStep.training_step)}))
+    assert trainer_on(tmp_path, of=Timed)
+
+
 def test_a_method_that_extends_a_step_sees_the_loss_of_the_update(tmp_path: Path) -> None:
     trainer = trainer_on(tmp_path, of=Noting, max_steps=2)
     trainer.train()
@@ -194,11 +234,17 @@ def test_classes_of_other_libraries_train_under_a_plan(tmp_path: Path) -> None:
 def test_data_ranks_share_the_batches_of_one_process(rows: int, size: int, ranks: int, drop_last: bool) -> None:
     batches = torch.utils.data.BatchSampler(range(rows), size, drop_last)
     shares = [BatchesOfRank(batches, ranks, rank) for rank in range(ranks)]
+    as_many = [list(share) for share in shares]
+    for share in shares:
+        share.takes_uneven_rounds = True
     found = [list(share) for share in shares]
     assert {len(share) for share in shares} == {len(each) for each in found} == {len(found[0])}
     taken = [each for together in zip(*found, strict=True) for each in together if each]
     whole = [*batches]
     assert taken == (whole[: len(whole) // ranks * ranks] if drop_last else whole)
+    # What `gather_for_metrics` leaves of loops that know no empty batch: the first rows are those of the dataset.
+    gathered = [row for together in zip(*as_many, strict=True) for each in together for row in each]
+    assert gathered[: sum(map(len, taken))] == [row for each in taken for row in each]
 
 
 def test_an_evaluation_needs_no_training(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
-from shardwise.hf.refusals import check_overrides
+from shardwise.hf.rank_batches import take_uneven_rounds
+from shardwise.hf.refusals import check_generation, check_overrides
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
 
@@ -104,31 +105,32 @@ class _UpdateEvents(CallbackHandler):
 class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
-    The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`.
+    The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this
+    class and its parts use begins with _sw_: classes of other libraries have attributes too.
     """
 
     plan: Any = None
     """A Plan, or the path of a TOML file with one; a Plan from the constructor on."""
     channel: Channel | None = None
     """The ranks that train together."""
-    ranks: DataRanks
+    _sw_ranks: DataRanks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_overrides(type(self), EngineTrainer)
-        self._engine: Engine[nn.Module] | None = None
-        self._collected: list[dict[str, Any]] = []
-        self._pending: list[tuple[StepReport, int]] = []
-        self._num_in_update = self._num_collected = 0
-        self._zero = torch.zeros(())
-        self._report: StepReport | None = None
-        self._last_batch: Any = None
-        self._is_uneven = False
-        self._has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+        self._sw_engine: Engine[nn.Module] | None = None
+        self._sw_collected: list[dict[str, Any]] = []
+        self._sw_pending: list[tuple[StepReport, int]] = []
+        self._sw_num_in_update = self._sw_num_collected = 0
+        self._sw_zero = torch.zeros(())
+        self._sw_report: StepReport | None = None
+        self._sw_last_batch: Any = None
+        self._sw_is_uneven = False
+        self._sw_has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
-        self._refuse_model()
+        self._sw_refuse_model()
 
-    def _refuse_model(self) -> None:
+    def _sw_refuse_model(self) -> None:
         model: Any = self.model
         if getattr(model, "is_distributed_loading_by_transformers", False) or self.is_model_parallel:
             raise ConfigError(
@@ -146,11 +148,12 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             self.channel = _channel_on(device)
         self.plan = plan_of(self.plan, args, self.channel.size)
         check_arguments(args, self.plan.mesh)
-        self.ranks = DataRanks(self.plan, self.channel)
+        check_generation(type(self), EngineTrainer, self.channel.size)
+        self._sw_ranks = DataRanks(self.plan, self.channel)
         super().create_accelerator_and_postprocess()
-        PlanAccelerator.take_over(self.accelerator, self.ranks)
+        PlanAccelerator.take_over(self.accelerator, self._sw_ranks)
         self.gather_function = self.accelerator.gather_for_metrics
-        args.distributed_state = RankState(args.distributed_state, self.ranks)
+        args.distributed_state = RankState(args.distributed_state, self._sw_ranks)
         args._n_gpu = min(1, args.n_gpu)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -160,15 +163,15 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def engine(self) -> Engine[nn.Module]:
         """The engine of the model; made at its first use, by all ranks together."""
         model: Any = self.model
-        if self._engine is None or self._engine.model is not model:
-            self._engine = self._parallelized(model)
-        return self._engine
+        if self._sw_engine is None or self._sw_engine.model is not model:
+            self._sw_engine = self._sw_parallelized(model)
+        return self._sw_engine
 
-    def _parallelized(self, model: nn.Module) -> Engine[nn.Module]:
+    def _sw_parallelized(self, model: nn.Module) -> Engine[nn.Module]:
         plan: Plan = self.plan
         count = getattr(model, "num_parameters", None)
         # Of whole tensors: afterwards this rank has parts.
-        self._num_parameters = None if count is None else count(exclude_embeddings=True)
+        self._sw_num_parameters = None if count is None else count(exclude_embeddings=True)
         # One that has another engine is not of this model.
         if isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
@@ -178,13 +181,13 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             model,
             plan,
             optimizer=optimizer,
-            loss=self._loss_of,
+            loss=self._sw_loss_of,
             # The Trainer scales losses itself.
             loss_weight=lambda microbatch: 1.0,
             channel=self.channel,
             seed=self.args.seed,
         )
-        self.optimizer = self._stepped = EngineOptimizer(optimizer)
+        self.optimizer = self._sw_stepped = EngineOptimizer(optimizer)
         return engine
 
     def _prepare_for_training(
@@ -194,13 +197,13 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
-        self._check_loader(train_dataloader)
+        self._sw_check_loader(train_dataloader)
         model = self.engine.model
         self.create_scheduler(num_training_steps=max_steps)
         self.model_wrapped = model
-        self._collected.clear()
-        self._num_collected = 0
-        self._pending.clear()
+        self._sw_collected.clear()
+        self._sw_num_collected = 0
+        self._sw_pending.clear()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -208,36 +211,37 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 
-    def _check_loader(self, loader: Any) -> None:
-        if self.ranks.count > 1 and not getattr(loader, "_is_accelerate_prepared", False):
+    def _sw_check_loader(self, loader: Any) -> None:
+        if self._sw_ranks.count > 1 and not getattr(loader, "_is_accelerate_prepared", False):
             raise ConfigError(
                 f"get_train_dataloader gave a {type(loader).__name__} that the accelerator has not seen: each of "
-                f"{self.ranks.count} data ranks would train on all rows. Return "
+                f"{self._sw_ranks.count} data ranks would train on all rows. Return "
                 "self.accelerator.prepare(DataLoader(...))"
             )
+        take_uneven_rounds(loader)
         plan: Plan = self.plan
         in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
         sampler = getattr(loader, "batch_sampler", None)
-        if in_step and self.ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
+        if in_step and self._sw_ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
             with contextlib.suppress(TypeError, AttributeError):
-                if len(sampler.batch_sampler) % self.ranks.count:
+                if len(sampler.batch_sampler) % self._sw_ranks.count:
                     raise BatchError(
-                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self.ranks.count} data ranks "
+                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self._sw_ranks.count} data ranks "
                         "cannot share evenly. Under pp with stage 3, or with several stages per rank, they go in "
                         "step: set --dataloader_drop_last, or sharding.stage = 1 of the plan"
                     )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an update: of all data ranks and microbatches."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * self.ranks.count)
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self._sw_ranks.count)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         sampler: Any = super()._get_train_sampler(train_dataset)
         if type(sampler).__name__ == "LengthGroupedSampler":
             # Grouped within the update of all data ranks, as one process groups.
-            sampler.batch_size *= self.ranks.count
+            sampler.batch_size *= self._sw_ranks.count
         elif type(sampler).__name__ == "BatchRebalanceSampler":
-            sampler.rank = self.ranks.rank
+            sampler.rank = self._sw_ranks.rank
         return sampler
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -250,20 +254,20 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of an update, and its items over all data ranks."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        ranks = self.ranks.count
+        ranks = self._sw_ranks.count
         count = len(batches) * ranks
         counts_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         # Asked of what all ranks know: one of them may have no batch to look into.
-        if ranks > 1 and (counts_items or self._has_own_loss):
+        if ranks > 1 and (counts_items or self._sw_has_own_loss):
             present = sum(map(bool, batches))
             own = -math.inf if items is None and present else float(items or 0)
-            found, total = self.ranks.sums([own, float(present)], purpose="items of an update")
+            found, total = self._sw_ranks.sums([own, float(present)], purpose="items of an update")
             count = int(total)
             if counts_items and self.args.average_tokens_across_devices:
                 items = None if found == -math.inf else torch.tensor(int(found), device=device)
-        self._is_uneven = count < len(batches) * ranks
-        self._num_in_update = count
-        self._num_collected += count
+        self._sw_is_uneven = count < len(batches) * ranks
+        self._sw_num_in_update = count
+        self._sw_num_collected += count
         return batches, items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
@@ -280,43 +284,44 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
 
         Returns zero for the batches before. Where a subclass extends this, the last one gives the loss of the update.
         """
-        if inputs or self.ranks.count == 1:
+        # Before the inputs are prepared: some trainers do there what depends on it.
+        if not model.training:
+            model.train()
+        if inputs or self._sw_ranks.count == 1:
             if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs or not inputs:
                 inputs = self._prepare_inputs(inputs)
-            taken = {"inputs": inputs, "items": num_items_in_batch, "of": self._num_in_update, "factor": 1.0}
-            self._collected.append(taken)
+            taken = {"inputs": inputs, "items": num_items_in_batch, "of": self._sw_num_in_update, "factor": 1.0}
+            self._sw_collected.append(taken)
         if not self.accelerator.sync_gradients:
-            return self._zero
-        return self._step()
+            return self._sw_zero
+        return self._sw_step()
 
-    def _step(self) -> torch.Tensor:
+    def _sw_step(self) -> torch.Tensor:
         engine, accelerator = self.engine, self.accelerator
-        if not engine.model.training:
-            engine.model.train()
-        batches, self._collected = self._collected, []
+        batches, self._sw_collected = self._sw_collected, []
         # Batches of an update that never came (a stream that ended) count in the next one, as in the plain Trainer.
-        number, self._num_collected = self._num_collected, 0
+        number, self._sw_num_collected = self._sw_num_collected, 0
         for each in batches:
-            each["factor"] = self._factor(each["items"], each["of"], number)
+            each["factor"] = self._sw_factor(each["items"], each["of"], number)
         # A loss that divides by it has all microbatches in mind, as in one process.
-        self.current_gradient_accumulation_steps = self._num_in_update
-        with accelerator.computing(alone=self._is_uneven):
-            report = engine.step(batches, stop=self._before_update)
-        self._stepped.has_stepped = True
+        self.current_gradient_accumulation_steps = self._sw_num_in_update
+        with accelerator.computing(alone=self._sw_is_uneven):
+            report = engine.step(batches, stop=self._sw_before_update)
+        self._sw_stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
             accelerator.step_was_skipped = report.skipped
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and accelerator.device.type != "cpu":
             torch.accelerator.empty_cache()
-        self._report = report
+        self._sw_report = report
         if type(self).training_step is not EngineTrainer.training_step:
             return torch.tensor(report.loss)
-        self._pending.append((report, self.state.global_step))
-        if len(self._pending) > _MOST_PENDING:
-            self._settle(1)
-        return self._zero
+        self._sw_pending.append((report, self.state.global_step))
+        if len(self._sw_pending) > _MOST_PENDING:
+            self._sw_settle(1)
+        return self._sw_zero
 
-    def _factor(self, items: Any, num_in_update: int, number: int) -> float:
+    def _sw_factor(self, items: Any, num_in_update: int, number: int) -> float:
         """What the engine's mean over `number` microbatches needs, so that losses add up as the Trainer scales them."""
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
@@ -324,9 +329,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         if not is_scaled:
             return number / num_in_update
         # Where each data rank counts its own items, the mean over data ranks is taken.
-        return float(number) if self.args.average_tokens_across_devices else number / self.ranks.count
+        return float(number) if self.args.average_tokens_across_devices else number / self._sw_ranks.count
 
-    def _loss_of(self, batch: dict[str, Any]) -> Any:
+    def _sw_loss_of(self, batch: dict[str, Any]) -> Any:
         """The loss function of the engine."""
         model: Any = self.model
         with self.compute_loss_context_manager():
@@ -334,7 +339,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         factor = batch["factor"]
         return loss if factor == 1.0 else loss * factor
 
-    def _before_update(self) -> bool:
+    def _sw_before_update(self) -> bool:
         """Asked by the engine when gradients are there, before the update."""
         handler = self.callback_handler
         self.control = CallbackHandler.on_pre_optimizer_step(handler, self.args, self.state, self.control)
@@ -344,13 +349,13 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         return None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        self._stepped.check()
+        self._sw_stepped.check()
         # Looked at where it is logged: the look waits for a device.
-        return self._report
+        return self._sw_report
 
-    def _settle(self, count: int | None = None) -> None:
+    def _sw_settle(self, count: int | None = None) -> None:
         """Bring in the losses of the first steps that wait; None: of all."""
-        ready, self._pending = self._pending[:count], self._pending[count:] if count is not None else []
+        ready, self._sw_pending = self._sw_pending[:count], self._sw_pending[count:] if count is not None else []
         for report, step in ready:
             loss = report.loss
             if self.args.logging_nan_inf_filter and not math.isfinite(loss):
@@ -360,13 +365,13 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:
-            self._settle()
+            self._sw_settle()
         if isinstance(grad_norm, StepReport):
             grad_norm = grad_norm.grad_norm if self.control.should_log else None
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._settle()
+        self._sw_settle()
         return super()._finalize_training(*args, **kwargs)
 
     # Counts ---------------------------------------------------------------------------------------------------------
@@ -374,13 +379,13 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """As in transformers, of the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        if name not in inputs or self._engine is None or self._num_parameters is None:
+        if name not in inputs or self._sw_engine is None or self._sw_num_parameters is None:
             return 0
-        return int(6 * inputs[name].numel() * self._num_parameters)
+        return int(6 * inputs[name].numel() * self._sw_num_parameters)
 
     def store_flos(self) -> None:
         """As in transformers, over the data ranks."""
-        (total,) = self.ranks.sums([float(self.current_flos)], purpose="floating point operations")
+        (total,) = self._sw_ranks.sums([float(self.current_flos)], purpose="floating point operations")
         self.state.total_flos += total
         self.current_flos = 0
 
@@ -395,7 +400,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, in one process. Raises ModelError on several ranks."""
-        if self.ranks.world.size > 1:
+        if self._sw_ranks.world.size > 1:
             raise ModelError(
                 "a search for hyperparameters on several ranks would give each of them other trials; search in one "
                 "process per trial"

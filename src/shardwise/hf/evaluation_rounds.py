@@ -12,7 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from shardwise.errors import BatchError
 from shardwise.hf.rank_accelerator import padded_to
-from shardwise.hf.rank_batches import RankStream
+from shardwise.hf.rank_batches import RankStream, take_uneven_rounds
 
 
 class PredictedModel:
@@ -48,6 +48,7 @@ class EvaluationRounds:
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         # A loader of the user's own gives every rank all batches, and each computes them.
         is_shared = getattr(dataloader, "_is_accelerate_prepared", False)
+        take_uneven_rounds(dataloader)
         engine = self.engine
         engine.model.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -57,8 +58,8 @@ class EvaluationRounds:
         metrics: dict[str, Any] | None = None
         num_rows = 0
         for number, (inputs, is_last) in enumerate(_with_last(dataloader)):
-            own = self._computed(inputs, dataloader, loss_only, ignore_keys)
-            parts = self._of_all_ranks(own) if is_shared and self.ranks.count > 1 else own
+            own = self._sw_computed(inputs, dataloader, loss_only, ignore_keys, number)
+            parts = self._sw_of_all_ranks(own) if is_shared and self._sw_ranks.count > 1 else own
             num_rows += parts.pop("rows", 0)
             for name, each in parts.items():
                 if each is not None and (name == "losses" or not is_streamed):
@@ -67,7 +68,7 @@ class EvaluationRounds:
             if args.batch_eval_metrics:
                 has_both = parts["predictions"] is not None and parts["labels"] is not None
                 if self.compute_metrics is not None and has_both:
-                    metrics = self.compute_metrics(self._metric_inputs(parts), compute_result=is_last)
+                    metrics = self.compute_metrics(self._sw_metric_inputs(parts), compute_result=is_last)
             elif args.eval_accumulation_steps is not None and (number + 1) % args.eval_accumulation_steps == 0:
                 for each in found.values():
                     each.to_cpu_and_numpy()
@@ -75,15 +76,15 @@ class EvaluationRounds:
         arrays = {name: each.get_arrays() for name, each in found.items()}
         has_all = arrays["predictions"] is not None and arrays["labels"] is not None
         if self.compute_metrics is not None and has_all and not args.batch_eval_metrics:
-            metrics = self.compute_metrics(self._metric_inputs(arrays))
+            metrics = self.compute_metrics(self._sw_metric_inputs(arrays))
         return EvalLoopOutput(
             predictions=arrays["predictions"],
             label_ids=arrays["labels"],
-            metrics=self._named_metrics(metrics or {}, arrays["losses"], metric_key_prefix),
+            metrics=self._sw_named_metrics(metrics or {}, arrays["losses"], metric_key_prefix),
             num_samples=_num_samples(dataloader, num_rows),
         )
 
-    def _metric_inputs(self: Any, parts: dict[str, Any]) -> EvalPrediction:
+    def _sw_metric_inputs(self: Any, parts: dict[str, Any]) -> EvalPrediction:
         wanted = self.args.include_for_metrics
         return EvalPrediction(
             predictions=parts["predictions"],
@@ -92,7 +93,7 @@ class EvaluationRounds:
             inputs=parts["inputs"] if "inputs" in wanted else None,
         )
 
-    def _named_metrics(self: Any, metrics: dict[str, Any], losses: Any, prefix: str) -> dict[str, Any]:
+    def _sw_named_metrics(self: Any, metrics: dict[str, Any], losses: Any, prefix: str) -> dict[str, Any]:
         metrics = denumpify_detensorize(metrics)
         if isinstance(losses, list) and losses:
             losses = np.concatenate(losses)
@@ -102,22 +103,25 @@ class EvaluationRounds:
             metrics[f"{prefix}_loss"] = kept.mean().item()
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": each for name, each in metrics.items()}
 
-    def _computed(self: Any, inputs: Any, dataloader: Any, loss_only: bool, ignore_keys: Any) -> dict[str, Any]:
+    def _sw_computed(
+        self: Any, inputs: Any, dataloader: Any, loss_only: bool, ignore_keys: Any, number: int
+    ) -> dict[str, Any]:
         """What this data rank has of a round: the loss of each row, predictions, labels, inputs."""
         nothing: dict[str, Any] = dict.fromkeys(("losses", "predictions", "labels", "inputs")) | {"rows": 0}
-        is_absent = not inputs and self.ranks.count > 1
-        is_uneven = self.ranks.count > 1 and self._has_own_loss and self._is_missing(inputs)
+        is_absent = not inputs and self._sw_ranks.count > 1
+        is_uneven = self._sw_ranks.count > 1 and self._sw_has_own_loss and self._sw_is_missing(inputs)
         if is_absent:
             if self.plan.sharding.stage < 3:
                 return nothing
             # The others gather parameters together with this rank, in the same calls.
-            inputs = self._stand_in(dataloader)
-        self._last_batch = inputs if self.plan.sharding.stage == 3 else None
+            inputs = self._sw_stand_in(dataloader)
+        self._sw_last_batch = inputs if self.plan.sharding.stage == 3 else None
         rows = find_batch_size(inputs) or 0
         # A Seq2SeqTrainer counts a small last batch as a full one: it sets this function.
         is_full = self.gather_function == self.accelerator.gather
-        repeats = self.args.eval_batch_size if is_full else rows or 1
-        loss, predictions, labels = self._predicted(inputs, loss_only, ignore_keys, alone=is_uneven)
+        first = number * self._sw_ranks.count + self._sw_ranks.rank
+        repeats = self.args.eval_batch_size if is_full else _num_rows_of(dataloader, first) or rows or 1
+        loss, predictions, labels = self._sw_predicted(inputs, loss_only, ignore_keys, alone=is_uneven)
         if is_absent:
             return nothing
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
@@ -132,26 +136,26 @@ class EvaluationRounds:
             "rows": rows,
         }
 
-    def _is_missing(self: Any, inputs: Any) -> bool:
+    def _sw_is_missing(self: Any, inputs: Any) -> bool:
         """Whether some data rank has no batch in this round: what the loss of the others gathers would wait for it."""
-        (present,) = self.ranks.sums([float(bool(inputs))], purpose="data ranks with a batch")
-        return bool(present < self.ranks.count)
+        (present,) = self._sw_ranks.sums([float(bool(inputs))], purpose="data ranks with a batch")
+        return bool(present < self._sw_ranks.count)
 
-    def _predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any, *, alone: bool) -> Any:
+    def _sw_predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any, *, alone: bool) -> Any:
         model: Any = PredictedModel(self.engine)
         with self.accelerator.computing(alone=alone), _generating(self.engine):
             return self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
-    def _stand_in(self: Any, dataloader: Any) -> Any:
-        if self._last_batch is not None:
-            return self._last_batch
+    def _sw_stand_in(self: Any, dataloader: Any) -> Any:
+        if self._sw_last_batch is not None:
+            return self._sw_last_batch
         dataset = dataloader.dataset
         row = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(getattr(dataset, "dataset", dataset)))
         return dataloader.collate_fn([row])
 
-    def _of_all_ranks(self: Any, own: dict[str, Any]) -> dict[str, Any]:
+    def _sw_of_all_ranks(self: Any, own: dict[str, Any]) -> dict[str, Any]:
         """The rows of all data ranks of a round, in their order."""
-        ranks = self.ranks
+        ranks = self._sw_ranks
         rows = own.pop("rows")
         leaves: list[torch.Tensor] = []
         outline = _outline(own, leaves)
@@ -216,6 +220,18 @@ def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:
         ahead = batch
     if ahead is not nothing:
         yield ahead, True
+
+
+def _num_rows_of(dataloader: Any, number: int) -> int | None:
+    """Rows of the dataset in a batch, by its place among those of all ranks; a packed batch has fewer in its tensors.
+
+    None: only the batch itself can say.
+    """
+    size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+    dataset = getattr(dataloader, "dataset", None)
+    if size is None or not has_length(dataset) or isinstance(dataset, RankStream):
+        return None
+    return int(max(0, min(size, len(dataset) - number * size)))
 
 
 def _num_samples(dataloader: Any, num_rows: int) -> int:

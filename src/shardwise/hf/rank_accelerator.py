@@ -281,13 +281,26 @@ class PlanAccelerator(Accelerator):
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`: no row is given twice, so none has to be cut off."""
+        """As `gather`, without the rows that a loader gave twice at its end."""
         if use_gather_object:
             raise BatchError(
                 "objects that are no tensors cannot be gathered (eval_use_gather_object): ranks take no pickles. Turn "
                 "them into tensors"
             )
-        return self.gather(input_data)
+        found = self.gather(input_data)
+        count = self._num_rows_at_end()
+        return found if count is None else recursively_apply(lambda each: each[:count], found)
+
+    def _num_rows_at_end(self) -> int | None:
+        """Rows of the last round of the loader that is at its end; None: all that came."""
+        if self.is_computing or self.ranks.count == 1:
+            return None
+        under_way = [each for each in self.gradient_state.dataloader_references if each is not None]
+        own = [each for each in under_way if any(each is one for one in self._dataloaders)]
+        if not own or not own[-1].end_of_dataloader or own[-1].remainder <= 0:
+            return None
+        parts = (own[-1].batch_sampler, own[-1].sampler, own[-1].dataset)
+        return None if any(getattr(each, "takes_uneven_rounds", False) for each in parts) else own[-1].remainder
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """As accelerate: pad to the largest size in `dim` of any data rank."""

@@ -4,7 +4,8 @@
     data rank 0 of 2            01    45    8
     data rank 1 of 2               23    67  {}        {}: no batch in this round, and the rank trains with the others
 
-No row is given twice, and none is left out. With drop_last only full rounds count.
+No row is given twice, and none is left out. With drop_last only full rounds count. A loop that knows nothing of {} gets
+the round's last batch in its place, and `gather_for_metrics` cuts its rows off, as with accelerate.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ _ABSENT = object()
 
 class BatchesOfRank(BatchSamplerShard):
     """Every n-th batch of a sampler, and an empty one where this rank has none in the last round."""
+
+    takes_uneven_rounds = False
+    """Whether the loop over it knows an empty batch."""
 
     def __len__(self) -> int:
         total, ranks = len(self.batch_sampler), self.num_processes
@@ -38,11 +42,14 @@ class BatchesOfRank(BatchSamplerShard):
                 yield group[own]
                 group = []
         if group and not self._drops:
-            yield group[own] if own < len(group) else []
+            yield group[own] if own < len(group) else [] if self.takes_uneven_rounds else group[-1]
 
 
 class RankStream(IterableDatasetShard):
     """The elements of this rank's batches in a stream, which every rank reads as a whole."""
+
+    takes_uneven_rounds = False
+    """Whether the loop over it knows an empty batch."""
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -56,7 +63,7 @@ class RankStream(IterableDatasetShard):
                 yield from group[own]
                 group = []
         if group and not self.drop_last:
-            yield from group[own] or [_ABSENT]
+            yield from group[own] or ([_ABSENT] if self.takes_uneven_rounds else group[-self.batch_size :])
 
 
 class RankCollate:
@@ -74,3 +81,15 @@ class RankCollate:
         if name == "_collate":
             raise AttributeError(name)
         return getattr(self._collate, name)
+
+
+def take_uneven_rounds(loader: Any) -> None:
+    """Have a prepared loader give {} in a round for which this rank has no batch."""
+    for each in (*_nested(loader, "batch_sampler"), getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
+        if isinstance(each, BatchesOfRank | RankStream):
+            each.takes_uneven_rounds = True
+
+
+def _nested(value: Any, name: str) -> Iterator[Any]:
+    while (value := getattr(value, name, None)) is not None:
+        yield value

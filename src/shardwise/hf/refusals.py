@@ -1,6 +1,8 @@
 """What a class of trainers cannot replace under a plan: refused in words when it is made, with the way out."""
 
+import inspect
 from types import CodeType
+from typing import Any
 
 from shardwise.errors import ConfigError
 
@@ -31,7 +33,7 @@ def check_overrides(trainer: type, last: type) -> None:
     for each in trainer.__mro__[: trainer.__mro__.index(last)]:
         for name, instead in _TRAINING.items():
             own = vars(each).get(name)
-            code = getattr(own, "__code__", None)
+            code = _code_of(own)
             if code is not None and name not in _names_in(code):
                 problems.append(
                     f"{each.__name__}.{name} does not call super().{name}: nothing would train under a plan. Call it, "
@@ -39,6 +41,30 @@ def check_overrides(trainer: type, last: type) -> None:
                 )
     if problems:
         raise ConfigError(*problems)
+
+
+def check_generation(trainer: type, last: type, num_ranks: int) -> None:
+    """Raise ConfigError, on several ranks, for a class before `last` that generates while it prepares inputs."""
+    if num_ranks == 1:
+        return
+    for each in trainer.__mro__[: trainer.__mro__.index(last)]:
+        seen: set[str] = set()
+        ahead = {"_prepare_inputs"}
+        while ahead:
+            seen |= ahead
+            codes = [_code_of(vars(each).get(name)) for name in ahead]
+            ahead = {name for code in codes if code is not None for name in _names_in(code)} - seen
+        if "_prepare_inputs" in vars(each) and "generate" in seen:
+            raise ConfigError(
+                f"{each.__name__}._prepare_inputs generates with the model of one process, and gathers rewards past "
+                f"the plan; {num_ranks} ranks would train on wrong ones. Train in one process, or write the loop with "
+                "engine.generate: docs/guides/reinforcement.md and examples/grpo.py"
+            )
+
+
+def _code_of(method: Any) -> CodeType | None:
+    # Of the method, where a decorator wraps it.
+    return getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
 
 
 def _names_in(code: CodeType) -> set[str]:

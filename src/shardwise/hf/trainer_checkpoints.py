@@ -30,11 +30,17 @@ class TrainerCheckpoints:
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The whole model, written by rank 0; all ranks call this together."""
-        if self._engine is None:  # it is whole everywhere
+        if self._sw_engine is None:  # it is whole everywhere
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
-        with self._engine.whole(optimizer=False, rank0_only=True):
+        with self._sw_engine.whole(optimizer=False, rank0_only=True):
             super()._save(output_dir, state_dict)  # type: ignore[misc]
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        """As in transformers; where it returns, the checkpoint is complete for every rank."""
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        # Rank 0 writes the last files, and removes old folders; another rank may look for the newest at once.
+        self.accelerator.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         engine = self.engine
@@ -53,27 +59,27 @@ class TrainerCheckpoints:
         """Nothing: the save has the scale of losses."""
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
-        if not self.ranks.is_speaker:
+        if not self._sw_ranks.is_speaker:
             return
         state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         os.makedirs(output_dir, exist_ok=True)
-        if self.ranks.rank == 0:
+        if self._sw_ranks.rank == 0:
             torch.save(state, os.path.join(output_dir, "rng_state.pth"))
-        if self.ranks.count > 1:
-            torch.save(state, os.path.join(output_dir, f"rng_state_{self.ranks.rank}.pth"))
+        if self._sw_ranks.count > 1:
+            torch.save(state, os.path.join(output_dir, f"rng_state_{self._sw_ranks.rank}.pth"))
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         # Of another number of data ranks: the first one's.
-        names = [f"rng_state_{self.ranks.rank}.pth", "rng_state.pth", "rng_state_0.pth"]
+        names = [f"rng_state_{self._sw_ranks.rank}.pth", "rng_state.pth", "rng_state_0.pth"]
         found = next((path for name in names if (path := Path(checkpoint, name)).is_file()), None)
         if found is None:
             return
         with safe_globals():
-            state = torch.load(found, weights_only=True)
+            state = _read(found)
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["cpu"])
@@ -84,10 +90,10 @@ class TrainerCheckpoints:
         """The weights; those of a save come with the optimizer, when there is one."""
         if Path(resume_from_checkpoint, _SAVE).is_dir():
             return
-        if self._engine is None or self._engine.model is not self.model:
+        if self._sw_engine is None or self._sw_engine.model is not self.model:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             return
-        with self._engine.whole(optimizer=False, rank0_only=True):
+        with self._sw_engine.whole(optimizer=False, rank0_only=True):
             if self.args.should_save:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
@@ -115,4 +121,8 @@ def _read(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; it is no file that a Trainer wrote") from error
+        # Without the words of torch, which advise to run what is in the file.
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): it is not complete, or no file that a Trainer wrote; "
+            "resume from another checkpoint"
+        ) from error
