@@ -26,13 +26,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizers import keys_not_along, reachable
 from shardwise.engine.packed_tensors import inner_by_path, is_shell, rebuilt
-from shardwise.engine.update_work import counted_work
+from shardwise.engine.update_work import counted_work, is_sum
 from shardwise.errors import OptimizerError, few_of
 from shardwise.plan.nested_state import flat_state, nested_state
 
@@ -48,11 +47,6 @@ _MOST_ELEMENTS = 1 << 14
 _MOST_VERDICTS = 256
 _SIZES = (1.0, 1.0, 1.0, 1.0, 1e-2, 1e3, 1.0)
 """Of gradients, step by step."""
-_SUMS = frozenset(
-    "sum mean prod std var var_mean norm linalg_vector_norm _foreach_norm _foreach_max dot vdot cumsum any all "
-    "max min amax amin aminmax argmax argmin median sort topk kthvalue count_nonzero".split()
-)
-"""Operations that tell whole parameters from parts of them, with those whose work torch counts."""
 
 _Step = Callable[[torch.optim.Optimizer], Any]
 _Moves = list[torch.Tensor]
@@ -177,8 +171,6 @@ _verdicts: dict[object, bool | None] = {}
 
 def _is_elementwise(case: _Case) -> bool | None:
     """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
-    if _keeps_blocks(case):
-        return False
     shapes = _own_shapes(case)
     known = _all_of(case, shapes)
     # Other threads may clear the verdicts at any time.
@@ -189,7 +181,8 @@ def _is_elementwise(case: _Case) -> bool | None:
             _verdicts.clear()
         if known is not None:
             _verdicts[known] = verdict
-    return verdict
+    # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
+    return verdict and not _keeps_blocks(case)
 
 
 def _all_of(case: _Case, shapes: Sequence[tuple[int, ...]]) -> object:
@@ -340,9 +333,7 @@ def _keeps_sums(case: _Case) -> bool:
     # It may change updates only late, or for certain gradients: D-Adaptation raises its step size when they agree.
     one, other = (_tensors(_SMALL, 2, seed=seed) for seed in range(2))
     try:
-        alone, together = (
-            _numbers_of(_run(case, each, num_steps=2, late=False)[0]) for each in ([one], [one, other])
-        )
+        alone, together = (_numbers_of(_run(case, each, num_steps=2, late=False)[0]) for each in ([one], [one, other]))
     except Exception:  # it wants other shapes than these: nothing can be concluded
         return False
     # Those in states begin with the place of their parameter. Whole numbers are counts.
@@ -676,7 +667,7 @@ class _Operations(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             self.collective = name
             raise OptimizerError(f"{name} in a trial")
-        if func.overloadpacket in flop_registry or func.overloadpacket.__name__ in _SUMS:
+        if is_sum(func.overloadpacket):
             self.sums |= any(torch.is_tensor(each) and each.numel() > 1 for each in tree_leaves(args))
         return func(*args, **(kwargs or {}))
 
