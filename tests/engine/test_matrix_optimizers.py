@@ -401,3 +401,26 @@ def test_settings_that_steps_make_are_told_from_those_that_were_given() -> None:
     stepping.param_groups[0]["params"][0].grad = torch.ones(3, 2)
     stepping.step()
     assert made_by_steps(stepping, CPU) == {"step"}
+
+
+class Bare(torch.optim.SGD):
+    """A class that left out `Optimizer.__init__`, and has what steps need."""
+
+    def __init__(self, params: Any) -> None:
+        made = torch.optim.SGD(params, lr=0.1)
+        kept = {key: value for key, value in vars(made).items() if "state_dict" not in key and key != "step"}
+        vars(self).update(kept)
+
+
+def test_an_optimizer_without_hooks_of_its_state_trains() -> None:
+    def run(channel: sw.Channel) -> float:
+        engine = sw.parallelize(
+            nn.Linear(3, 2),
+            sw.Plan(mesh=sw.Mesh(dp_shard=2)),
+            optimizer=Bare,
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        return [engine.step({"input": torch.ones(2, 3)}).loss for _ in range(2)][-1]
+
+    assert len(set(sw.simulate(2, run))) == 1
