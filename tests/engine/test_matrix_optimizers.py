@@ -287,6 +287,64 @@ def test_what_begins_above_a_size_is_found_out_by_the_shapes_of_the_group() -> N
     assert is_elementwise(*hiding((3000, 1000), **{**above, "above": 3_000_000}), CPU)
 
 
+class Rare(torch.optim.SGD):
+    """Plain descent, but for values that no trial has."""
+
+    kind = ""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            distance = group.get("distance", 0.0)
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if self.kind == "nearly orthogonal" and parameter.ndim > 1:
+                    turned = bool((gradient * parameter).sum().abs() < 1e-9)
+                    gradient = gradient * gradient.norm() if turned else gradient
+                if self.kind == "distance":
+                    distance += float(gradient.double().square().sum())
+                if self.kind == "names" and "norm" in group["param_names"]:
+                    gradient = gradient / gradient.norm()
+                parameter.sub_(gradient, alpha=group["lr"] * (1 + 1e-9 * (distance > 1e30)))
+            if self.kind == "distance":
+                group["distance"] = distance
+
+
+def rare(kind: str, name: str = "w") -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    optimizer = Rare([(name, nn.Parameter(torch.ones(4, 6)))], lr=0.1)
+    optimizer.kind = kind
+    return optimizer, optimizer.param_groups[0]
+
+
+def test_what_happens_for_rare_values_only_is_found_out_by_what_is_kept_and_summed() -> None:
+    assert is_elementwise(*rare(""), CPU)
+    assert not is_elementwise(*rare("nearly orthogonal"), CPU)
+    optimizer, group = rare("distance")
+    with pytest.raises(OptimizerError, match="one by one"):
+        is_elementwise(optimizer, group, CPU)
+    with pytest.raises(OptimizerError, match="one by one"):
+        check_apart([optimizer], CPU, instead="")
+
+
+def test_a_verdict_is_of_the_names_of_a_group_too() -> None:
+    assert is_elementwise(*rare("names"), CPU)
+    assert not is_elementwise(*rare("names", "norm"), CPU)
+
+
+def test_no_long_vector_is_tried_on_what_needs_whole_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: list[int] = []
+    step = Shampoo.step
+
+    def watched(self: Shampoo) -> None:
+        longest.extend(max(each.shape) for group in self.param_groups for each in group["params"])
+        step(self)
+
+    monkeypatch.setattr(Shampoo, "step", watched)
+    optimizer = Shampoo([nn.Parameter(torch.ones(8, 6))], lr=0.1)
+    assert not is_elementwise(optimizer, optimizer.param_groups[0], CPU)
+    assert max(longest) <= 24
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_none_of_these_is_taken_for_one_that_goes_element_by_element(name: str) -> None:
     optimizer = OPTIMIZERS[name](sights())
@@ -343,3 +401,26 @@ def test_settings_that_steps_make_are_told_from_those_that_were_given() -> None:
     stepping.param_groups[0]["params"][0].grad = torch.ones(3, 2)
     stepping.step()
     assert made_by_steps(stepping, CPU) == {"step"}
+
+
+class Bare(torch.optim.SGD):
+    """A class that left out `Optimizer.__init__`, and has what steps need."""
+
+    def __init__(self, params: Any) -> None:
+        made = torch.optim.SGD(params, lr=0.1)
+        kept = {key: value for key, value in vars(made).items() if "state_dict" not in key and key != "step"}
+        vars(self).update(kept)
+
+
+def test_an_optimizer_without_hooks_of_its_state_trains() -> None:
+    def run(channel: sw.Channel) -> float:
+        engine = sw.parallelize(
+            nn.Linear(3, 2),
+            sw.Plan(mesh=sw.Mesh(dp_shard=2)),
+            optimizer=Bare,
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        return [engine.step({"input": torch.ones(2, 3)}).loss for _ in range(2)][-1]
+
+    assert len(set(sw.simulate(2, run))) == 1

@@ -81,7 +81,7 @@ def test_every_matrix_has_one_owner_one_home_and_one_round(
 
 
 def test_rounds_take_some_of_each_home() -> None:
-    """About sixteen rounds, in which all homes have as much to do."""
+    """About eight rounds, in which all homes have as much to do."""
     shapes = {f"w{at}": (256, 256) for at in range(64)}
     _, homes = share_out(
         [(each, 4 * each.num_elements) for each in parameters_of(shapes)],
@@ -90,5 +90,5 @@ def test_rounds_take_some_of_each_home() -> None:
         num_homes=2,
     )
     rounds = rounds_of(homes, list(shapes), 0)
-    assert [len(each) for each in rounds] == [4] * 16
-    assert all(sorted(homes[name].rank for name in each) == [0, 0, 1, 1] for each in rounds)
+    assert [len(each) for each in rounds] == [8] * 8
+    assert all(sorted(homes[name].rank for name in each) == [0] * 4 + [1] * 4 for each in rounds)

@@ -20,18 +20,19 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from math import prod
+from math import isclose, isfinite, prod
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.optimizers import keys_not_along, reachable
 from shardwise.engine.packed_tensors import inner_by_path, is_shell, rebuilt
-from shardwise.engine.update_work import counted_work
+from shardwise.engine.update_work import counted_work, is_sum
 from shardwise.errors import OptimizerError, few_of
 from shardwise.plan.nested_state import flat_state, nested_state
 
@@ -167,24 +168,25 @@ def is_elementwise(
     return True
 
 
+_UNKNOWN: Any = object()
 _verdicts: dict[object, bool | None] = {}
 """Of `_is_elementwise`, by what decides it: 10 ms for AdamW, which many an engine of a process has."""
 
 
 def _is_elementwise(case: _Case) -> bool | None:
     """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
-    if _keeps_blocks(case):
-        return False
     shapes = _own_shapes(case)
     known = _all_of(case, shapes)
-    if known is None or known not in _verdicts:
+    # Other threads may clear the verdicts at any time.
+    verdict = _verdicts.get(known, _UNKNOWN)
+    if verdict is _UNKNOWN:
         verdict = _found_elementwise(case, shapes)
-        if known is None:
-            return verdict
         if len(_verdicts) > _MOST_VERDICTS:
             _verdicts.clear()
-        _verdicts[known] = verdict
-    return _verdicts[known]
+        if known is not None:
+            _verdicts[known] = verdict
+    # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
+    return verdict and not _keeps_blocks(case)
 
 
 def _all_of(case: _Case, shapes: Sequence[tuple[int, ...]]) -> object:
@@ -193,7 +195,7 @@ def _all_of(case: _Case, shapes: Sequence[tuple[int, ...]]) -> object:
     if case.state or any(not isinstance(key, torch.Tensor) for key in optimizer.state):
         return None
     own = {name: each for name, each in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
-    group = {name: each for name, each in case.group.items() if name not in ("params", "param_names")}
+    group = {name: each for name, each in case.group.items() if name != "params"}
     try:
         settings = [tuple(sorted((name, _plain(each)) for name, each in every.items())) for every in (own, group)]
     except TypeError:
@@ -213,6 +215,8 @@ def _plain(value: Any) -> Any:
 
 
 def _found_elementwise(case: _Case, shapes: Sequence[tuple[int, ...]]) -> bool | None:
+    if _keeps_sums(case):
+        return None
     # Each parallelize on each rank waits for these steps: a tenth of a millisecond each, where nothing is found.
     trials = [(_SMALL, _STEPS, True), (_SMALL, 8, False), *((shape, 3, True) for shape in map(_reduced, shapes))]
     for at, (shape, num_steps, late) in enumerate(trials):
@@ -231,10 +235,21 @@ def _found_elementwise(case: _Case, shapes: Sequence[tuple[int, ...]]) -> bool |
             return False
         if alone_moves and not _same([each[:half] for each in together], alone_moves[0]):
             return None
+        # AdamP projects only gradients that are nearly orthogonal to their matrix.
+        if _sums_up(case, shape):
+            return False
     # What is larger than a trial with numbers is updated by the same operations.
     return all(
         _operations(case, shape) == _operations(case, _reduced(shape)) for shape in shapes if shape != _reduced(shape)
     )
+
+
+def _sums_up(case: _Case, shape: tuple[int, ...]) -> bool:
+    """Whether an update takes a sum or a largest value of what it updates: it may matter for some values only."""
+    watch = _Operations()
+    with watch:
+        _run(case, [_tensors(shape, 2)], num_steps=2, late=False)
+    return watch.sums
 
 
 def _keeps_blocks(case: _Case) -> bool:
@@ -305,6 +320,8 @@ def check_apart(
     third[1:] = [100 * each for each in third[1:]]
     for case in (case for optimizer in optimizers for case in _cases(optimizer, device, groups)):
         with random_numbers_kept(device):
+            if _keeps_sums(case):
+                raise _refusal_of_coupled(case.optimizer, instead)
             try:
                 runs = _alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
             except Exception:  # it wants other shapes than these: nothing can be concluded
@@ -313,6 +330,22 @@ def check_apart(
         # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
         if not _same(with_other, with_third) or not _same(with_other, alone, 0.05):
             raise _refusal_of_coupled(case.optimizer, instead)
+
+
+def _keeps_sums(case: _Case) -> bool:
+    """Whether steps keep a number in a group, or on the optimizer, that all its parameters go into, as a distance."""
+    # It may change updates only late, or for certain gradients: D-Adaptation raises its step size when they agree.
+    one, other = (_tensors(_SMALL, 2, seed=seed) for seed in range(2))
+    try:
+        alone, together = (_numbers_of(_run(case, each, num_steps=2, late=False)[0]) for each in ([one], [one, other]))
+    except Exception:  # it wants other shapes than these: nothing can be concluded
+        return False
+    # Those in states begin with the place of their parameter. Whole numbers are counts.
+    return any(
+        not (mine.is_integer() and together[way][2].is_integer()) and not isclose(mine, together[way][2])
+        for way, (_, _, mine) in alone.items()
+        if way[0] in ("", 0) and way in together and isfinite(mine) and isfinite(together[way][2])
+    )
 
 
 def _refusal_of_coupled(optimizer: torch.optim.Optimizer, instead: str) -> OptimizerError:
@@ -599,6 +632,11 @@ _Counts = dict[tuple[Any, ...], tuple[Any, Any, float]]
 
 def _counts_of(double: torch.optim.Optimizer) -> _Counts:
     """The whole numbers that a double keeps."""
+    return {way: entry for way, entry in _numbers_of(double).items() if entry[2].is_integer()}
+
+
+def _numbers_of(double: torch.optim.Optimizer) -> _Counts:
+    """The numbers that a double keeps: in its group, 0, in states, and as attributes, ""."""
     found: _Counts = {}
 
     def look(container: Any, way: tuple[Any, ...]) -> None:
@@ -607,9 +645,7 @@ def _counts_of(double: torch.optim.Optimizer) -> _Counts:
                 if len(way) < 5:
                     look(value, (*way, key))
             elif type(value) in (int, float) or (torch.is_tensor(value) and value.numel() == 1):
-                number = float(value)
-                if number.is_integer():
-                    found[*way, key] = container, key, number
+                found[*way, key] = container, key, float(value)
 
     for at, each in enumerate([*double.param_groups, *double.state.values()]):
         if isinstance(each, dict):
@@ -618,7 +654,7 @@ def _counts_of(double: torch.optim.Optimizer) -> _Counts:
     for key, value in vars(double).items():
         if isinstance(value, dict | list) and key not in own:
             look(value, ("", key))
-        elif type(value) in (int, float) and float(value).is_integer():
+        elif type(value) in (int, float):
             found["", key] = vars(double), key, float(value)
     return found
 
@@ -645,6 +681,8 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.collective = ""
+        self.sums = False
+        """Whether some elements of a tensor became one number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -652,6 +690,8 @@ class _Operations(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             self.collective = name
             raise OptimizerError(f"{name} in a trial")
+        if is_sum(func.overloadpacket):
+            self.sums |= any(torch.is_tensor(each) and each.numel() > 1 for each in tree_leaves(args))
         return func(*args, **(kwargs or {}))
 
 

@@ -90,8 +90,10 @@ class PlainCalls:
             for kind in ("state_dict", "load_state_dict"):
                 # The optimizer is the user's and outlives an engine: the one before may have owned parts, and this
                 # one all.
-                _take_off(getattr(optimizer, f"_optimizer_{kind}_pre_hooks"))
-                if not self._owns_all:
+                hooks = getattr(optimizer, f"_optimizer_{kind}_pre_hooks", None)
+                _take_off(hooks or {})
+                # A class that left out Optimizer.__init__ has hooks of steps from its defaults alone.
+                if hooks is not None and not self._owns_all:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
 
     @contextmanager

@@ -23,6 +23,11 @@ _SMALL = 64
 """The longest dim of parameters for trials with values."""
 
 _DECOMPOSITIONS = ("linalg", "cholesky", "geqrf", "svd", "qr", "inverse", "orgqr")
+_SUMS = frozenset(
+    {"sum", "mean", "prod", "std", "var", "var_mean", "norm", "linalg_vector_norm", "_foreach_norm", "_foreach_max"}
+    | {"dot", "vdot", "cumsum", "any", "all", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin"}
+    | {"median", "sort", "topk", "kthvalue", "count_nonzero"}
+)
 _PER_DECOMPOSITION = 10
 """Work of a decomposition of m x n: so many times m n min(m, n)."""
 
@@ -47,6 +52,11 @@ class _WorkCount(TorchDispatchMode):
         elif largest is not None:
             self.work += _PER_ELEMENT * largest.numel()
         return out
+
+
+def is_sum(operation: Any) -> bool:
+    """Whether an operation of torch makes one number of several elements."""
+    return operation in flop_registry or operation.__name__ in _SUMS or _is_decomposition(operation.__name__)
 
 
 def _is_decomposition(name: str) -> bool:

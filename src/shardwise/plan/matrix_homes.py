@@ -18,8 +18,9 @@ from itertools import accumulate
 
 from shardwise.plan.outlines import Parameter
 
-_ROUNDS = 16
-"""Into about so many rounds the matrices of a home go: two or three of them are in memory at a time."""
+_ROUNDS = 8
+"""Into about so many rounds the matrices of a home go: three of them are in memory at a time. More rounds save memory
+and cost time: 16 cost a tenth of an update of 28 matrices in messages, and save 7 % of a rank's bytes."""
 
 _LEAST_BYTES = 256 << 10
 """Smaller rounds would cost more messages than they save memory."""
