@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.comm.agreement import a_list, aborting, agreed, understood
 from shardwise.engine.engine import Engine
+from shardwise.engine.packed_tensors import all_carried
 from shardwise.engine.state import ModelNames
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words
 from shardwise.plan import Parameter
@@ -206,6 +207,13 @@ class MergedModel:
         self._prefix = next(name for name, each in model.named_modules() if each is self.base)
         self._first = names.ties
         self._specs: Mapping[str, Parameter] = {spec.name: spec for spec in names.specs}
+        if scales := [each.name for each in all_carried(self.base) if not each.is_view]:
+            raise ModelError(
+                f"{few_of(scales)}: packed weights belong with such tensors, which peft makes anew where it merges. "
+                "Save the adapters with sw.save_adapters(engine, folder). Or merge a copy of the whole model: "
+                "copy.deepcopy(engine.model).merge_and_unload() inside `with engine.whole(optimizer=False, "
+                "rank0_only=True):`"
+            )
         self.tensors = list(self._listed())
         self._adapters = {each.module for each in self.tensors if _is_adapter(self.base.get_submodule(each.module))}
 
