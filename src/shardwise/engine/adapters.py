@@ -24,6 +24,7 @@ from shardwise.engine.packed_tensors import all_carried
 from shardwise.engine.state import ModelNames
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words
 from shardwise.plan import Parameter
+from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
 
 Folder = str | os.PathLike[str]
 
@@ -310,23 +311,23 @@ def _checked(merged: nn.Module, wanted: MergedTensor) -> torch.Tensor:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    return hasattr(module, "unload_and_optionally_merge_module") or "base_layer" in module._modules
+    return hasattr(module, "unload_and_optionally_merge_module") or BASE_LAYER in module._modules
 
 
 def _unloaded(module: Any) -> tuple[str, nn.Module]:
     """What peft puts in the place of a module when it unloads it, and its name in it."""
     if not _is_adapter(module):
         return "", module
-    if "token_adapter" in module._modules:
-        within, held = "token_adapter", module.token_adapter
-    elif "modules_to_save" in module._modules and module.active_adapters:
-        within, held = f"modules_to_save.{module.active_adapters[0]}", module.modules_to_save[module.active_adapters[0]]
-    elif "original_module" in module._modules:
-        within, held = "original_module", module.original_module
+    if TOKENS in module._modules:
+        within, held = TOKENS, module.token_adapter
+    elif COPIES in module._modules and module.active_adapters:
+        within, held = f"{COPIES}.{module.active_adapters[0]}", module.modules_to_save[module.active_adapters[0]]
+    elif ORIGINAL in module._modules:
+        within, held = ORIGINAL, module.original_module
     else:
         within, held = "", module
-    while "base_layer" in held._modules:
-        within, held = f"{within}.base_layer".lstrip("."), held.base_layer
+    while BASE_LAYER in held._modules:
+        within, held = f"{within}.{BASE_LAYER}".lstrip("."), held.base_layer
     return within, held
 
 
@@ -354,7 +355,7 @@ def _merge(module: Any) -> nn.Module:
     merged: nn.Module = module
     if hasattr(module, "unload_and_optionally_merge_module"):
         merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    elif "base_layer" in module._modules:
+    elif BASE_LAYER in module._modules:
         module.merge(safe_merge=False, adapter_names=None)
         merged = module.get_base_layer()
     return merged

@@ -21,7 +21,7 @@ from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
-from shardwise.plan.names import base_names
+from shardwise.plan.names import BASE_LAYER, base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS
 
@@ -109,8 +109,8 @@ def _packed_maps(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules(remove_duplicate=False):
         if any(is_packed(each) for each in module._parameters.values() if each is not None):
             yield name
-            while name.endswith(".base_layer"):
-                name = name.removesuffix(".base_layer")
+            while name.endswith(f".{BASE_LAYER}"):
+                name = name.removesuffix(f".{BASE_LAYER}")
                 yield name
 
 
