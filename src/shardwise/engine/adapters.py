@@ -200,6 +200,11 @@ class MergedModel:
                 f"a prompt ({model.active_peft_config.peft_type}) cannot be merged into a model; save it with "
                 "sw.save_adapters(engine, folder)"
             )
+        if not hasattr(model.base_model, "_check_merge_allowed"):
+            raise ModelError(
+                f"peft merges no {model.active_peft_config.peft_type} into a model; save it with "
+                "sw.save_adapters(engine, folder)"
+            )
         model.base_model._check_merge_allowed()
         self.base: nn.Module = model.get_base_model()
         self.ties: dict[str, str] = {}
@@ -284,17 +289,28 @@ class MergedModel:
                 modules[path] = adapter
         needed = {name for path, module in modules.items() for name in self._names_in(path, module)}
         found: dict[str, torch.Tensor] = {}
+        failure: ModelError | None = None
         with self._engine.whole(optimizer=False, rank0_only=True, only=sorted(needed)):
             if self._engine.channel.rank == 0:
                 memo: dict[int, Any] = {}
-                merged = {path: _merge(copy.deepcopy(_lone(module), memo)) for path, module in modules.items()}
-                found = {each.name: _checked(merged[each.module], each) for each in window}
+                try:
+                    merged = {path: _merge(path, copy.deepcopy(_lone(each), memo)) for path, each in modules.items()}
+                    found = {each.name: _checked(merged[each.module], each) for each in window}
+                except ModelError as error:
+                    failure = error
+        with agreed(self._engine.channel, purpose="verdict on a merge", doing="sw.save_merged"):
+            if failure is not None:
+                raise failure
         for each in window:
             yield each.name, found.get(each.name)
 
     def _names_in(self, path: str, module: nn.Module) -> list[str]:
         around = ".".join(filter(None, (self._prefix, path)))
-        places = [f"{around}.{key}" for key, _ in _own_tensors(module, recurse=_is_adapter(module))]
+        is_adapter = _is_adapter(module)
+        keys = [key for key, _ in _own_tensors(module, recurse=is_adapter)]
+        # To merge, peft also reads buffers that no file has.
+        keys += [key for key, _ in module.named_buffers(remove_duplicate=False) if is_adapter]
+        places = [f"{around}.{key}" for key in keys]
         return [self._first.get(each, each) for each in places]
 
 
@@ -350,12 +366,17 @@ def _lone(module: nn.Module) -> nn.Module:
     return alone
 
 
-def _merge(module: Any) -> nn.Module:
-    """As `merge_and_unload` of peft does with each module."""
+def _merge(path: str, module: Any) -> nn.Module:
+    """As `merge_and_unload` of peft does with each module. Raises ModelError for an adapter that it cannot merge."""
     merged: nn.Module = module
-    if hasattr(module, "unload_and_optionally_merge_module"):
-        merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    elif BASE_LAYER in module._modules:
-        module.merge(safe_merge=False, adapter_names=None)
-        merged = module.get_base_layer()
+    try:
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        elif BASE_LAYER in module._modules:
+            module.merge(safe_merge=False, adapter_names=None)
+            merged = module.get_base_layer()
+    except Exception as error:
+        raise ModelError(
+            f"peft cannot merge {path!r}: {in_words(error)}. Save the adapters with sw.save_adapters(engine, folder)"
+        ) from error
     return merged

@@ -144,7 +144,10 @@ def _gathered(
 def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     """The parameters and buffers that `only` means. Raises ModelError, the same on all ranks, where that is nothing."""
     names = {spec.name: (spec.name, *spec.aliases) for spec in handed.names.specs}
-    names |= {name: (name,) for name, _ in handed.model.named_buffers()}
+    buffers: dict[int, list[str]] = {}
+    for name, each in handed.model.named_buffers(remove_duplicate=False):
+        buffers.setdefault(id(each), []).append(name)
+    names |= {each[0]: tuple(each) for each in buffers.values()}
     # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
     belongs = {name: lead for name in names for lead in _leads(name) if lead in names}
     names |= {name: (*names[name], lead) for name, lead in belongs.items()}
