@@ -180,3 +180,17 @@ def test_parts_of_the_model_may_be_whole_alone() -> None:
     for found in sw.simulate(2, look):
         assert len(found) == 1
         assert ".lora_A." in found[0]
+
+
+def test_parameters_that_are_new_whenever_they_are_listed_are_refused() -> None:
+    """As those of an attention of torch, into which peft merges an adapter in each forward."""
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    adapted_one: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["self_attn"]))
+
+    def make(channel: sw.Channel) -> None:
+        sw.parallelize(adapted_one, sw.Plan(), optimizer=adamw, channel=channel)
+
+    with pytest.raises(ModelError, match=r"in_proj_weight.*these are new parameters"):
+        sw.simulate(1, make)
