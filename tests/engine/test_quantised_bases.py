@@ -152,9 +152,10 @@ def test_adapters_on_a_quantised_base_go_on_in_any_layout(base: str, before: str
 
 class Net(nn.Sequential):
     def forward(self, input: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:  # a model of peft gets both
+        out = input
         for each in self:
-            input = each(input)
-        return input
+            out = each(out)
+        return out
 
 
 def by_peft(base: str) -> Any:
