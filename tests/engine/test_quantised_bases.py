@@ -1,5 +1,6 @@
 """QLoRA as people run it: quantised bases of bitsandbytes and torchao, with adapters, under plans."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw
 from shardwise.comm import Channel
+from shardwise.errors import ModelError
 from tests.covering import pairwise
 
 WIDTH = 64
@@ -146,3 +148,79 @@ def test_adapters_on_a_quantised_base_go_on_in_any_layout(base: str, before: str
     for name, each in plain_state.items():
         if ".base." in name:
             assert torch.equal(state[name].view(torch.uint8), values(each).view(torch.uint8)), name
+
+
+class Net(nn.Sequential):
+    def forward(self, input: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:  # a model of peft gets both
+        out = input
+        for each in self:
+            out = each(out)
+        return out
+
+
+def by_peft(base: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model: Any = Net(BASES[base](), nn.Tanh(), BASES[base](), nn.Linear(WIDTH, 2)).to("cpu")
+    if base == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name in ("0", "2"))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = base.startswith("4"), base.startswith("8")
+    model.tp_plan = {"0": "colwise", "2": "rowwise", "3": "colwise_gather_output"}  # for the unquantised model
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize(
+    ("base", "before", "after"),
+    [
+        *[("4 bits", "stage 3", "tp"), ("4 bits in floats", "tp", "pp")],
+        *[("8 bits", "pp", "one rank"), ("torchao", "one rank", "stage 3")],
+    ],
+)
+def test_adapters_of_peft_are_saved_alone_without_their_quantised_base(
+    base: str, before: str, after: str, tmp_path: Path
+) -> None:
+    """A part of the model is whole then, and a packed weight is there with all that belongs to it, or not at all."""
+    from peft import PeftModel
+
+    plans = PLANS | {"tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto"))}
+    at = "base_model.model.0.base_layer.weight"
+
+    def first(channel: Channel) -> list[torch.Tensor]:
+        model = by_peft(base)
+        engine = sw.parallelize(model, plans[before], optimizer=adamw, loss=loss_of, channel=channel)
+        train(engine, range(2))
+        sw.save_adapters(engine, tmp_path / "adapters")
+        with pytest.raises(ModelError, match="packed weights"):
+            sw.save_merged(engine, tmp_path / "merged")
+        found = []
+        with engine.whole(rank0_only=True, optimizer=False, only=at):
+            if channel.rank == 0:
+                found += [values(model.get_submodule("base_model.model.0.base_layer").weight).clone()]
+                model.state_dict()
+        with engine.whole(optimizer=False, rank0_only=True):
+            if channel.rank == 0:
+                if base != "torchao":  # which peft merges with a function of the loader only
+                    copy.deepcopy(model).merge_and_unload()
+                with torch.no_grad():
+                    found += [copy.deepcopy(model).eval()(batch_of(0)["input"])]
+        train(engine, range(2, 3))
+        return found
+
+    def second(channel: Channel) -> float:
+        engine = sw.parallelize(by_peft(base), plans[after], optimizer=adamw, loss=loss_of, channel=channel)
+        sw.load_adapters(engine, tmp_path / "adapters")
+        return engine.evaluate(batch_of(0)).loss
+
+    weight, output = sw.simulate(plans[before].mesh.size, first)[0]
+    plain = by_peft(base)
+    codes = values(plain.get_submodule("base_model.model.0.base_layer").weight)
+    assert torch.equal(weight.view(torch.uint8), codes.view(torch.uint8))
+    read = PeftModel.from_pretrained(plain.unload(), tmp_path / "adapters").eval()
+    with torch.no_grad():
+        expected = read(batch_of(0)["input"])
+    assert torch.equal(output, expected)
+    for loss in sw.simulate(plans[after].mesh.size, second):
+        assert loss == pytest.approx(loss_of(expected, batch_of(0)).item(), rel=1e-5)

@@ -100,6 +100,8 @@ def test_other_values_of_one_rank_are_refused_on_all(value: Any, words: str) -> 
         b'["tensor", "float32", [-1]]',
         b'["tensor", "float32", [true]]',
         b'["tensor", "nn", [1]]',
+        b'["tensor", "float32", [1099511627776, 1099511627776]]',
+        b'["tensor", "float32", [0, 18446744073709551616]]',
         b'["tensor", "float32"]',
         b'["set", []]',
         b'["dict", [[1, 2]]]',

@@ -20,9 +20,11 @@ from torch import nn
 
 from shardwise.comm.agreement import a_list, aborting, agreed, understood
 from shardwise.engine.engine import Engine
+from shardwise.engine.packed_tensors import all_carried
 from shardwise.engine.state import ModelNames
 from shardwise.errors import CheckpointError, ModelError, ShardwiseError, few_of, in_words
 from shardwise.plan import Parameter
+from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
 
 Folder = str | os.PathLike[str]
 
@@ -198,6 +200,11 @@ class MergedModel:
                 f"a prompt ({model.active_peft_config.peft_type}) cannot be merged into a model; save it with "
                 "sw.save_adapters(engine, folder)"
             )
+        if not hasattr(model.base_model, "_check_merge_allowed"):
+            raise ModelError(
+                f"peft merges no {model.active_peft_config.peft_type} into a model; save it with "
+                "sw.save_adapters(engine, folder)"
+            )
         model.base_model._check_merge_allowed()
         self.base: nn.Module = model.get_base_model()
         self.ties: dict[str, str] = {}
@@ -206,6 +213,13 @@ class MergedModel:
         self._prefix = next(name for name, each in model.named_modules() if each is self.base)
         self._first = names.ties
         self._specs: Mapping[str, Parameter] = {spec.name: spec for spec in names.specs}
+        if scales := [each.name for each in all_carried(self.base) if not each.is_view]:
+            raise ModelError(
+                f"{few_of(scales)}: packed weights belong with such tensors, which peft makes anew where it merges. "
+                "Save the adapters with sw.save_adapters(engine, folder). Or merge a copy of the whole model: "
+                "copy.deepcopy(engine.model).merge_and_unload() inside `with engine.whole(optimizer=False, "
+                "rank0_only=True):`"
+            )
         self.tensors = list(self._listed())
         self._adapters = {each.module for each in self.tensors if _is_adapter(self.base.get_submodule(each.module))}
 
@@ -275,17 +289,28 @@ class MergedModel:
                 modules[path] = adapter
         needed = {name for path, module in modules.items() for name in self._names_in(path, module)}
         found: dict[str, torch.Tensor] = {}
+        failure: ModelError | None = None
         with self._engine.whole(optimizer=False, rank0_only=True, only=sorted(needed)):
             if self._engine.channel.rank == 0:
                 memo: dict[int, Any] = {}
-                merged = {path: _merge(copy.deepcopy(_lone(module), memo)) for path, module in modules.items()}
-                found = {each.name: _checked(merged[each.module], each) for each in window}
+                try:
+                    merged = {path: _merge(path, copy.deepcopy(_lone(each), memo)) for path, each in modules.items()}
+                    found = {each.name: _checked(merged[each.module], each) for each in window}
+                except ModelError as error:
+                    failure = error
+        with agreed(self._engine.channel, purpose="verdict on a merge", doing="sw.save_merged"):
+            if failure is not None:
+                raise failure
         for each in window:
             yield each.name, found.get(each.name)
 
     def _names_in(self, path: str, module: nn.Module) -> list[str]:
         around = ".".join(filter(None, (self._prefix, path)))
-        places = [f"{around}.{key}" for key, _ in _own_tensors(module, recurse=_is_adapter(module))]
+        is_adapter = _is_adapter(module)
+        keys = [key for key, _ in _own_tensors(module, recurse=is_adapter)]
+        # To merge, peft also reads buffers that no file has.
+        keys += [key for key, _ in module.named_buffers(remove_duplicate=False) if is_adapter]
+        places = [f"{around}.{key}" for key in keys]
         return [self._first.get(each, each) for each in places]
 
 
@@ -302,23 +327,23 @@ def _checked(merged: nn.Module, wanted: MergedTensor) -> torch.Tensor:
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    return hasattr(module, "unload_and_optionally_merge_module") or "base_layer" in module._modules
+    return hasattr(module, "unload_and_optionally_merge_module") or BASE_LAYER in module._modules
 
 
 def _unloaded(module: Any) -> tuple[str, nn.Module]:
     """What peft puts in the place of a module when it unloads it, and its name in it."""
     if not _is_adapter(module):
         return "", module
-    if "token_adapter" in module._modules:
-        within, held = "token_adapter", module.token_adapter
-    elif "modules_to_save" in module._modules and module.active_adapters:
-        within, held = f"modules_to_save.{module.active_adapters[0]}", module.modules_to_save[module.active_adapters[0]]
-    elif "original_module" in module._modules:
-        within, held = "original_module", module.original_module
+    if TOKENS in module._modules:
+        within, held = TOKENS, module.token_adapter
+    elif COPIES in module._modules and module.active_adapters:
+        within, held = f"{COPIES}.{module.active_adapters[0]}", module.modules_to_save[module.active_adapters[0]]
+    elif ORIGINAL in module._modules:
+        within, held = ORIGINAL, module.original_module
     else:
         within, held = "", module
-    while "base_layer" in held._modules:
-        within, held = f"{within}.base_layer".lstrip("."), held.base_layer
+    while BASE_LAYER in held._modules:
+        within, held = f"{within}.{BASE_LAYER}".lstrip("."), held.base_layer
     return within, held
 
 
@@ -341,12 +366,17 @@ def _lone(module: nn.Module) -> nn.Module:
     return alone
 
 
-def _merge(module: Any) -> nn.Module:
-    """As `merge_and_unload` of peft does with each module."""
+def _merge(path: str, module: Any) -> nn.Module:
+    """As `merge_and_unload` of peft does with each module. Raises ModelError for an adapter that it cannot merge."""
     merged: nn.Module = module
-    if hasattr(module, "unload_and_optionally_merge_module"):
-        merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
-    elif "base_layer" in module._modules:
-        module.merge(safe_merge=False, adapter_names=None)
-        merged = module.get_base_layer()
+    try:
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            merged = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        elif BASE_LAYER in module._modules:
+            module.merge(safe_merge=False, adapter_names=None)
+            merged = module.get_base_layer()
+    except Exception as error:
+        raise ModelError(
+            f"peft cannot merge {path!r}: {in_words(error)}. Save the adapters with sw.save_adapters(engine, folder)"
+        ) from error
     return merged

@@ -579,7 +579,7 @@ class Engine(Generic[Model_co]):
         return names_of_state(self.model)
 
     def restore(
-        self, stored: Mapping[str, Piece], settings: Mapping[str, object], *, doing: str = "sw.load"
+        self, stored: Mapping[str, Piece], settings: Mapping[str, object], *, doing: str = "sw.load or sw.stream"
     ) -> EngineRestoration:
         """Prepare to take over a checkpoint, without changing anything; `sw.load` calls it and does the rest.
 

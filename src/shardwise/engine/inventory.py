@@ -146,7 +146,8 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     places: dict[tuple[object, ...], nn.Parameter] = {}
     held_by: list[tuple[nn.Module, str, nn.Parameter]] = []
     found = _PackedListing()
-    for owner, attribute, name, parameter in found.listed(model):
+    listed = list(found.listed(model))
+    for owner, attribute, name, parameter in listed:
         # An expanded parameter: in a flat buffer each element would get a place of its own, and a gradient of its
         # own.
         if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
@@ -168,6 +169,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
             known.append(name)
     _refuse_partial_sharing(names)
     buffers = dict(model.named_buffers())
+    _refuse_restless(listed)
     for name, buffer in buffers.items():
         _refuse_unfit(f"buffer {name!r}", buffer)
     check_keep(precision, [name for each in names.values() for name in each])
@@ -200,6 +202,17 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
         },
         views=tuple((view, names[first_of[parameter]][0]) for view, parameter in found.views),
     )
+
+
+def _refuse_restless(listed: Sequence[tuple[nn.Module | None, str, str, nn.Parameter]]) -> None:
+    """Raise ModelError for modules that have other parameters than they had a moment ago, when they were listed."""
+    moved = [name for owner, key, name, each in listed if owner is not None and owner._parameters.get(key) is not each]
+    if moved:
+        raise ModelError(
+            f"{few_of(moved)}: whenever the model's modules are listed, these are new parameters, and no plan can hold "
+            "them. LoRA of peft does so with nn.MultiheadAttention; leave it out of target_modules, or use a module "
+            "with a Linear for each projection"
+        )
 
 
 class _PackedListing:

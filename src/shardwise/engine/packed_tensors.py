@@ -91,7 +91,11 @@ def carried_by(module: nn.Module, attribute: str, name: str) -> list[Carried]:
 
 
 def _around(module: nn.Module, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from _tensors_in(_attributes(parameter), 0)
+    held = list(_tensors_in(_attributes(parameter), 0))
+    yield from held
+    # Another parameter may have made the module's state: where peft merges a copy of a weight, it is that of the copy.
+    if held:
+        return
     # Some modules move what a parameter has to a state of their kernels, in their first forward: `state.SCB` there is
     # `SCB` of the parameter, under the same name.
     for key, value in () if module._modules else vars(module).items():

@@ -40,6 +40,7 @@ from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
 from shardwise.engine.wrapping import is_ours
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
 from shardwise.moving import reshard
+from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
 from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
@@ -143,7 +144,13 @@ def _gathered(
 def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     """The parameters and buffers that `only` means. Raises ModelError, the same on all ranks, where that is nothing."""
     names = {spec.name: (spec.name, *spec.aliases) for spec in handed.names.specs}
-    names |= {name: (name,) for name, _ in handed.model.named_buffers()}
+    buffers: dict[int, list[str]] = {}
+    for name, each in handed.model.named_buffers(remove_duplicate=False):
+        buffers.setdefault(id(each), []).append(name)
+    names |= {each[0]: tuple(each) for each in buffers.values()}
+    # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
+    belongs = {name: lead for name in names for lead in _leads(name) if lead in names}
+    names |= {name: (*names[name], lead) for name, lead in belongs.items()}
     # Names first: of a large model there may be thousands, each of which a glob would compare with all others.
     asked = frozenset(only)
     exact = {name for name, alike in names.items() if not asked.isdisjoint(alike)}
@@ -153,7 +160,13 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
         globs, [each for alike in names.values() for each in alike], role="engine.whole(only=...)"
     ):
         raise ModelError(*problems)
+    # Numbers that belong to packed weights are always there: modules write them into texts of their state dicts.
+    exact |= {spec.name for spec in handed.names.specs if spec.name in belongs and not spec.shape}
     return frozenset(exact | {name for name, alike in names.items() if globs and any_matches(globs, alike)})
+
+
+def _leads(name: str) -> Iterator[str]:
+    return (name[:at] for at, each in enumerate(name) if each == ".")
 
 
 def _parameter_of(name: str) -> str:
@@ -180,6 +193,12 @@ def _is_of(tensor: torch.Tensor, python: str) -> bool:
     return tensor.dtype == torch_dtype(PYTHON_DTYPES[python])
 
 
+def _values_of(spec: Parameter, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if (tensor := values.get(spec.name)) is None:
+        return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+    return tensor
+
+
 class _WholeModel:
     """A model with whole tensors in the places of parts, as long as this is entered."""
 
@@ -195,14 +214,11 @@ class _WholeModel:
             if is_shell(part):  # stays, and what is inside gets the whole content
                 self.parameters[name] = part
             elif name not in self.parameters:
-                spec = specs[name]
-                if (tensor := values.get(name)) is None:
-                    tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
-                self.parameters[name] = made = with_values(part, tensor)
+                self.parameters[name] = made = with_values(part, _values_of(specs[name], values))
                 for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
                     vars(made).pop(own, None)
         self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
-        self._values = values
+        self._contents = {each.name: _values_of(specs[each.name], values) for each in self._carried if not each.is_view}
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         name_of = {id(buffer): name for name, buffer in model.named_buffers()}
         self._buffers = [
@@ -228,7 +244,7 @@ class _WholeModel:
             setattr(module, key, self.parameters[self._ties.get(place, place)])
         for buffers, key, _, values in self._buffers:
             buffers[key] = values
-        self._swapped = put_in(self._model, self._carried, self._values)
+        self._swapped = put_in(self._model, self._carried, self._contents)
         return self
 
     def __exit__(self, *error: object) -> None:

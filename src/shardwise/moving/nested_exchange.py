@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import agreed, understood
+from shardwise.comm.agreement import aborting, agreed, understood
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
@@ -27,6 +27,9 @@ from shardwise.plan.dtypes import ITEMSIZE_BYTES
 __all__ = ["exchange"]
 
 _LARGEST_NUMBER = 1 << 63
+
+_LARGEST_BYTES = 1 << 47
+"""What a processor can address: a header that claims more is no header."""
 
 
 def exchange(value: Any, *, channel: Channel | None = None, purpose: str = "values") -> list[Any]:
@@ -46,7 +49,8 @@ def exchange(value: Any, *, channel: Channel | None = None, purpose: str = "valu
             agreement.value = _header(value, tensors, purpose)
         headers = understood(agreement.values, _parsed, purpose=purpose)
         counts = [sum(map(_num_bytes, _tensors_in(header))) for header in headers]
-        content = torch.empty(sum(counts), dtype=torch.uint8, device=used.device)
+        with aborting(used, f"an exchange of {purpose}, with {sum(counts)} bytes for every rank"):
+            content = torch.empty(sum(counts), dtype=torch.uint8, device=used.device)
         if len(content):
             own = [each.to(used.device).contiguous().view(-1).view(torch.uint8) for each in tensors]
             mine = torch.cat([*own, content[:0]])
@@ -110,9 +114,11 @@ def _parsed(answer: bytes) -> Any:
     """The header of a rank. Raises ValueError, TypeError or LookupError for bytes that are none."""
     header = json.loads(answer)
     for dtype, shape in _tensors_in(header):
-        if not all(type(size) is int and size >= 0 for size in shape):
+        if not all(type(size) is int and 0 <= size < _LARGEST_NUMBER for size in shape):
             raise ValueError(f"a tensor of shape {shape}")
         ITEMSIZE_BYTES[dtype]
+    if (num_bytes := sum(map(_num_bytes, _tensors_in(header)))) > _LARGEST_BYTES:
+        raise ValueError(f"tensors of {num_bytes} bytes")
     return header
 
 

@@ -16,10 +16,10 @@ this rank's inputs. The sum of both is that of the uncut module. Anything else l
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shardwise.plan.names import BASE_LAYER, COPIES, ORIGINAL, TOKENS
 from shardwise.plan.outlines import TensorModule, TensorOutline
 
-_BASE, _DOWN, _UP = "base_layer", "lora_A", "lora_B"
-_COPIED, _COPIES, _TOKENS = "original_module", "modules_to_save", "token_adapter"
+_DOWN, _UP = "lora_A", "lora_B"
 
 _LOOKED_UP = frozenset({"lora_embedding_A", "lora_embedding_B"})
 """Parameters of an adapter of an embedding, which looks tokens up in them and never reads the base layer's."""
@@ -49,8 +49,10 @@ class AdaptedMap:
 
 def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> AdaptedMap | None:
     """What a module adapts; None for one that is no adapter. `modules`: by first name."""
-    around = next((each for each in (module.name, f"{module.name}.{_TOKENS}") if f"{each}.{_BASE}" in modules), None)
-    base = modules.get(f"{around}.{_BASE}")
+    around = next(
+        (each for each in (module.name, f"{module.name}.{TOKENS}") if f"{each}.{BASE_LAYER}" in modules), None
+    )
+    base = modules.get(f"{around}.{BASE_LAYER}")
     if base is None or base.computes == "other":
         return None
     inside = [each for each in modules.values() if each is module or each.name.startswith(f"{module.name}.")]
@@ -69,9 +71,9 @@ def adapted_in(modules: Mapping[str, TensorModule], module: TensorModule) -> Ada
 
 def copies_in(modules: Mapping[str, TensorModule], module: TensorModule) -> list[TensorModule]:
     """The original and the copies of a module that are trained in its place; nothing for any other module."""
-    if (original := modules.get(f"{module.name}.{_COPIED}")) is None:
+    if (original := modules.get(f"{module.name}.{ORIGINAL}")) is None:
         return []
-    around = f"{module.name}.{_COPIES}"
+    around = f"{module.name}.{COPIES}"
     return [original, *(each for name, each in modules.items() if name.rpartition(".")[0] == around)]
 
 

@@ -423,7 +423,13 @@ class _Planner:
         return {name for each in (module, *self._inside(module)) for name in each.parameters.values()}
 
     def _add_style(self, module: TensorModule, style: Style) -> None:
-        self._styles.setdefault(module.name, []).append(style)
+        styles = self._styles.setdefault(module.name, [])
+        # A rule for an adapter and one for the map in it (of a tie, say) may both come here: what is summed, once.
+        if style in styles:
+            return
+        if style.kind in _SUM_THEMSELVES and any(each.kind in _SUM_THEMSELVES for each in styles):
+            self.findings.append(f"{_named(module)}: it is cut by its own rule and by that of its adapter; give one")
+        styles.append(style)
 
     # Checks -------------------------------------------------------------------------------------------------------
 

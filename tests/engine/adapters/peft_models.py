@@ -72,7 +72,7 @@ _WHOLE = {"llama": "lm_head", "gpt2": "wte", "t5": "lm_head", "bert": "pooler", 
 
 def config(model: str, kind: str) -> Any:
     """The configuration of a kind of adapter, whose adapters are not the identity."""
-    from peft import IA3Config, LoraConfig, PromptTuningConfig
+    from peft import IA3Config, LoraConfig, OFTConfig, PromptTuningConfig, VeraConfig
 
     common: dict[str, Any] = {"r": 3, "target_modules": _QUERIES[model], "init_lora_weights": False}
     common |= {"task_type": _TASKS[model], "fan_in_fan_out": model == "gpt2"}
@@ -84,6 +84,8 @@ def config(model: str, kind: str) -> Any:
             return LoraConfig(**{**common, "target_modules": "all-linear"}, use_rslora=True, rank_pattern=pattern)
         case "dora":
             return LoraConfig(**{**common, "target_modules": "all-linear"}, use_dora=True)
+        case "bias":
+            return LoraConfig(**common, lora_bias=True)
         case "whole":
             return LoraConfig(**common, modules_to_save=[_WHOLE[model]])
         case "tokens":
@@ -96,6 +98,10 @@ def config(model: str, kind: str) -> Any:
             )
             own |= {"fan_in_fan_out": True} if model == "gpt2" else {}
             return IA3Config(task_type=_TASKS[model], init_ia3_weights=False, **own)
+        case "rotation":  # merged with indices in buffers that are in no file
+            return OFTConfig(r=2, oft_block_size=0, target_modules=_QUERIES[model], init_weights=False)
+        case "shared":  # one pair of buffers for all modules
+            return VeraConfig(r=3, target_modules=[_QUERIES[model][0]], init_weights=False)
         case "prompt":
             return PromptTuningConfig(task_type=_TASKS[model], num_virtual_tokens=2)
     raise AssertionError(kind)

@@ -16,6 +16,7 @@ from tests.engine.refusals import same_error_everywhere
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
+    pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed"),
     pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied"),
 ]
 
@@ -36,7 +37,9 @@ def logits(model: Any, name: str) -> torch.Tensor:
 
 
 def with_values(model: Any, values: dict[str, torch.Tensor]) -> Any:
-    model.load_state_dict({name: each for name, each in values.items() if name in model.state_dict()})
+    known = model.state_dict()
+    # Without strict: what modules share has one name here.
+    model.load_state_dict({name: each for name, each in values.items() if name in known}, strict=False)
     return model
 
 
@@ -44,6 +47,7 @@ def with_values(model: Any, values: dict[str, torch.Tensor]) -> Any:
     ("model", "kind", "layout"),
     [
         *[("llama", "everywhere", "all"), ("llama", "prompt", "stage 3"), ("gpt2", "whole", "tp")],
+        *[("llama", "rotation", "stage 3"), ("llama", "shared", "tp")],
         *[("t5", "ia3", "pp"), ("llama", "tokens", "stage 3"), ("bert", "dora", "tp"), ("gpt2", "embedding", "pp")],
     ],
 )
@@ -150,6 +154,7 @@ def test_what_cannot_be_is_refused_by_all_ranks(tmp_path: Path) -> None:
         ("ia3", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "of the kind"),
         ("everywhere", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "does not fit"),
         ("prompt", lambda engine: sw.save_merged(engine, tmp_path / "x"), ModelError, "cannot be merged"),
+        ("bias", lambda engine: sw.save_merged(engine, tmp_path / "x"), ModelError, "peft cannot merge"),
         ("lora", lambda engine: sw.save_merged(engine, tmp_path / "lora"), CheckpointError, "holds something"),
     ]
     for kind, call, error, words in cases:
@@ -175,3 +180,17 @@ def test_parts_of_the_model_may_be_whole_alone() -> None:
     for found in sw.simulate(2, look):
         assert len(found) == 1
         assert ".lora_A." in found[0]
+
+
+def test_parameters_that_are_new_whenever_they_are_listed_are_refused() -> None:
+    """As those of an attention of torch, into which peft merges an adapter in each forward."""
+    from peft import LoraConfig, get_peft_model
+
+    model = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    adapted_one: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["self_attn"]))
+
+    def make(channel: sw.Channel) -> None:
+        sw.parallelize(adapted_one, sw.Plan(), optimizer=adamw, channel=channel)
+
+    with pytest.raises(ModelError, match=r"in_proj_weight.*these are new parameters"):
+        sw.simulate(1, make)

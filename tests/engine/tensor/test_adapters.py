@@ -143,6 +143,18 @@ def test_an_adapter_trains_as_in_one_process_and_is_proved() -> None:
         assert losses == pytest.approx(alone, rel=1e-12)
 
 
+def test_what_the_rules_of_an_adapter_and_of_its_map_sum_is_summed_once() -> None:
+    """As with the carried plan of a model whose embedding has an adapter, and whose head is tied to the map in it."""
+    first = "model.model.layers.*"
+    rules = {f"{first}.up": "column", f"{first}.down": "row"}
+    both = {**rules, f"{first}.up.base_layer": "column", f"{first}.down.base_layer": "row"}
+    got = compute_cut(adapted, both, 2, run, is_completed=True)
+    assert_close(got, compute_whole(adapted, run))
+    other = {**rules, f"{first}.down.base_layer": "row(scatter=1)"}
+    with pytest.raises(PlanError, match="by its own rule and by that of its adapter; give one"):
+        compute_cut(adapted, other, 2, run, is_completed=True)
+
+
 class Mixed(Adapted):
     """An adapter that reads all inputs, and mixes all outputs."""
 

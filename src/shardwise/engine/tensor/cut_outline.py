@@ -21,7 +21,7 @@ from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import named_places, place_of
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.tensor.styles import attributes_set, parameters_set
-from shardwise.plan.names import base_names
+from shardwise.plan.names import BASE_LAYER, base_names
 from shardwise.plan.outlines import TensorModule, TensorOutline
 from shardwise.plan.tensor_cuts import WORDS
 
@@ -96,10 +96,22 @@ def _carried_rules(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str
         # A wrapper hands on the attributes of what it wraps, whose plan has other names.
         if plan := next((plan for plan in plans if isinstance(plan, Mapping) and _means(plan, prefix, known)), None):
             carriers.append((prefix, plan))
+    packed = set(_packed_maps(model))
     for name in names:
-        for prefix, plan in carriers:
+        # Packed weights stay whole, whatever a family's plan says of their module.
+        for prefix, plan in carriers if packed.isdisjoint((name, name.rpartition(".")[0])) else ():
             if (rule := _rule_for(plan, prefix, name)) is not None:
                 yield name, rule
+
+
+def _packed_maps(model: nn.Module) -> Iterator[str]:
+    """Modules that hold packed weights, and the adapters in whose place they stand."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(is_packed(each) for each in module._parameters.values() if each is not None):
+            yield name
+            while name.endswith(f".{BASE_LAYER}"):
+                name = name.removesuffix(f".{BASE_LAYER}")
+                yield name
 
 
 def _means(plan: Mapping[str, str], prefix: str, names: Collection[str]) -> bool:
