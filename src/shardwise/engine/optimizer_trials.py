@@ -13,13 +13,10 @@ guess would train, and badly. So what a plan needs is tried:
                                  multiple of nearly every period
 """
 
-import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import cycle
 from math import isclose, isfinite, prod
 from typing import Any
 
@@ -30,71 +27,39 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.optimizers import keys_not_along, reachable
-from shardwise.engine.packed_tensors import inner_by_path, is_shell, rebuilt
+from shardwise.engine.optimizer_doubles import (
+    Case,
+    Moves,
+    alike_runs,
+    cases_of,
+    kind_of,
+    numbers_of,
+    run_double,
+    trial_tensors,
+)
+from shardwise.engine.optimizers import keys_not_along
+from shardwise.engine.packed_tensors import is_shell
 from shardwise.engine.update_work import counted_work, is_sum
-from shardwise.errors import OptimizerError, few_of
-from shardwise.plan.nested_state import flat_state, nested_state
+from shardwise.errors import OptimizerError
 
 STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
 """What to do with an optimizer that no rank can update a part of."""
 
 _SMALL = (4, 6)
 _STEPS = 11
-_LATE = 5_040_000
-"""2^7 * 3^2 * 5^4 * 7. float32 counts so far."""
 _MOST_ELEMENTS = 1 << 14
 """Of a trial with numbers. Larger shapes are reduced, and only their operations are compared."""
 _MOST_VERDICTS = 256
-_SIZES = (1.0, 1.0, 1.0, 1.0, 1e-2, 1e3, 1.0)
-"""Of gradients, step by step."""
-
-_ALONE = threading.RLock()
-"""The stance is the process's: threads that set it and put it back in turns could leave it eager for ever."""
-
-_Step = Callable[[torch.optim.Optimizer], Any]
-_Moves = list[torch.Tensor]
-"""For each step by how much it moved the values, flat."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Case:
-    """One way in which an optimizer updates: a group, and state that some of its parameters came with."""
-
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    state: Mapping[str, Any]
-    device: torch.device
-
-
-def _cases(
-    optimizer: torch.optim.Optimizer, device: torch.device, groups: Sequence[dict[str, Any]] | None = None
-) -> list[_Case]:
-    """All ways of an optimizer, or of some of its groups."""
-    cases: list[_Case] = []
-    for group in optimizer.param_groups if groups is None else groups:
-        # Some note in the state of a parameter how they update it, before the first step.
-        states: dict[Any, Mapping[str, Any]] = {}
-        for parameter in group["params"]:
-            if state := optimizer.state.get(parameter):
-                states.setdefault(_kind_of(state), state)
-        every: Sequence[Mapping[str, Any]] = [*states.values()] or [{}]
-        cases += [_Case(optimizer=optimizer, group=group, state=state, device=device) for state in every]
-    return cases
-
-
-def _kind_of(state: Mapping[str, Any]) -> object:
-    return tuple(state), tuple(each for each in state.values() if type(each) in (bool, str))
 
 
 def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
     """Raise OptimizerError for an optimizer that sends something to other ranks in its step."""
     for optimizer in optimizers:
-        for case in _cases(optimizer, device):
+        for case in cases_of(optimizer, device):
             watch = _Operations()
             with random_numbers_kept(device), watch:
                 try:
-                    _run(case, [_tensors(_SMALL, 1)], num_steps=1, late=False)
+                    run_double(case, [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
                 except Exception as error:  # other reasons are found where they matter
                     if "process group has not been initialized" in str(error):
                         watch.collective = watch.collective or "torch.distributed"
@@ -123,11 +88,11 @@ def work_of_wholes(
             if is_elementwise(optimizer, group, device, instead=instead):
                 continue
             check_apart([optimizer], device, groups=[group], instead=instead)
-            cases = {_kind_of(case.state): case for case in _cases(optimizer, device, [group])}
+            cases = {kind_of(case.state): case for case in cases_of(optimizer, device, [group])}
             counted: dict[object, int] = {}
             for parameter in group["params"]:
                 name = inventory.name_of[parameter]
-                shape, kind = spec_of[name].global_shape, _kind_of(optimizer.state.get(parameter, {}))
+                shape, kind = spec_of[name].global_shape, kind_of(optimizer.state.get(parameter, {}))
                 if (shape, kind) not in counted:
                     case = cases.get(kind, next(iter(cases.values())))
                     with random_numbers_kept(device):
@@ -136,8 +101,8 @@ def work_of_wholes(
     return work
 
 
-def _update_alone(case: _Case, stretch: Sequence[torch.Tensor]) -> None:
-    _run(replace(case, device=stretch[0].device), [stretch], num_steps=len(stretch) - 1, late=False)
+def _update_alone(case: Case, stretch: Sequence[torch.Tensor]) -> None:
+    run_double(replace(case, device=stretch[0].device), [stretch], num_steps=len(stretch) - 1, late=False)
 
 
 def _elementwise_groups(
@@ -158,7 +123,7 @@ def is_elementwise(
 
     instead: what to do then.
     """
-    for case in _cases(optimizer, device, [group]):
+    for case in cases_of(optimizer, device, [group]):
         with random_numbers_kept(device):
             verdict = _is_elementwise(case)
         if verdict is None:
@@ -173,7 +138,7 @@ _verdicts: dict[object, bool | None] = {}
 """Of `_is_elementwise`, by what decides it: 10 ms for AdamW, which many an engine of a process has."""
 
 
-def _is_elementwise(case: _Case) -> bool | None:
+def _is_elementwise(case: Case) -> bool | None:
     """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
     shapes = _own_shapes(case)
     known = _all_of(case, shapes)
@@ -189,7 +154,7 @@ def _is_elementwise(case: _Case) -> bool | None:
     return verdict and not _keeps_blocks(case)
 
 
-def _all_of(case: _Case, shapes: Sequence[tuple[int, ...]]) -> object:
+def _all_of(case: Case, shapes: Sequence[tuple[int, ...]]) -> object:
     """All that an update may look at, as a key; None where that is more than plain settings."""
     optimizer = case.optimizer
     if case.state or any(not isinstance(key, torch.Tensor) for key in optimizer.state):
@@ -214,13 +179,13 @@ def _plain(value: Any) -> Any:
     return type(value), value
 
 
-def _found_elementwise(case: _Case, shapes: Sequence[tuple[int, ...]]) -> bool | None:
+def _found_elementwise(case: Case, shapes: Sequence[tuple[int, ...]]) -> bool | None:
     if _keeps_sums(case):
         return None
     # Each parallelize on each rank waits for these steps: a tenth of a millisecond each, where nothing is found.
     trials = [(_SMALL, _STEPS, True), (_SMALL, 8, False), *((shape, 3, True) for shape in map(_reduced, shapes))]
     for at, (shape, num_steps, late) in enumerate(trials):
-        matrix = _tensors(shape, num_steps, steady=not late)
+        matrix = trial_tensors(shape, num_steps, steady=not late)
         # Halves are 1-D, as slices in a bucket are: an optimizer that goes by rows or shapes gives itself away.
         half = prod(shape) // 2
         first, second = ([each.reshape(-1)[part] for each in matrix] for part in (slice(half), slice(half, None)))
@@ -228,7 +193,7 @@ def _found_elementwise(case: _Case, shapes: Sequence[tuple[int, ...]]) -> bool |
         # parameters in one step (halves together against one alone), as a norm over a group does.
         alone = [] if at else [[first]]
         try:
-            whole, together, *alone_moves = _alike_runs(case, [[matrix], [first, second], *alone], num_steps, late=late)
+            whole, together, *alone_moves = alike_runs(case, [[matrix], [first, second], *alone], num_steps, late=late)
         except Exception:  # whatever an unknown optimizer raises: it wants other shapes than halves have
             return False
         if not _same(whole, together):
@@ -244,22 +209,22 @@ def _found_elementwise(case: _Case, shapes: Sequence[tuple[int, ...]]) -> bool |
     )
 
 
-def _sums_up(case: _Case, shape: tuple[int, ...]) -> bool:
+def _sums_up(case: Case, shape: tuple[int, ...]) -> bool:
     """Whether an update takes a sum or a largest value of what it updates: it may matter for some values only."""
     watch = _Operations()
     with watch:
-        _run(case, [_tensors(shape, 2)], num_steps=2, late=False)
+        run_double(case, [trial_tensors(shape, 2)], num_steps=2, late=False)
     return watch.sums
 
 
-def _keeps_blocks(case: _Case) -> bool:
+def _keeps_blocks(case: Case) -> bool:
     """Whether the state of a parameter that is not small is packed, in blocks that have a scale each."""
     # Small parameters get plain state: the trials of updates would not meet the blocks.
     sizes = (1 << 14, 1 << 15)
 
     def state_at(size: int) -> Mapping[str, torch.Tensor]:
         with random_numbers_kept(case.device):
-            double, _ = _run(replace(case, state={}), [list(torch.ones(2, size))], num_steps=1, late=False)
+            double, _ = run_double(replace(case, state={}), [list(torch.ones(2, size))], num_steps=1, late=False)
         state = double.state[double.param_groups[0]["params"][0]]
         return {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
@@ -275,36 +240,6 @@ def _keeps_blocks(case: _Case) -> bool:
         return False
 
 
-def with_shells(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """State of a parameter as the optimizer keeps it: where it has a subclass around tensors, these come into one.
-
-    like: a tensor with the parameter's shape, dtype and device. state: with keys such as `exp_avg.codes`. Raises
-    OptimizerError where some of them are missing.
-    """
-    if not any("." in key for key in state):
-        return dict(state)
-    # Which class it is, and what else it holds, the optimizer alone knows: a double updates such a parameter.
-    case = _Case(optimizer=optimizer, group=group, state={}, device=like.device)
-    with random_numbers_kept(like.device), torch.enable_grad():
-        zeros = torch.zeros_like(like)
-        double, _ = _run(case, [[zeros, zeros]], num_steps=1, late=False)
-    made = double.state[double.param_groups[0]["params"][0]]
-    found = dict(state)
-    for key, value in made.items():
-        if isinstance(value, torch.Tensor) and is_shell(value):
-            parts = {path: found.pop(f"{key}.{path}", None) for path in inner_by_path(value)}
-            if lost := sorted(path for path, part in parts.items() if part is None):
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, and the state that is "
-                    f"loaded has none of its parts {few_of(lost)}. Load the state of this optimizer, or the weights "
-                    "alone"
-                )
-            found[key] = rebuilt(value, parts)
-    return found
-
-
 def check_apart(
     optimizers: Sequence[torch.optim.Optimizer],
     device: torch.device,
@@ -316,14 +251,14 @@ def check_apart(
 
     instead: what to do then. groups: those that are tried; None: all.
     """
-    one, other, third = (_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
+    one, other, third = (trial_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
     third[1:] = [100 * each for each in third[1:]]
-    for case in (case for optimizer in optimizers for case in _cases(optimizer, device, groups)):
+    for case in (case for optimizer in optimizers for case in cases_of(optimizer, device, groups)):
         with random_numbers_kept(device):
             if _keeps_sums(case):
                 raise _refusal_of_coupled(case.optimizer, instead)
             try:
-                runs = _alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
+                runs = alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
             except Exception:  # it wants other shapes than these: nothing can be concluded
                 continue
         with_other, with_third, alone = ([move[: one[0].numel()] for move in moves] for moves in runs)
@@ -332,12 +267,14 @@ def check_apart(
             raise _refusal_of_coupled(case.optimizer, instead)
 
 
-def _keeps_sums(case: _Case) -> bool:
+def _keeps_sums(case: Case) -> bool:
     """Whether steps keep a number in a group, or on the optimizer, that all its parameters go into, as a distance."""
     # It may change updates only late, or for certain gradients: D-Adaptation raises its step size when they agree.
-    one, other = (_tensors(_SMALL, 2, seed=seed) for seed in range(2))
+    one, other = (trial_tensors(_SMALL, 2, seed=seed) for seed in range(2))
     try:
-        alone, together = (_numbers_of(_run(case, each, num_steps=2, late=False)[0]) for each in ([one], [one, other]))
+        alone, together = (
+            numbers_of(run_double(case, each, num_steps=2, late=False)[0]) for each in ([one], [one, other])
+        )
     except Exception:  # it wants other shapes than these: nothing can be concluded
         return False
     # Those in states begin with the place of their parameter. Whole numbers are counts.
@@ -361,9 +298,9 @@ def updates_apart(optimizer: torch.optim.Optimizer, device: torch.device) -> boo
     It does not for an optimizer that counts its steps once for all parameters, or whose update looks at several. A
     count may change the update only later, so what the doubles keep is compared too.
     """
-    matrices = [_tensors(_SMALL, 4, seed=seed) for seed in range(2)]
+    matrices = [trial_tensors(_SMALL, 4, seed=seed) for seed in range(2)]
 
-    def moves(case: _Case, *, one_by_one: bool) -> tuple[torch.Tensor, str]:
+    def moves(case: Case, *, one_by_one: bool) -> tuple[torch.Tensor, str]:
         without = nn.Parameter(matrices[0][0].to(device, copy=True))
         without_before = without.detach().clone()
         kept = ""
@@ -386,10 +323,10 @@ def updates_apart(optimizer: torch.optim.Optimizer, device: torch.device) -> boo
             kept = _kept_apart_from_parameters(double)
 
         with random_numbers_kept(device):
-            _, moved = _run(case, matrices, num_steps=4, late=False, step=step)
+            _, moved = run_double(case, matrices, num_steps=4, late=False, step=step)
         return torch.cat([*moved, (without.detach() - without_before).cpu().flatten()]), kept
 
-    for case in _cases(optimizer, device):
+    for case in cases_of(optimizer, device):
         try:
             at_once, kept_at_once = moves(case, one_by_one=False)
             one_by_one, kept_one_by_one = moves(case, one_by_one=True)
@@ -447,8 +384,8 @@ def _find_whole_keys(
     """
     keys: frozenset[str] = frozenset()
     with random_numbers_kept(device):
-        for case in _cases(optimizer, device, groups):
-            keys |= keys_not_along(_run(case, [_tensors((12,), 2)], num_steps=2, late=False)[0].state)
+        for case in cases_of(optimizer, device, groups):
+            keys |= keys_not_along(run_double(case, [trial_tensors((12,), 2)], num_steps=2, late=False)[0].state)
     return keys
 
 
@@ -459,21 +396,21 @@ def made_by_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> fro
     if any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values()):
         return frozenset()
     with random_numbers_kept(device):
-        for case in _cases(optimizer, device):
+        for case in cases_of(optimizer, device):
             given = {key for key in case.group if key in optimizer.defaults or key == "params"}
             # What a step makes it makes again; what the user gave is missed, or stays away.
             for left_out in (None, *(case.group.keys() - given)):
                 group = {key: value for key, value in case.group.items() if key != left_out}
                 without = replace(case, group=group)
                 try:
-                    double, _ = _run(without, [_tensors(_SMALL, 1)], num_steps=1, late=False)
+                    double, _ = run_double(without, [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
                 except Exception:  # it needs the setting, or other shapes
                     continue
                 found |= double.param_groups[0].keys() - group.keys()
     return frozenset(found)
 
 
-def _own_shapes(case: _Case) -> list[tuple[int, ...]]:
+def _own_shapes(case: Case) -> list[tuple[int, ...]]:
     """For each number of dims the largest shape in the group: some update small parameters in another way."""
     largest: dict[int, tuple[int, ...]] = {}
     every = {tuple(parameter.shape) for parameter in case.group["params"]}
@@ -494,26 +431,7 @@ def _reduced(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _tensors(shape: Sequence[int], num_steps: int, *, seed: int = 0, steady: bool = False) -> list[torch.Tensor]:
-    """A parameter and its gradients. In float64, so that updates of any size differ from rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    values, direction, *noises = torch.randn(num_steps + 2, *shape, dtype=torch.float64, generator=generator)
-    # They have a direction in common: some optimizers look for one. `steady`: or wait until nothing changes.
-    gradients = [direction if steady else (direction + each) * size for each, size in zip(noises, cycle(_SIZES))]
-    return [values, *gradients]
-
-
-def _alike_runs(
-    case: _Case, runs: Sequence[Sequence[Sequence[torch.Tensor]]], num_steps: int, *, late: bool = True
-) -> list[_Moves]:
-    """What doubles do to several sets of parameters, with late steps where they can be."""
-    try:
-        return [_run(case, each, num_steps=num_steps, late=late)[1] for each in runs]
-    except Exception:  # a count may be a place in a list, or more than the optimizer can bear
-        return [_run(case, each, num_steps=num_steps, late=False)[1] for each in runs]
-
-
-def _same(one: _Moves, other: _Moves, tolerance: float = 1e-6) -> bool:
+def _same(one: Moves, other: Moves, tolerance: float = 1e-6) -> bool:
     # Not to the bit: kernels may round 24 elements and 12 differently. A real difference is of the size of the
     # update. Step by step, since steps differ in size.
     return all(
@@ -521,157 +439,6 @@ def _same(one: _Moves, other: _Moves, tolerance: float = 1e-6) -> bool:
         and torch.equal(mine.isnan(), yours.isnan())
         for mine, yours in zip(one, other, strict=True)
     )
-
-
-def _run(
-    case: _Case,
-    stretches: Sequence[Sequence[torch.Tensor]],
-    *,
-    num_steps: int,
-    late: bool,
-    step: _Step = lambda double: double.step(),
-) -> tuple[torch.optim.Optimizer, _Moves]:
-    """Run a double on trial parameters: the double, and the moves of its steps.
-
-    stretches: for each parameter its values, and then its gradients. late: make three late steps at the end.
-    """
-    double = _double(case, [values for values, *_ in stretches])
-    parameters = double.param_groups[0]["params"]
-    before = torch.cat([values.reshape(-1) for values, *_ in stretches])
-    moves: _Moves = []
-    counts: list[_Counts] = []
-    for number in range(num_steps + (3 if late else 0)):
-        if late and number == num_steps:
-            _set_late(*counts)
-        for parameter, (_, *gradients) in zip(parameters, stretches, strict=True):
-            # A new tensor each time: some take it away, or write to it.
-            parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
-        # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
-        with _ALONE, torch.compiler.set_stance("force_eager"):
-            try:
-                step(double)
-            except Exception:
-                # Its class may make state when it is built, and a relayout has taken that of the original. Or the state
-                # that is there fits the shape of its parameter only.
-                if number or not _start_again(case, double):
-                    raise
-                step(double)
-        if late and num_steps - 3 <= number < num_steps:
-            counts.append(_counts_of(double))
-        if case.device.type != "meta":
-            now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])
-            moves.append(now - before)
-            before = now
-    return double, moves
-
-
-def _double(case: _Case, values: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """A double of the optimizer, over parameters with these values."""
-    optimizer, group, device = case.optimizer, case.group, case.device
-    # Not built anew, because constructors differ; not `deepcopy`, which would copy the user's parameters and moments.
-    double: torch.optim.Optimizer = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
-            setattr(double, name, OrderedDict())  # hooks of the user are not for trials
-        elif name not in ("step", "state", "param_groups"):  # a scheduler's wrapper is bound to the original
-            setattr(double, name, _own(value))
-    parameters = [nn.Parameter(each.to(device, copy=True)) for each in values]
-    double.state = defaultdict(dict)
-    double.param_groups = [{**{name: _own(each) for name, each in group.items() if name != "params"}}]
-    double.param_groups[0]["params"] = parameters
-    if "lr" in group:  # a warm-up may start at 0, where every optimizer looks the same
-        double.param_groups[0]["lr"] = torch.full_like(group["lr"], 0.1) if torch.is_tensor(group["lr"]) else 0.1
-    for key, value in optimizer.state.items():
-        if not isinstance(key, torch.Tensor):  # of no parameter
-            double.state[key] = deepcopy(value)
-    if case.state:
-        # An optimizer that makes its state when it is built (Adagrad before torch 2.12) shows what a fresh one has.
-        not_along = keys_not_along(optimizer.state)
-        for parameter in parameters:
-            double.state[parameter] = nested_state(
-                {
-                    key: torch.ones_like(parameter)
-                    if isinstance(value, torch.Tensor) and key not in not_along
-                    else reachable(deepcopy(value), device)
-                    for key, value in flat_state(case.state).items()
-                }
-            )
-    return double
-
-
-def _start_again(case: _Case, double: torch.optim.Optimizer) -> bool:
-    """Give a double that failed at its first step the state of a new optimizer; whether that may help."""
-    parameters = double.param_groups[0]["params"]
-    optimizer = case.optimizer
-    try:
-        made = dict(type(optimizer)(parameters, **optimizer.defaults).state)
-    except Exception:  # constructors differ, and may raise anything
-        made = {}
-    for parameter in parameters:
-        double.state.pop(parameter, None)
-    double.state.update(made)
-    return bool(made or case.state)
-
-
-def _own(value: Any, depth: int = 0) -> Any:
-    """The value for a double, which may write to it: a count is often a tensor of one element, or in a dict."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.numel() == 1 and not isinstance(value, nn.Parameter) else value
-    if not isinstance(value, dict | list | set):
-        return value
-    made = copy(value)
-    if depth < 3 and isinstance(made, dict | list):
-        for at, each in list(made.items() if isinstance(made, dict) else enumerate(made)):
-            made[at] = _own(each, depth + 1)
-    return made
-
-
-_Counts = dict[tuple[Any, ...], tuple[Any, Any, float]]
-"""By the way that leads to a number: what holds it, under which key, and the number."""
-
-
-def _counts_of(double: torch.optim.Optimizer) -> _Counts:
-    """The whole numbers that a double keeps."""
-    return {way: entry for way, entry in _numbers_of(double).items() if entry[2].is_integer()}
-
-
-def _numbers_of(double: torch.optim.Optimizer) -> _Counts:
-    """The numbers that a double keeps: in its group, 0, in states, and as attributes, ""."""
-    found: _Counts = {}
-
-    def look(container: Any, way: tuple[Any, ...]) -> None:
-        for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
-            if isinstance(value, dict | list):
-                if len(way) < 5:
-                    look(value, (*way, key))
-            elif type(value) in (int, float) or (torch.is_tensor(value) and value.numel() == 1):
-                found[*way, key] = container, key, float(value)
-
-    for at, each in enumerate([*double.param_groups, *double.state.values()]):
-        if isinstance(each, dict):
-            look(each, (at,))
-    own = {"state", "param_groups", "defaults"}
-    for key, value in vars(double).items():
-        if isinstance(value, dict | list) and key not in own:
-            look(value, ("", key))
-        elif type(value) in (int, float):
-            found["", key] = vars(double), key, float(value)
-    return found
-
-
-def _set_late(*counts: _Counts) -> None:
-    """Set all numbers that rose by the same in each of the last steps so late that two steps lead to `_LATE`."""
-    first, second, last = counts
-    rising = []
-    for way, (container, key, number) in last.items():
-        if way in first and way in second:
-            rise = number - second[way][2]
-            if rise > 0 and rise == second[way][2] - first[way][2]:
-                rising.append((container, key, number, rise))
-    ahead = _LATE - 2 - max((number / rise for *_, number, rise in rising), default=0.0)
-    for container, key, number, rise in rising:
-        value, to = container[key], number + rise * int(ahead)
-        container[key] = torch.full_like(value, to) if torch.is_tensor(value) else type(value)(to)
 
 
 class _Operations(TorchDispatchMode):
@@ -695,14 +462,14 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operations(case: _Case, shape: tuple[int, ...]) -> list[str]:
+def _operations(case: Case, shape: tuple[int, ...]) -> list[str]:
     """The operations by which a double updates a parameter of this shape, without numbers."""
     on_meta = replace(case, device=torch.device("meta"))
     watch = _Operations()
     nothing = torch.empty((), device="meta").expand(shape)
     with watch:
         try:
-            _run(on_meta, [[nothing, nothing]], num_steps=3, late=False)
+            run_double(on_meta, [[nothing, nothing]], num_steps=3, late=False)
         except Exception as error:  # it wants numbers: it is compared up to here
             watch.names.append(type(error).__name__)
     return watch.names

@@ -31,7 +31,7 @@ from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.loss_scaling import of_settings
-from shardwise.engine.optimizer_trials import with_shells
+from shardwise.engine.optimizer_doubles import with_shells
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters

@@ -22,7 +22,7 @@ from shardwise.comm.agreement import a_table, aborting, agreed, digest_of_values
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.batch_digests import digest_of_lines
 from shardwise.engine.inventory import named_places, with_values
-from shardwise.engine.optimizer_trials import with_shells
+from shardwise.engine.optimizer_doubles import with_shells
 from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
 from shardwise.engine.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.pipeline.runner import PipelineRunner
