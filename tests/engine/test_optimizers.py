@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.inventory import take_inventory
-from shardwise.engine.optimizer_trials import work_of_wholes
+from shardwise.engine.optimizer_trials import is_elementwise, work_of_wholes
 from shardwise.engine.optimizers import can_skip_on_device, skipping
 from shardwise.errors import OptimizerError
 from tests.engine.models import (
@@ -418,3 +418,21 @@ def test_optimizers_that_the_host_has_to_skip() -> None:
     assert not can_skip_on_device([fused])
     with skipping([plain], None):
         assert "found_inf" not in vars(plain)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_optimizers_of_torch_that_are_elementwise_are_known_as_such(foreach: bool) -> None:
+    """Whole parameters would train as well, and cut nothing evenly."""
+    whole = {"Adafactor", "Muon"}
+    left_out = {"LBFGS", "SparseAdam"}  # a closure, and gradients of another layout
+    kinds = [
+        each for each in vars(torch.optim).values() if isinstance(each, type) and each is not torch.optim.Optimizer
+    ]
+    assert len(kinds) > 10
+    for kind in kinds:
+        if kind.__name__ not in whole | left_out and issubclass(kind, torch.optim.Optimizer):
+            optimizer = kind([nn.Parameter(torch.ones(5, 3)), nn.Parameter(torch.ones(3))], lr=0.1, foreach=foreach)
+            assert is_elementwise(optimizer, optimizer.param_groups[0], torch.device("cpu")), kind
+    for settings in ({"amsgrad": True}, {"fused": True}, {"weight_decay": 0.1, "maximize": True}):
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(5, 3))], **settings)
+        assert is_elementwise(optimizer, optimizer.param_groups[0], torch.device("cpu")), settings

@@ -22,7 +22,7 @@ _PER_ELEMENT = 8
 _SMALL = 64
 """The longest dim of parameters for trials with values."""
 
-_DECOMPOSITIONS = ("linalg", "cholesky", "geqrf", "svd", "qr", "inverse", "orgqr")
+_DECOMPOSITIONS = frozenset({"linalg", "cholesky", "geqrf", "svd", "qr", "inverse", "orgqr", "ormqr"})
 _SUMS = frozenset(
     {"sum", "mean", "prod", "std", "var", "var_mean", "norm", "linalg_vector_norm", "_foreach_norm", "_foreach_max"}
     | {"dot", "vdot", "cumsum", "any", "all", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin"}
@@ -60,7 +60,9 @@ def is_sum(operation: Any) -> bool:
 
 
 def _is_decomposition(name: str) -> bool:
-    return "norm" not in name and any(each in name for each in _DECOMPOSITIONS)
+    # By whole words: a square root has "qr" in its name.
+    words = name.split("_")
+    return "norm" not in words and not _DECOMPOSITIONS.isdisjoint(words)
 
 
 def _size(tensor: torch.Tensor) -> int:
