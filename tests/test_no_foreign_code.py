@@ -46,6 +46,10 @@ ALLOWED = {
     # Modules of the library itself, by names that are written there.
     "__init__.py": {"import_module"},
     "train/__init__.py": {"import_module"},
+    # Packages whose names are written there.
+    "hf/packages.py": {"import_module"},
+    # Files of the plain Trainer, read with `weights_only=True`.
+    "hf/trainer_checkpoints.py": {"torch.load"},
     # Notes that a verification leaves for itself, read with `weights_only=True`: tensors and containers alone.
     "train/verification/layout_run.py": {"torch.load"},
 }
@@ -85,7 +89,8 @@ def test_no_file_of_the_library_could_run_what_a_peer_or_a_file_says() -> None:
         for node in ast.walk(ast.parse((SOURCES / file).read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
-    assert loads == ["torch.load(path, weights_only=True)"]
+    assert len(loads) == 2
+    assert all("weights_only=True" in each for each in loads)
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ def peak_at_start(channel: Channel, layout: str) -> tuple[int, int] | None:
     """The most bytes on the device while parallelize ran, and those of the footprint; None where none are counted."""
     if channel.device.type == "cpu":
         return None
+    engine_of(channel, plan_of(layout, channel.size))  # the trials of an optimizer take half a MiB, once
     gc.collect()  # of earlier tests: memory that is let go meanwhile would count as less
     torch.accelerator.reset_peak_memory_stats(channel.device)
     before = torch.accelerator.memory_allocated(channel.device)

@@ -140,6 +140,8 @@ def run_double(
             parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
         # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
         with _ALONE, torch.compiler.set_stance("force_eager"):
+            # What draws noise draws the same for the first parameter, whatever comes after it.
+            torch.manual_seed(number)
             try:
                 step(double)
             except Exception:

@@ -146,12 +146,13 @@ def _is_elementwise(case: Case) -> bool | None:
     verdict = _verdicts.get(known, _UNKNOWN)
     if verdict is _UNKNOWN:
         verdict = _found_elementwise(case, shapes)
+        # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
+        verdict = verdict and not _keeps_blocks(case)
         if len(_verdicts) > _MOST_VERDICTS:
             _verdicts.clear()
         if known is not None:
             _verdicts[known] = verdict
-    # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
-    return verdict and not _keeps_blocks(case)
+    return verdict
 
 
 def _all_of(case: Case, shapes: Sequence[tuple[int, ...]]) -> object:

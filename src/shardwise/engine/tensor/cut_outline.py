@@ -107,7 +107,8 @@ def _carried_rules(model: nn.Module, names: Iterable[str]) -> Iterator[tuple[str
 def _packed_maps(model: nn.Module) -> Iterator[str]:
     """Modules that hold packed weights, and the adapters in whose place they stand."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if any(is_packed(each) for each in module._parameters.values() if each is not None):
+        # The model itself is no map: what it holds says nothing of its other parameters.
+        if name and any(is_packed(each) for each in module._parameters.values() if each is not None):
             yield name
             while name.endswith(f".{BASE_LAYER}"):
                 name = name.removesuffix(f".{BASE_LAYER}")
