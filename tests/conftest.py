@@ -10,7 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 from tests.fake_device.fixtures import anywhere_fake, delays, fake, load_for, on_fake
-from tests.tiers import slow_tests
+from tests.tiers import slow_tests, stress_tests
 
 __all__ = ["anywhere_fake", "delays", "fake", "on_fake"]
 
@@ -27,10 +27,12 @@ def device(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = slow_tests()
+    slow, stress = slow_tests(), stress_tests()
     for item in items:
         if item.nodeid in slow:
             item.add_marker("slow")
+        if item.nodeid in stress:
+            item.add_marker("stress")
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,13 +3,13 @@
 import re
 from pathlib import Path
 
-from tests.tiers import slow_tests
+from tests.tiers import slow_tests, stress_tests
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_every_slow_test_of_the_list_is_in_its_file() -> None:
-    functions = {tuple(re.split(r"::|\[", test, maxsplit=2)[:2]) for test in slow_tests()}
+    functions = {tuple(re.split(r"::|\[", test, maxsplit=2)[:2]) for test in slow_tests() | stress_tests()}
     assert functions
     missing = [
         (file, name)

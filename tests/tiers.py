@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 LIST = Path(__file__).with_name("slow_tests.txt")
+STRESS_LIST = Path(__file__).with_name("stress_tests.txt")
 ROOT = Path(__file__).parents[1]
 
 SLOW_SECONDS = 0.3
@@ -22,6 +23,12 @@ def slow_tests() -> frozenset[str]:
     """The node ids of the slow tests."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
     return frozenset(line.split(" ", 1)[1] for line in lines if line and not line.startswith("#"))
+
+
+def stress_tests() -> frozenset[str]:
+    """The node ids of cases that only `make stress` runs: a seventh of the time of the slow ones, whose likes stay."""
+    lines = STRESS_LIST.read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def recorded(report: Path) -> dict[str, float]:
