@@ -379,7 +379,7 @@ def test_what_needs_the_weights_is_refused_inside(tmp_path: Path) -> None:
     with left_as_it_was(engine), engine.averaged():
         calls: dict[str, Callable[[], Any]] = {
             "engine.step": lambda: engine.step(points(0, 6)),
-            "sw.load": lambda: sw.load(tmp_path, engine),
+            "sw.load or sw.stream": lambda: sw.load(tmp_path, engine),
             "sw.relayout": lambda: sw.relayout(engine, plan_of()),
         }
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""Doubles of optimizers, which update small tensors in trials: one group, and state of its own.
+"""Doubles of optimizers, which update small tensors in trials: one group each, and the state that it had.
 
 an optimizer with groups      for each group, and each kind of state in it    a `Case`
 a case, a few tensors         steps on made gradients                         the moves of each step
