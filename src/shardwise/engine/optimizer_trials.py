@@ -143,7 +143,7 @@ def _is_elementwise(case: Case) -> bool | None:
     shapes = _own_shapes(case)
     known = _all_of(case, shapes)
     # Other threads may clear the verdicts at any time.
-    verdict = _verdicts.get(known, _UNKNOWN)
+    verdict: Any = _verdicts.get(known, _UNKNOWN)
     if verdict is _UNKNOWN:
         verdict = _found_elementwise(case, shapes)
         # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
@@ -152,7 +152,7 @@ def _is_elementwise(case: Case) -> bool | None:
             _verdicts.clear()
         if known is not None:
             _verdicts[known] = verdict
-    return verdict
+    return None if verdict is None else bool(verdict)
 
 
 def _all_of(case: Case, shapes: Sequence[tuple[int, ...]]) -> object:
