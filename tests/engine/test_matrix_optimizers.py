@@ -229,7 +229,7 @@ def test_commands_show_compare_and_convert_nested_state(tmp_path: Path) -> None:
 
 
 class Hiding(torch.optim.SGD):
-    """Plain descent until a count, of which there is one in each place, reaches `delay`; then steps go by a norm."""
+    """Plain descent until a count reaches `delay`; then steps go by a norm. Each place keeps one count."""
 
     def __init__(self, params: Any, *, delay: int, place: str, above: int = 0, all_of_group: bool = False) -> None:
         super().__init__(params, lr=0.1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.accelerators import random_numbers_kept
+from shardwise.comm.accelerators import random_numbers_kept, random_states, set_random_states
 from shardwise.engine.optimizers import keys_not_along, reachable
 from shardwise.engine.packed_tensors import inner_by_path, is_shell, rebuilt
 from shardwise.errors import OptimizerError, few_of
@@ -132,6 +132,8 @@ def run_double(
     before = torch.cat([values.reshape(-1) for values, *_ in stretches])
     moves: Moves = []
     counts: list[_Counts] = []
+    devices = [torch.device("cpu"), *([case.device] if case.device.type not in ("cpu", "meta") else [])]
+    drawn = [(device, random_states(device)) for device in devices]
     for number in range(num_steps + (3 if late else 0)):
         if late and number == num_steps:
             _set_late(*counts)
@@ -140,8 +142,10 @@ def run_double(
             parameter.grad = gradients[number % len(gradients)].to(case.device, copy=True)
         # Eagerly: the watch of a trial keeps the compiler from a step, and it would not try that code again.
         with _ALONE, torch.compiler.set_stance("force_eager"):
-            # What draws noise draws the same for the first parameter, whatever comes after it.
-            torch.manual_seed(number)
+            # What draws noise draws the same for the first parameter, whatever comes after it. Not by a seed, which
+            # torch gives to every device.
+            for device, kept in drawn:
+                set_random_states(device, kept)
             try:
                 step(double)
             except Exception:
@@ -156,6 +160,8 @@ def run_double(
             now = torch.cat([each.detach().cpu().reshape(-1) for each in parameters])
             moves.append(now - before)
             before = now
+    for device, kept in drawn:  # the next run begins as this one did
+        set_random_states(device, kept)
     return double, moves
 
 

@@ -151,7 +151,7 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
     belongs = {name: lead for name in names for lead in _leads(name) if lead in names}
     names |= {name: (*names[name], lead) for name, lead in belongs.items()}
-    # Names first: of a large model there may be thousands, each of which a glob would compare with all others.
+    # Names first: a large model may have thousands, and a glob would compare each with all others.
     asked = frozenset(only)
     exact = {name for name, alike in names.items() if not asked.isdisjoint(alike)}
     known = {each for name in exact for each in names[name]}

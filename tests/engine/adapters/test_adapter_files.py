@@ -114,7 +114,7 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_under_another_layout(tmp_path: Path) -> None:
-    """The engine's own checkpoints, of which most is frozen."""
+    """The engine's own checkpoints, whose tensors are mostly frozen."""
     path = tmp_path / "run"
 
     def first(channel: sw.Channel) -> list[float]:
