@@ -71,7 +71,6 @@ bench-loops: setup
 
 # Writes benchmarks/results/matrix-optimizers.md.
 bench-matrix: setup
-	$(BIN)/pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.matrix_optimizers --write
 
 bench-trainer: setup
