@@ -1,7 +1,9 @@
 """What all tests share."""
 
+import contextlib
 import gc
 import os
+from threading import Thread
 
 # Before torch is loaded, here and in every process that a test starts: models are so small that a second thread only
 # waits for the first, ranks are threads of which each would start a team, and other threads could give other bits.
@@ -10,13 +12,33 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 from tests.fake_device.fixtures import anywhere_fake, delays, fake, load_for, on_fake
-from tests.tiers import slow_tests, stress_tests
+from tests.fake_device.library import compiler, library
+from tests.forks import programs
+from tests.tiers import LONG_SECONDS, slow_tests, stress_tests
 
 __all__ = ["anywhere_fake", "delays", "fake", "on_fake"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=["cpu", "fake"], default="cpu", help="where simulated ranks compute")
+
+
+def build_ahead() -> None:
+    if compiler() is not None:
+        with contextlib.suppress(RuntimeError):  # whoever needs it will say so
+            library()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = getattr(config, "workerinput", None)
+    if worker is None and config.getoption("numprocesses", None):
+        if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+            Thread(target=build_ahead).start()  # half a minute, in which the workers collect tests
+        return
+    # What is imported and collected stays: to look through it for garbage again and again takes a tenth of the time.
+    gc.disable()
+    if worker is not None:
+        programs.runs.append(worker["testrunuid"])
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if item.nodeid in stress:
             item.add_marker("stress")
+    items.sort(key=lambda item: -seconds if (seconds := slow.get(item.nodeid, 0.0)) >= LONG_SECONDS else 0.0)
 
 
 @pytest.hookimpl(trylast=True)
@@ -43,3 +66,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # take half a second instead of a twentieth.
         gc.collect()
         gc.freeze()
+    gc.enable()

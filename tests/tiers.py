@@ -19,10 +19,15 @@ SLOW_SECONDS = 0.3
 """Tests from here on are a sixth of all, and take six sevenths of the time."""
 
 
-def slow_tests() -> frozenset[str]:
-    """The node ids of the slow tests."""
+LONG_SECONDS = 8.0
+"""Tests from here on go first: at the end, all workers would wait for the last one."""
+
+
+def slow_tests() -> dict[str, float]:
+    """Seconds of the slow tests, by node id."""
     lines = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
-    return frozenset(line.split(" ", 1)[1] for line in lines if line and not line.startswith("#"))
+    split = (line.split(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {test: float(seconds) for seconds, test in split}
 
 
 def stress_tests() -> frozenset[str]:

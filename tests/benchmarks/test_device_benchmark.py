@@ -1,5 +1,6 @@
 """The benchmark of accelerators, as far as CPU processes can show it: every side trains, and every pair has a row."""
 
+import multiprocessing
 from functools import partial
 
 import pytest
@@ -7,7 +8,6 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.device.__main__ import main
 from benchmarks.device.sides import PAIRS, SIDES, pairs_on
-from tests.processes.pool import forkserver
 
 DRY_RUN = [
     "--device",
@@ -45,7 +45,8 @@ def test_without_an_accelerator_the_benchmark_says_how_to_make_a_dry_run(monkeyp
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_dry_run_on_cpu_processes_measures_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = partial(start_processes, start_method=forkserver().get_start_method())
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forks.preloaded"])
+    started = partial(start_processes, start_method="forkserver")
     monkeypatch.setattr("benchmarks.device.__main__.spawn", started)
     lines = main(DRY_RUN).splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

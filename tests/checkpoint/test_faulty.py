@@ -1,10 +1,10 @@
 """The store doubles do what the crash tests rely on."""
 
 import errno
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.checkpoint.remote import FsspecStore
 from shardwise.checkpoint.stores import Store
 from tests.checkpoint.faulty import Counting, Died, DyingAt, FailingAt, Mode, really_dying
 from tests.contracts.store_cases import content, put, read
+from tests.forks.calls import exit_code_of
 
 KINDS = ["names", "begin", "write", "write", "end", "create", "open", "read_into", "delete"]
 
@@ -92,18 +93,13 @@ def test_a_store_that_is_not_reached_by_the_death_lives(tmp_path: Path) -> None:
     assert not store.dead
 
 
-def _work_until_killed(folder: str, n: int) -> None:
+def _work_until_killed(_: Connection, folder: str, n: int) -> None:
     work(really_dying(LocalStore(folder), n, mode="half"))
 
 
 @pytest.mark.processes
 def test_real_processes_are_killed_at_the_operation(tmp_path: Path) -> None:
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.checkpoint.test_faulty"])
-    process = server.Process(target=_work_until_killed, args=(str(tmp_path), 4), daemon=True)
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_code_of(_work_until_killed, str(tmp_path), 4) == -signal.SIGKILL
     assert files(tmp_path) == {"data": content(10)[:8].ljust(10, b"\0")}
 
 

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from shardwise.checkpoint.local import LocalStore
 from tests.contracts.store_cases import content, put, read
+from tests.forks.calls import exit_code_of
 
 NUM_PROCESSES, NUM_ROUNDS = 4, 50
 
@@ -52,7 +53,21 @@ def _create_in_turns(folder: str, process: int, barrier: Barrier, hard_links: bo
     Path(folder, f"won-{process}").write_text(json.dumps(won))
 
 
-def _die_at(name: str, folder: str) -> None:
+def _race(_: Connection, folder: str, hard_links: bool) -> None:
+    several = multiprocessing.get_context("fork")
+    barrier = several.Barrier(NUM_PROCESSES)
+    racing = [
+        several.Process(target=_create_in_turns, args=(folder, each, barrier, hard_links))
+        for each in range(NUM_PROCESSES)
+    ]
+    for each in racing:
+        each.start()
+    for each in racing:
+        each.join()
+        assert each.exitcode == 0
+
+
+def _die_at(_: Connection, name: str, folder: str) -> None:
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -62,24 +77,10 @@ def _die_at(name: str, folder: str) -> None:
     LocalStore(folder).create("save/manifest", b"from the dead")
 
 
-def started(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tests.checkpoint.test_local"])
-    process = server.Process(target=target, args=arguments, daemon=True)
-    process.start()
-    return process
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("hard_links", [True, False])
 def test_one_of_many_processes_creates_a_name(hard_links: bool, tmp_path: Path) -> None:
-    barrier = multiprocessing.get_context("forkserver").Barrier(NUM_PROCESSES)
-    processes = [
-        started(_create_in_turns, str(tmp_path), process, barrier, hard_links) for process in range(NUM_PROCESSES)
-    ]
-    for each in processes:
-        each.join(90)
-        assert each.exitcode == 0
+    assert exit_code_of(_race, str(tmp_path), hard_links) == 0
     won = [json.loads((tmp_path / f"won-{process}").read_text()) for process in range(NUM_PROCESSES)]
     assert sorted(turn for turns in won for turn in turns) == list(range(NUM_ROUNDS))
     for process, turns in enumerate(won):
@@ -93,9 +94,7 @@ def test_one_of_many_processes_creates_a_name(hard_links: bool, tmp_path: Path) 
 def test_a_creator_that_dies_leaves_only_what_can_be_deleted_and_blocks_nobody(
     call: str, left: list[str], store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = started(_die_at, call, store.location)
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_code_of(_die_at, call, store.location) == -signal.SIGKILL
     strays = list(store.names())
     assert sorted(stray.rpartition(".")[2] for stray in strays) == sorted(left)
     assert all(stray.startswith("save/.manifest.") for stray in strays)

@@ -9,10 +9,6 @@ from functools import partial
 
 import pytest
 
-import shardwise as sw
-from shardwise import comm
-from shardwise.train.verification import verifier
-
 FIXTURES = ("fake", "anywhere_fake", "on_fake", "delays")
 
 
@@ -43,6 +39,10 @@ def fake() -> Iterator[str]:
 @pytest.fixture
 def anywhere_fake(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated ranks have a fake device each, wherever a test does not say otherwise."""
+    import shardwise as sw  # the process that hands out tests loads no torch
+    from shardwise import comm
+    from shardwise.train.verification import verifier
+
     for module in (sw, comm, verifier):
         monkeypatch.setattr(module, "simulate", partial(comm.simulate, device=fake))
 

@@ -7,13 +7,16 @@ signals, groups, pipes and exit codes are the kernel's own, and each process end
     program        `--nproc 2`            -> has forked two idle ranks before it did anything
     its launcher   Popen(rank 0), (rank 1)-> gives each idle rank its arguments, environment and pipes
 
-Its argument is the descriptor of the socket by which programs are asked for.
+Its argument is the descriptor of the socket at which it listens. Each process of tests asks on a connection of its own.
 """
 
 import atexit
+import contextlib
+import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -23,6 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
+
+READY = b"ready"
+"""Its first word on a connection."""
 
 _MOST_BYTES = 1 << 20
 
@@ -41,7 +47,10 @@ class Order:
     @staticmethod
     def received(at: socket.socket) -> "tuple[Order, list[int]] | None":
         """The next order, and the descriptors that came with it; None where no more will come."""
-        text, descriptors, _, _ = socket.recv_fds(at, _MOST_BYTES, 4)
+        try:
+            text, descriptors, _, _ = socket.recv_fds(at, _MOST_BYTES, 4)
+        except ConnectionError:  # it left before it read
+            return None
         return (Order(**json.loads(text)), descriptors) if text else None
 
     def take_up(self, standard: Sequence[int]) -> None:
@@ -137,19 +146,33 @@ def _starts_from(idle: list[_IdleRank]) -> Callable[..., _IdleRank]:
     return started
 
 
-def _forked_for(requests: socket.socket) -> Order:
-    """Fork for every request; returns in processes that have one to carry out."""
+def _forked_for(listener: socket.socket) -> Order:
+    """Fork for every request, until nobody is left who may ask; returns in processes that have one to carry out."""
+    askers: list[socket.socket] = []
     num_keepers = 0
-    while (received := Order.received(requests)) is not None:
-        order, (*standard, end) = received
-        if not os.fork():
-            requests.close()
-            return _kept(order, standard, end)
-        num_keepers += 1
-        for descriptor in (*standard, end):
-            os.close(descriptor)
+    while True:
+        for ready in select.select([listener, *askers], [], [])[0]:
+            if ready is listener:
+                askers.append(listener.accept()[0])
+                with contextlib.suppress(ConnectionError):
+                    askers[-1].send(READY)
+            elif (received := Order.received(ready)) is None:
+                askers.remove(ready)
+                ready.close()
+            else:
+                order, (*standard, end) = received
+                if not os.fork():
+                    for each in (listener, *askers):
+                        each.close()
+                    return _kept(order, standard, end)
+                num_keepers += 1
+                for descriptor in (*standard, end):
+                    os.close(descriptor)
         while num_keepers and os.waitpid(-1, os.WNOHANG)[0]:
             num_keepers -= 1
+        if not askers:
+            break
+    listener.close()
     for _ in range(num_keepers):
         os.wait()
     os._exit(0)
@@ -171,9 +194,11 @@ def _kept(order: Order, standard: Sequence[int], end: int) -> Order:
     os._exit(0)
 
 
-def main(requests: socket.socket) -> None:
+def main(listener: socket.socket) -> None:
+    gc.disable()  # all that is imported stays
     importlib.import_module("tests.forks.preloaded")
-    order = _forked_for(requests)
+    gc.enable()
+    order = _forked_for(listener)
     if order.arguments[0] == "-c":
         _, text, *arguments = order.arguments
         sys.argv = ["-c", *arguments]

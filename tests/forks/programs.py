@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from tests.forks.interpreter import Order
+from tests.forks.interpreter import READY, Order
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,18 +27,20 @@ class Program:
         self,
         arguments: Sequence[str],
         *,
-        environment: Mapping[str, str],
-        folder: Path,
-        output: int | None,
-        errors: int | None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+        input: int | None = None,
+        output: int | None = None,
+        errors: int | None = None,
     ) -> None:
-        """output, errors: descriptors that take them; None for a pipe."""
+        """input: a descriptor; None for nothing. output, errors: descriptors that take them; None for a pipe."""
         end, its_end = os.pipe()
         out, its_out = os.pipe()
         err, its_err = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
-        standard = (nothing, its_out if output is None else output, its_err if errors is None else errors)
-        order = Order(arguments=list(arguments), environment={**os.environ, **environment}, folder=str(folder))
+        given = ((input, nothing), (output, its_out), (errors, its_err))
+        standard = [own if asked is None else asked for asked, own in given]
+        order = Order(arguments=list(arguments), environment={**os.environ, **(environment or {})}, folder=str(folder))
         order.send(_interpreter(), (*standard, its_end))
         for descriptor in (its_end, its_out, its_err, nothing):
             os.close(descriptor)
@@ -75,24 +77,57 @@ class Program:
             stream.close()
 
 
+runs: list[str] = []
+"""The run that this process is a worker of; conftest.py knows."""
+
+
 @functools.cache
 def _interpreter() -> socket.socket:
-    """Where to ask for a program; the interpreter starts when the first one is asked for."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        interpreter = subprocess.Popen(
-            [sys.executable, "-m", "tests.forks.interpreter", str(theirs.fileno())],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            pass_fds=[theirs.fileno()],
-        )
+    """Where to ask for a program; the interpreter starts when the first one is asked for.
 
-    def end() -> None:
+    The workers of a run share one, which ends with the last of them.
+    """
+    # One of Linux's names that are no files: it goes with the process that listens.
+    name = f"\0shardwise-tests-{runs[0] if runs else os.getpid()}"
+    while True:
+        is_first = _start(name)
+        ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(ConnectionError):  # not yet listening, or ending
+            ours.connect(name)
+            if ours.recv(len(READY)) == READY:
+                return ours
         ours.close()
-        interpreter.wait()
+        assert not is_first, "the interpreter that was started has ended"
+        time.sleep(0.01)
 
-    atexit.register(end)
-    return ours
+
+def _start(name: str) -> bool:
+    """Start an interpreter that listens there; False where another worker was faster."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(name)
+        except OSError:
+            return False
+        listener.listen()
+        _start_on(listener)
+    return True
+
+
+def _start_on(listener: socket.socket) -> None:
+    interpreter = subprocess.Popen(
+        [sys.executable, "-m", "tests.forks.interpreter", str(listener.fileno())],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        pass_fds=[listener.fileno()],
+    )
+    atexit.register(interpreter.wait)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """The interpreter ends when nobody asks it any more."""
+    if _interpreter.cache_info().currsize:
+        _interpreter().close()
 
 
 @contextlib.contextmanager
@@ -105,7 +140,7 @@ def started(
     errors: int | None = None,
 ) -> Iterator[Program]:
     """A program (see `Order`) in a session of its own; all its processes have ended afterwards."""
-    program = Program(arguments, environment=environment or {}, folder=folder, output=output, errors=errors)
+    program = Program(arguments, environment=environment, folder=folder, output=output, errors=errors)
     try:
         yield program
     finally:

@@ -17,7 +17,8 @@ import torch
 
 import shardwise as sw
 from tests.fake_device.fixtures import load_for
-from tests.processes.pool import Pool, Start, Transport
+from tests.forks.calls import Start
+from tests.processes.pool import Pool, Transport
 
 Kind = Literal["cpu", "device", "fake"]
 

@@ -1,14 +1,12 @@
 """Real processes for tests: started once per number of ranks, each call a function of the channel on every rank.
 
-Workers are forked from a server that has imported what they need, so that a poisoned group is replaced quickly.
+Workers are forked from an interpreter that has imported what they need, so that a poisoned group is replaced quickly.
 They meet through a file, never through a port. The channel is kept from call to call until something fails.
 """
 
 import contextlib
 import faulthandler
-import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import shutil
 import tempfile
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from shardwise.comm import Channel
 from shardwise.comm.processes import processes
 from shardwise.errors import PeerError
+from tests.forks.calls import Call, Start
 from tests.processes.emulated_device import emulated
 
 CALL_SECONDS = 60.0
@@ -86,46 +85,22 @@ class RankError(AssertionError):
         self.failures = failures
 
 
-Start = Literal["fork", "anew"]
-"""Processes forked with everything imported, or interpreters that start anew: accelerators do not survive a fork."""
-
-
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Where processes start with everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.processes.pool", "tests.forks.preloaded"])
-    return context
-
-
 class _Workers:
     """The processes of one group."""
 
     def __init__(self, size: int, start: Start) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pool-"))
-        server = forkserver() if start == "fork" else multiprocessing.get_context("spawn")
-        self.connections: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = server.Pipe()
-            process = server.Process(
-                target=_serve, args=(theirs, rank, size, str(self.folder / "rendezvous")), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.connections.append(ours)
-            self.processes.append(process)
+        meeting = str(self.folder / "rendezvous")
+        self.ranks = [Call(_serve, rank, size, meeting, start=start) for rank in range(size)]
+        self.connections = [each.connection for each in self.ranks]
 
     def stop(self, *, patience_seconds: float) -> None:
         """Let them leave, or kill them."""
         for connection in self.connections:
             connection.close()
         deadline = time.monotonic() + patience_seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
+        for each in self.ranks:
+            each.end(patience_seconds=max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self.folder)
 
 

@@ -7,11 +7,12 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 
+from tests.forks.calls import Call
 from tests.forks.programs import started
-from tests.processes.pool import forkserver
 
 PROGRAM = """
 import os, sys
@@ -98,18 +99,28 @@ def work(rank: int, port: int, deed: str, answers: "multiprocessing.Queue[str]")
         answers.put(str(error))
 
 
+def of_two(end: Connection, port: int, deed: str) -> None:
+    """A program that starts two workers, and says what rank 0 was told."""
+    start = multiprocessing.get_context("fork")
+    answers: multiprocessing.Queue[str] = start.Queue()
+    workers = [start.Process(target=work, args=(rank, port, deed, answers)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    end.send(answers.get(timeout=60))
+    for worker in workers:
+        worker.join(60)
+
+
 @pytest.mark.parametrize(
     ("deed", "words"), [("exit", "SystemExit: 3"), ("raise", "ValueError: a worker of multiprocessing")]
 )
 def test_workers_of_multiprocessing_tell_it_too(deed: str, words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start = forkserver()
-    answers = start.Queue()
-    workers = [start.Process(target=work, args=(rank, port, deed, answers)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    assert answers.get(timeout=60) == f"rank 1 stopped: {words}, while rank 0 was in exchange for 'gradients'"
-    for worker in workers:
-        worker.join(60)
-    answers.close()
+    program = Call(of_two, port, deed)
+    try:
+        assert program.connection.poll(60)
+        said = program.connection.recv()
+    finally:
+        program.end(patience_seconds=60)
+    assert said == f"rank 1 stopped: {words}, while rank 0 was in exchange for 'gradients'"

@@ -25,7 +25,7 @@ import shardwise as sw
 from benchmarks.hosts import Host, Hosts, hosts, why_not
 from shardwise.comm import Channel, processes
 from shardwise.errors import PeerError
-from tests.processes.pool import forkserver
+from tests.forks.calls import Call
 
 PATIENCE_SECONDS = 100.0
 """For what must come; far above what it takes."""
@@ -74,7 +74,7 @@ def by_kubernetes(rank: int, size: int, per_host: int, among: Sequence[Host]) ->
 class Rank:
     """A process on one of the hosts, as the test sees it."""
 
-    process: Any
+    process: Call
     connection: Connection
 
     def says(self) -> Any:
@@ -96,7 +96,7 @@ def pause(connection: Connection) -> None:
     connection.recv()
 
 
-def live(host: Host, environment: dict[str, str], limit: float, function: Callable[..., Any], end: Connection) -> None:
+def live(end: Connection, host: Host, environment: dict[str, str], limit: float, function: Callable[..., Any]) -> None:
     """The life of a rank; what `function(channel, connection)` returns is the last thing that it says."""
     host.enter()
     torch.set_num_threads(1)
@@ -115,24 +115,17 @@ def ranks_on(
     made: Hosts, per_host: int, function: Callable[..., Any], by: Environment, *, limit: float = LIMIT_SECONDS
 ) -> Iterator[list[Rank]]:
     """So many ranks on each host, which run `function`."""
-    server, size = forkserver(), per_host * len(made.hosts)
+    size = per_host * len(made.hosts)
     ranks: list[Rank] = []
     try:
         for rank in range(size):
             environment = by(rank, size, per_host, made.hosts)
-            ours, theirs = server.Pipe()
-            process = server.Process(
-                target=live, args=(made[rank // per_host], environment, limit, function, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            ranks.append(Rank(process=process, connection=ours))
+            process = Call(live, made[rank // per_host], environment, limit, function)
+            ranks.append(Rank(process=process, connection=process.connection))
         yield ranks
     finally:
         for each in ranks:
-            each.process.kill()
-            each.process.join()
-            each.connection.close()
+            each.process.end(patience_seconds=0.0)
 
 
 _why_not = cache(why_not)
