@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+from collections.abc import Iterator
 from threading import Thread
 
 # Before torch is loaded, here and in every process that a test starts: models are so small that a second thread only
@@ -46,6 +47,16 @@ def device(request: pytest.FixtureRequest) -> None:
     """With `--device fake`, ranks of any test compute on the fake device."""
     if request.config.getoption("--device") == "fake":
         request.getfixturevalue("anywhere_fake")
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test, or a package that it calls, exports (torchrun's RANK, say) is no part of the next test's world."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,13 @@ OF_PROGRAMS = {
 """Files whose messages no command can print, and why."""
 
 
-def messages(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def messages(path: Path) -> list[tuple[int, str]]:
     """The strings of a file that may be shown: with their lines, without docstrings, holes as {}."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return list(_messages(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
     inner: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
