@@ -135,7 +135,7 @@ def is_elementwise(
 
 _UNKNOWN: Any = object()
 _verdicts: dict[object, bool | None] = {}
-"""Of `_is_elementwise`, by what decides it: 10 ms for AdamW, which many an engine of a process has."""
+"""Of `_is_elementwise` and `check_apart`, by what decides it: 10 ms for AdamW, which many an engine of a process has."""
 
 
 def _is_elementwise(case: Case) -> bool | None:
@@ -148,11 +148,15 @@ def _is_elementwise(case: Case) -> bool | None:
         verdict = _found_elementwise(case, shapes)
         # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
         verdict = verdict and not _keeps_blocks(case)
-        if len(_verdicts) > _MOST_VERDICTS:
-            _verdicts.clear()
-        if known is not None:
-            _verdicts[known] = verdict
+        _keep_verdict(known, verdict)
     return None if verdict is None else bool(verdict)
+
+
+def _keep_verdict(known: object, verdict: bool | None) -> None:
+    if len(_verdicts) > _MOST_VERDICTS:
+        _verdicts.clear()
+    if known is not None:
+        _verdicts[known] = verdict
 
 
 def _all_of(case: Case, shapes: Sequence[tuple[int, ...]]) -> object:
@@ -252,9 +256,13 @@ def check_apart(
 
     instead: what to do then. groups: those that are tried; None: all.
     """
-    one, other, third = (trial_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
-    third[1:] = [100 * each for each in third[1:]]
     for case in (case for optimizer in optimizers for case in cases_of(optimizer, device, groups)):
+        known = _all_of(case, [tuple(parameter.shape) for parameter in case.group["params"]])
+        of_updates_apart = None if known is None else (check_apart, known)
+        if _verdicts.get(of_updates_apart):
+            continue
+        one, other, third = (trial_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
+        third[1:] = [100 * each for each in third[1:]]
         with random_numbers_kept(device):
             if _keeps_sums(case):
                 raise _refusal_of_coupled(case.optimizer, instead)
@@ -266,6 +274,7 @@ def check_apart(
         # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
         if not _same(with_other, with_third) or not _same(with_other, alone, 0.05):
             raise _refusal_of_coupled(case.optimizer, instead)
+        _keep_verdict(of_updates_apart, True)
 
 
 def _keeps_sums(case: Case) -> bool:
