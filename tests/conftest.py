@@ -77,4 +77,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # take half a second instead of a twentieth.
         gc.collect()
         gc.freeze()
+        # Ranks of tests make garbage without end, of models that are small: a twentieth of the time went to looking.
+        gc.set_threshold(7_000, 10, 10)
     gc.enable()
