@@ -95,6 +95,7 @@ def _interpreter() -> socket.socket:
         with contextlib.suppress(ConnectionError):  # not yet listening, or ending
             ours.connect(name)
             if ours.recv(len(READY)) == READY:
+                atexit.register(ours.close)
                 return ours
         ours.close()
         assert not is_first, "the interpreter that was started has ended"
@@ -109,25 +110,14 @@ def _start(name: str) -> bool:
         except OSError:
             return False
         listener.listen()
-        _start_on(listener)
+        interpreter = subprocess.Popen(
+            [sys.executable, "-m", "tests.forks.interpreter", str(listener.fileno())],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            pass_fds=[listener.fileno()],
+        )
+    atexit.register(interpreter.wait)  # once this process, and all others, have closed their connections
     return True
-
-
-def _start_on(listener: socket.socket) -> None:
-    interpreter = subprocess.Popen(
-        [sys.executable, "-m", "tests.forks.interpreter", str(listener.fileno())],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        pass_fds=[listener.fileno()],
-    )
-    atexit.register(interpreter.wait)
-    atexit.register(_leave)
-
-
-def _leave() -> None:
-    """The interpreter ends when nobody asks it any more."""
-    if _interpreter.cache_info().currsize:
-        _interpreter().close()
 
 
 @contextlib.contextmanager

@@ -135,7 +135,7 @@ def is_elementwise(
 
 _UNKNOWN: Any = object()
 _verdicts: dict[object, bool | None] = {}
-"""Of `_is_elementwise` and `check_apart`, by what decides them: 10 ms for AdamW, which many engines of a process have."""
+"""Of `_is_elementwise` and `check_apart`, by what decides: 10 ms for AdamW, which many an engine of a process has."""
 
 
 def _is_elementwise(case: Case) -> bool | None:
