@@ -42,7 +42,7 @@ test-gpu: setup
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks examples docs
 	$(BIN)/ruff check src tests benchmarks examples docs
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 fix: setup
