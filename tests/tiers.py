@@ -31,7 +31,7 @@ def slow_tests() -> dict[str, float]:
 
 
 def stress_tests() -> frozenset[str]:
-    """The node ids of cases that only `make stress` runs: a seventh of the time of the slow ones, whose likes stay."""
+    """The node ids of cases that only `make stress` runs: others have the same values, and most pairs of them."""
     lines = STRESS_LIST.read_text(encoding="utf-8").splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
