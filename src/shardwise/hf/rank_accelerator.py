@@ -23,6 +23,7 @@ from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import BatchError, ModelError
 from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
+from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan
 
 
@@ -57,11 +58,20 @@ class DataRanks:
             return [own]
         return [bytes(each).decode() for each in self._channel.exchange(own.encode(), purpose=purpose)]
 
-    def tensors(self, own: torch.Tensor | None, *, purpose: str) -> list[torch.Tensor]:
-        """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype."""
-        if self._channel is None:
+    def tensors(
+        self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False
+    ) -> list[torch.Tensor]:
+        """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype.
+
+        of_speakers: all ranks of the world take those of the speakers, which may differ from their own along pp and tp.
+        """
+        channel = self.world if of_speakers and self.world.size > self.count else self._channel
+        if channel is None:
             return [] if own is None else [own]
-        told = [bytes(each) for each in self._channel.exchange(_described(own), purpose=purpose)]
+        back = channel.device if own is None else own.device
+        if channel is self.world and not self.is_speaker:
+            own = None
+        told = [bytes(each) for each in channel.exchange(_described(own), purpose=purpose)]
         shapes = [_shape_in(each) for each in told]
         dtypes = {shape[0] for shape in shapes if shape is not None}
         if len(dtypes) > 1:
@@ -71,19 +81,18 @@ class DataRanks:
         (dtype,) = dtypes
         sizes = [torch.Size(() if shape is None else shape[1]) for shape in shapes]
         counts = [0 if shape is None else size.numel() for shape, size in zip(shapes, sizes, strict=True)]
-        device = self._channel.device
+        device = channel.device
         flat = torch.empty(0, dtype=dtype, device=device) if own is None else own.detach().to(device).reshape(-1)
         whole = torch.empty(sum(counts), dtype=dtype, device=device)
         # As bytes: transfers know fewer dtypes than models have.
         width = dtype.itemsize
-        self._channel.all_gather(
+        channel.all_gather(
             whole.view(torch.uint8),
             flat.contiguous().view(torch.uint8),
             counts=[count * width for count in counts],
             purpose=purpose,
         ).wait()
         parts = whole.split(counts)
-        back = device if own is None else own.device
         return [
             part.view(size).to(back)
             for part, size, shape in zip(parts, sizes, shapes, strict=True)
@@ -139,8 +148,12 @@ class PlanAccelerator(Accelerator):
     ranks: DataRanks
     is_computing: bool
     """Whether a loss or a prediction is computed: there is one process then, and the engine adds over the ranks."""
+    is_preparing: bool
+    """Whether all ranks prepare inputs together: ranks along pp and tp take what the first of them gives."""
     is_alone: bool
     """Whether what a loss gathers stays on its data rank: some other has no batch, and computes none."""
+    is_in_last: bool | None
+    """Whether the loss of an update's last microbatch is computed; None: no loss of a step is."""
     step_was_skipped: bool
 
     @classmethod
@@ -150,6 +163,7 @@ class PlanAccelerator(Accelerator):
         accelerator.__class__ = cls
         accelerator.ranks = ranks
         accelerator.is_computing = accelerator.is_alone = accelerator.step_was_skipped = False
+        accelerator.is_preparing, accelerator.is_in_last = False, None
 
     @property
     def num_processes(self) -> int:
@@ -187,21 +201,41 @@ class PlanAccelerator(Accelerator):
         return self.ranks.world.device
 
     @property
+    def sync_gradients(self) -> bool:
+        """Whether this is the last microbatch of an update."""
+        return bool(self.gradient_state.sync_gradients if self.is_in_last is None else self.is_in_last)
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether gradients of the last step were not finite, where losses are scaled."""
         return self.step_was_skipped
 
     @contextmanager
-    def computing(self, *, alone: bool) -> Iterator[None]:
-        """Inside, a loss or a prediction is computed; alone: see `is_alone`."""
-        self.is_computing, self.is_alone = True, alone
+    def computing(self, *, alone: bool, together: bool = False) -> Iterator[None]:
+        """Inside, a loss or a prediction is computed; alone: see `is_alone`.
+
+        together: its inputs were prepared by all data ranks together, and it divides by what it counted over them all.
+        """
+        self.is_computing, self.is_alone = not together, alone
         try:
             yield
         finally:
             self.is_computing = self.is_alone = False
+            self.is_in_last = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Inside, all ranks prepare inputs together; see `is_preparing`."""
+        self.is_preparing = True
+        try:
+            yield
+        finally:
+            self.is_preparing = False
 
     def _found(self, tensor: torch.Tensor, purpose: str) -> list[torch.Tensor]:
-        return [tensor] if self.is_alone else self.ranks.tensors(tensor, purpose=purpose)
+        if self.is_alone:
+            return [tensor]
+        return self.ranks.tensors(tensor, purpose=purpose, of_speakers=self.is_preparing)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Data loaders give this data rank's batches; the rest stays as it is."""
@@ -279,6 +313,15 @@ class PlanAccelerator(Accelerator):
         own = tensor.reshape(1) if tensor.ndim == 0 else tensor
         found = self._found(own, "tensors that a Trainer gathers")
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def gather_object(self, object: Any) -> Any:
+        """Lists of all data ranks, one after the other: of numbers, texts, tensors and what `sw.exchange` takes."""
+        if self.ranks.world.size == 1 or self.is_alone:
+            return object
+        told = exchange(
+            object if self.ranks.is_speaker else [], channel=self.ranks.world, purpose="objects that a Trainer gathers"
+        )
+        return [each for one in told for each in one]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the rows that a loader gave twice at its end."""
