@@ -11,9 +11,9 @@ The microbatches of D data ranks are those of one process with D times as many g
 rows, the same losses, the same sum. So its loss curve is that of the plain Trainer.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -97,6 +97,16 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 class _UpdateEvents(CallbackHandler):
     """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
+
+    sw_engine: Engine[nn.Module]
+
+    def on_step_end(self, args: Any, state: Any, control: Any) -> Any:
+        """As in transformers; where a reference follows the weights in this step, the model has them whole."""
+        every = args.ref_model_sync_steps if getattr(args, "sync_ref_model", False) else 0
+        is_cut = self.sw_engine.plan.sharding.stage == 3 or self.sw_engine.plan.mesh.tp > 1
+        is_due = every and is_cut and state.global_step % every == 0
+        with self.sw_engine.whole(optimizer=False, offload=False) if is_due else nullcontext():
+            return super().on_step_end(args, state, control)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Nothing."""
@@ -213,6 +223,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.sw_engine = self.engine
         self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 
@@ -228,7 +239,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
         sampler = getattr(loader, "batch_sampler", None)
         if in_step and self._sw_ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
-            with contextlib.suppress(TypeError, AttributeError):
+            with suppress(TypeError, AttributeError):
                 if len(sampler.batch_sampler) % self._sw_ranks.count:
                     raise BatchError(
                         f"an epoch has {len(sampler.batch_sampler)} batches, which {self._sw_ranks.count} data ranks "
@@ -312,11 +323,11 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         for each in batches:
             each["factor"] = self._sw_factor(each["items"], each["of"], number)
             each["is_last"] = each is batches[-1]
-        # A loss that divides by it has all microbatches in mind, as in one process.
-        own, self.current_gradient_accumulation_steps = self.current_gradient_accumulation_steps, self._sw_num_in_update
+        if not self._sw_generates:
+            # A loss that divides by it has all microbatches in mind, as in one process.
+            self.current_gradient_accumulation_steps = self._sw_num_in_update
         with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates):
             report = engine.step(batches, stop=self._sw_before_update)
-        self.current_gradient_accumulation_steps = own
         self._sw_stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
             accelerator.step_was_skipped = report.skipped
@@ -338,8 +349,9 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             is_scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
         if not is_scaled:
             return number / num_in_update
-        # Where each data rank counts its own items, the mean over data ranks is taken.
-        return float(number) if self.args.average_tokens_across_devices else number / self._sw_ranks.count
+        # Where each data rank counts its own items, or knows of the others, the mean over data ranks is taken.
+        is_sum = self.args.average_tokens_across_devices and not self._sw_generates
+        return float(number) if is_sum else number / self._sw_ranks.count
 
     def _sw_loss_of(self, batch: dict[str, Any]) -> Any:
         """The loss function of the engine."""
