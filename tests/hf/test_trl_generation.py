@@ -164,6 +164,16 @@ def outcome(folder: Path, *given: Any, resume: str | None = None, **changed: Any
         return logs, seen, {name: each.clone() for name, each in trainer.model.state_dict().items()}
 
 
+def drawn(folder: Path, plan: str, channel: sw.Channel | None = None) -> tuple[list[str], list[list[int]], list[float]]:
+    """All answers that the model drew, those of this rank as it trained on them, and the norms of gradients."""
+    trainer = made(folder, PLANS[plan], channel, num_generations=4, generation_kwargs={"do_sample": True})
+    # No draws of ours.
+    del trainer.model.generate
+    trainer.train()
+    norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
+    return list(trainer._logs["completion"]), trainer._buffered_inputs[0]["completion_ids"].tolist(), norms
+
+
 def assert_alike(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) -> None:
     for ours, theirs in zip(found[0], expected[0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
@@ -231,22 +241,15 @@ def test_answers_advantages_metrics_and_weights_are_those_of_one_process(name: s
         assert_alike(found, expected)
 
 
-def _without_eval_loss(found: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    logs = [{name: value for name, value in each.items() if name != "eval_loss"} for each in found[0]]
-    return logs, *found[1:]
-
-
-def test_the_last_round_of_an_evaluation_has_its_groups_whole(tmp_path: Path) -> None:
-    held_out = rows(["prompt"]).select(range(5))  # 20 answers: 8, 8 and 4, of which each rank has 2
-    expected = outcome(tmp_path / "plain", eval_dataset=held_out, max_steps=1, num_iterations=2)
-    for found in sw.simulate(
-        2,
-        lambda channel: outcome(
-            tmp_path / "plan", PLANS["stage 3"], channel, eval_dataset=held_out, max_steps=1, num_iterations=2
-        ),
-    ):
-        # TRL weighs the small last round as a full one.
-        assert_alike(_without_eval_loss(found), _without_eval_loss(expected))
+@pytest.mark.parametrize("num_prompts", [4, 5])
+def test_evaluations_have_whole_groups_in_every_round(num_prompts: int, tmp_path: Path) -> None:
+    # Rounds of 8 answers; the last one of 20 has 4, and each rank 2 of them.
+    settings = {"eval_dataset": rows(["prompt"]).select(range(num_prompts)), "max_steps": 1}
+    expected = outcome(tmp_path / "plain", **settings)
+    for found in sw.simulate(2, lambda channel: outcome(tmp_path / "plan", PLANS["stage 3"], channel, **settings)):
+        if num_prompts == 5:  # the plain one weighs the small round like the others
+            found[0][-1]["eval_loss"] = expected[0][-1]["eval_loss"]
+        assert_alike(found, expected)
 
 
 def test_ranks_along_tp_take_the_rewards_of_the_first(tmp_path: Path) -> None:
@@ -283,18 +286,10 @@ def test_a_reward_that_fails_on_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def test_answers_drawn_by_the_model_are_alike_along_tp_and_differ_over_data_ranks(tmp_path: Path) -> None:
-    def answers(channel: sw.Channel, plan: sw.Plan) -> Any:
-        trainer = made(tmp_path, plan, channel, num_generations=8, max_steps=1, generation_kwargs={"do_sample": True})
-        # No draws of ours: those of the model alone.
-        del trainer.model.generate
-        trainer.train()
-        return list(trainer._logs["completion"]), trainer._buffered_inputs[0]["completion_ids"]
-
-    both = sw.simulate(4, lambda channel: answers(channel, PLANS["stage 3 x tp"]))
+    both = sw.simulate(4, lambda channel: drawn(tmp_path, "stage 3 x tp", channel))
     assert all(each[0] == both[0][0] for each in both)
-    for rank in (0, 2):
-        assert torch.equal(both[rank][1], both[rank + 1][1])
-    assert not torch.equal(both[0][1], both[2][1])
+    assert [each[1] for each in both] == [both[at][1] for at in (0, 0, 2, 2)]
+    assert both[0][1] != both[2][1]
 
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
