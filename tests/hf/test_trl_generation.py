@@ -4,7 +4,7 @@ The plain one has the rows of all data ranks in each microbatch, as TRL gathers 
 which follow from the place of a row among the rows of all ranks, and the order of answers after a generation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 import shardwise as sw
-from shardwise.errors import ConfigError, PeerError
+from shardwise.errors import ConfigError, MismatchError, PeerError
 from shardwise.hf import trainer_class
 from shardwise.hf.generated_inputs import RankOperation
 from tests.hf.example_tasks import causal_language_model, tokenizer
@@ -186,11 +186,10 @@ def assert_alike(found: tuple[Any, Any, Any], expected: tuple[Any, Any, Any]) ->
 
 
 @pytest.fixture(autouse=True)
-def _answers_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _answers_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL shuffles them on each process apart."""
     for module in (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer):
         monkeypatch.setattr(module, "shuffle_sequence_dict", lambda rows: rows)
-    yield
 
 
 RLOO = (trl.RLOOTrainer, trl.RLOOConfig)
@@ -313,6 +312,12 @@ def test_what_cannot_be_is_refused_before_anything_trains(tmp_path: Path) -> Non
         refused(PLANS["stage 1"], num_generations=3)
     with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching on 2 ranks"):
         refused(PLANS["stage 1"], use_transformers_continuous_batching=True)
+
+
+def test_a_head_that_is_cut_is_found_though_the_first_losses_are_alike(tmp_path: Path) -> None:
+    plan = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto"))
+    with pytest.raises(MismatchError, match=r"Leave lm_head whole, by tensor.rules for the layers alone"):
+        sw.simulate(2, lambda channel: outcome(tmp_path, plan, channel))
 
 
 def test_modules_of_trainers_gather_as_before_outside_of_a_plan() -> None:

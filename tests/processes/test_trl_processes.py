@@ -22,6 +22,7 @@ for plan in sys.argv[2:]:
 PLANS = ("stage 3", "tp")
 
 
+@pytest.mark.stress  # each process imports TRL, some ten seconds
 def test_two_processes_generate_and_train_as_simulated_ranks(tmp_path: Path) -> None:
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with contextlib.ExitStack() as stack:

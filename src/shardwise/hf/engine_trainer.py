@@ -326,7 +326,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         if not self._sw_generates:
             # A loss that divides by it has all microbatches in mind, as in one process.
             self.current_gradient_accumulation_steps = self._sw_num_in_update
-        with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates):
+        is_first = self._sw_report is None
+        with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates, first=is_first):
             report = engine.step(batches, stop=self._sw_before_update)
         self._sw_stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:

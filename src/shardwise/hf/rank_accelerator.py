@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
-from shardwise.errors import BatchError, ModelError
+from shardwise.errors import BatchError, MismatchError, ModelError
 from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
 from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan
@@ -41,6 +42,8 @@ class DataRanks:
         """Whether this rank writes for its data rank."""
         # Of its own: what a loss gathers travels while the engine's transfers are under way.
         self._channel = channel.over(members) if self.count > 1 else None
+        copies = plan.mesh.peers(channel.rank, ("tp",))
+        self._copies = channel.over(copies) if len(copies) > 1 else None
 
     def sums(self, numbers: Sequence[float], *, purpose: str) -> list[float]:
         """Each number summed over the data ranks, in their order."""
@@ -52,15 +55,29 @@ class DataRanks:
             sum(each) for each in zip(*(struct.unpack(f"<{len(numbers)}d", bytes(one)) for one in told), strict=True)
         ]
 
+    def check_alike(self, own: torch.Tensor) -> None:
+        """Raise MismatchError, the same on all of them, where ranks along tp computed another tensor each."""
+        if self._copies is None:
+            return
+        values = own.detach().to("cpu", torch.float64).reshape(-1)
+        told = self._copies.exchange(values.numpy().tobytes(), purpose="what a loss gathers, along tp")
+        first, *others = (np.frombuffer(each) for each in told)
+        # Near: a small model that knows nothing has nearly the entropy of its part of the vocabulary everywhere.
+        if all(each.shape == first.shape and np.allclose(each, first, rtol=1e-5, equal_nan=True) for each in others):
+            return
+        raise MismatchError(
+            "ranks along tp have the same rows, and the loss gathers other values on each of them. Some module, or a "
+            "head whose weight the loss reads, has this rank's part where the whole is read. Leave lm_head whole, by "
+            "tensor.rules for the layers alone"
+        )
+
     def texts(self, own: str, *, purpose: str) -> list[str]:
         """A text of each data rank, in their order."""
         if self._channel is None:
             return [own]
         return [bytes(each).decode() for each in self._channel.exchange(own.encode(), purpose=purpose)]
 
-    def tensors(
-        self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False
-    ) -> list[torch.Tensor]:
+    def tensors(self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False) -> list[torch.Tensor]:
         """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype.
 
         of_speakers: all ranks of the world take those of the speakers, which may differ from their own along pp and tp.
@@ -152,6 +169,8 @@ class PlanAccelerator(Accelerator):
     """Whether all ranks prepare inputs together: ranks along pp and tp take what the first of them gives."""
     is_alone: bool
     """Whether what a loss gathers stays on its data rank: some other has no batch, and computes none."""
+    is_in_first: bool
+    """Whether losses of the first update are computed whose inputs were generated: they may be 0 whatever was read."""
     is_in_last: bool | None
     """Whether the loss of an update's last microbatch is computed; None: no loss of a step is."""
     step_was_skipped: bool
@@ -163,7 +182,7 @@ class PlanAccelerator(Accelerator):
         accelerator.__class__ = cls
         accelerator.ranks = ranks
         accelerator.is_computing = accelerator.is_alone = accelerator.step_was_skipped = False
-        accelerator.is_preparing, accelerator.is_in_last = False, None
+        accelerator.is_preparing, accelerator.is_in_first, accelerator.is_in_last = False, False, None
 
     @property
     def num_processes(self) -> int:
@@ -211,16 +230,17 @@ class PlanAccelerator(Accelerator):
         return self.step_was_skipped
 
     @contextmanager
-    def computing(self, *, alone: bool, together: bool = False) -> Iterator[None]:
+    def computing(self, *, alone: bool, together: bool = False, first: bool = False) -> Iterator[None]:
         """Inside, a loss or a prediction is computed; alone: see `is_alone`.
 
         together: its inputs were prepared by all data ranks together, and it divides by what it counted over them all.
+        first: with `together`, in the first update.
         """
-        self.is_computing, self.is_alone = not together, alone
+        self.is_computing, self.is_alone, self.is_in_first = not together, alone, together and first
         try:
             yield
         finally:
-            self.is_computing = self.is_alone = False
+            self.is_computing = self.is_alone = self.is_in_first = False
             self.is_in_last = None
 
     @contextmanager
@@ -235,6 +255,8 @@ class PlanAccelerator(Accelerator):
     def _found(self, tensor: torch.Tensor, purpose: str) -> list[torch.Tensor]:
         if self.is_alone:
             return [tensor]
+        if self.is_in_first:
+            self.ranks.check_alike(tensor)
         return self.ranks.tensors(tensor, purpose=purpose, of_speakers=self.is_preparing)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
