@@ -19,6 +19,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, MismatchError, PeerError
 from shardwise.hf import trainer_class
 from shardwise.hf.generated_inputs import RankOperation
+from shardwise.hf.rank_batches import shared_rows
 from tests.hf.example_tasks import causal_language_model, tokenizer
 from tests.hf.test_trl_trainers import LAYERS, rows
 
@@ -52,7 +53,7 @@ class PlacedDraws(transformers.LogitsProcessor):
         place = input_ids.shape[1] - self._prompt_length
         seeds = [100 * (self._first_row + row) + place for row in range(len(input_ids))]
         draws = [torch.rand(scores.shape[1], generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-        return scores - (-torch.stack(draws).log()).log()
+        return scores - (-torch.stack(draws).to(scores.device).log()).log()
 
 
 def plain_model() -> Any:
@@ -117,7 +118,7 @@ def made(
         "use_cpu": True,
         "bf16": False,
         "activation_checkpointing": False,
-        "max_steps": 3,
+        "max_steps": 2,
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "adam_epsilon": 1e-3,
@@ -197,7 +198,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # A group of answers is cut by the ranks, and the reference follows the weights.
     "a group over ranks": (
         "stage 3",
-        {"num_generations": 8, "num_iterations": 2, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+        {"num_generations": 8, "num_iterations": 2, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
     ),
     "three ranks share two groups": ("stage 2 on 3 ranks", {"num_generations": 6, "build": with_adapter, "beta": 0.1}),
     "leave one out": ("tp", {"of": RLOO, "num_iterations": 2}),
@@ -222,7 +223,7 @@ MORE = {
     "a bonus for entropy": ("stage 3", {"entropy_coef": 0.1, **ALL_OF_A_LENGTH}),
     "adapters cut by tp": ("stage 3 x tp", {"build": with_adapter, "beta": 0.1}),
     "checkpointed": ("stage 3 x tp", {"activation_checkpointing": True, "beta": 0.1}),
-    "a reference under tp": ("tp", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "a reference under tp": ("tp", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}),
     "gathered for each call": ("stage 3", {"ds3_gather_for_generation": False}),
 }
 
@@ -257,7 +258,7 @@ def test_ranks_along_tp_take_the_rewards_of_the_first(tmp_path: Path) -> None:
             own = 0 if channel is None else channel.rank
             return [float((at + own) % 3) for at in range(len(completions))]
 
-        return outcome(tmp_path, plan, channel, data_ranks=1, rewarding=drawn, max_steps=2)
+        return outcome(tmp_path, plan, channel, data_ranks=1, rewarding=drawn)
 
     expected = trained(None)
     for found in sw.simulate(2, lambda channel: trained(PLANS["tp"], channel)):
@@ -293,7 +294,7 @@ def test_answers_drawn_by_the_model_are_alike_along_tp_and_differ_over_data_rank
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     def trained(name: str, plan: sw.Plan | None, channel: sw.Channel | None = None, **changed: Any) -> Any:
-        return outcome(tmp_path / name, plan, channel, save_strategy="steps", save_steps=2, **changed)
+        return outcome(tmp_path / name, plan, channel, save_strategy="steps", save_steps=2, max_steps=3, **changed)
 
     expected = trained("plain", None)
     sw.simulate(2, lambda channel: trained("first", PLANS["stage 3"], channel))
@@ -318,6 +319,25 @@ def test_a_head_that_is_cut_is_found_though_the_first_losses_are_alike(tmp_path:
     plan = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto"))
     with pytest.raises(MismatchError, match=r"Leave lm_head whole, by tensor.rules for the layers alone"):
         sw.simulate(2, lambda channel: outcome(tmp_path, plan, channel))
+
+
+def test_tools_are_refused_where_ranks_would_take_unlike_numbers_of_turns(tmp_path: Path) -> None:
+    class WithTools(trl.GRPOTrainer):  # as TRL sets them before the trainer is made
+        def create_accelerator_and_postprocess(self) -> None:
+            self.tools = [print]
+            super().create_accelerator_and_postprocess()
+
+    of = (WithTools, trl.GRPOConfig)
+    with pytest.raises(ConfigError, match=r"with tools or environments under mesh.tp = 1 and sharding.stage = 3"):
+        sw.simulate(2, lambda channel: made(tmp_path, PLANS["stage 3"], channel, of=of))
+
+
+def test_ranks_share_the_rows_of_a_last_round_evenly() -> None:
+    first = list(range(4))
+    assert [shared_rows([8, 9, 10, 11], first, 2, own) for own in range(2)] == [[8, 9], [10, 11]]
+    # Not evenly: the first ones come again, until the round is full.
+    shares = [shared_rows([8, 9, 10, 11], first, 3, own) for own in range(3)]
+    assert shares == [[8, 9, 10, 11], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 def test_modules_of_trainers_gather_as_before_outside_of_a_plan() -> None:

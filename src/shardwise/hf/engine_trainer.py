@@ -177,7 +177,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         """The engine of the model; made at its first use, by all ranks together."""
         model: Any = self.model
         if type(model) is PredictedModel:  # inside of a prediction
-            model = self._sw_engine.model if self._sw_engine is not None else model
+            model = model.predicted
         if self._sw_engine is None or self._sw_engine.model is not model:
             self._sw_engine = self._sw_parallelized(model)
         return self._sw_engine

@@ -99,7 +99,8 @@ class EvaluationRounds:
             # The others gather parameters together with this rank, in the same calls.
             inputs = self._sw_stand_in(dataloader)
         self._sw_last_batch = inputs if self.plan.sharding.stage == 3 else None
-        rows = len(inputs) if isinstance(inputs, list) else find_batch_size(inputs) or 0
+        is_uncollated = isinstance(inputs, list) and all(isinstance(each, Mapping) for each in inputs)
+        rows = len(inputs) if is_uncollated else find_batch_size(inputs) or 0
         # A Seq2SeqTrainer counts a small last batch as a full one: it sets this function.
         is_full = self.gather_function == self.accelerator.gather
         first = number * self._sw_ranks.count + self._sw_ranks.rank

@@ -54,13 +54,18 @@ class PredictedModel:
         self._generation = generation
 
     @property
+    def predicted(self) -> Any:
+        """The model itself."""
+        return self._engine.model
+
+    @property
     def __class__(self) -> Any:
         """The model's class: trainers ask whether a model has adapters."""
-        return type(self._engine.model)
+        return type(self.predicted)
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """The model's output, which all ranks along pp and tp get."""
-        model = self._engine.model
+        model = self.predicted
         return self._engine.predict(
             {"args": args, "inputs": inputs}, lambda each: model(*each["args"], **each["inputs"])
         )
@@ -82,7 +87,7 @@ class PredictedModel:
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_generation"):
             raise AttributeError(name)
-        return getattr(self._engine.model, name)
+        return getattr(self.predicted, name)
 
 
 class GeneratedInputs:
