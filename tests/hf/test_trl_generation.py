@@ -204,7 +204,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "leave one out": ("tp", {"of": RLOO, "num_iterations": 2}),
     "microbatches": ("stage 1", {"rows_per_rank": 2, "gradient_accumulation_steps": 2, "num_generations": 2}),
 }
-MORE = {
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         loss: (plan, {"loss_type": loss, "num_iterations": 2, **(ALL_OF_A_LENGTH if loss == "bnpo" else {})})
         for loss, plan in {
@@ -244,7 +244,7 @@ def test_answers_advantages_metrics_and_weights_are_those_of_one_process(name: s
 @pytest.mark.parametrize("num_prompts", [4, 5])
 def test_evaluations_have_whole_groups_in_every_round(num_prompts: int, tmp_path: Path) -> None:
     # Rounds of 8 answers; the last one of 20 has 4, and each rank 2 of them.
-    settings = {"eval_dataset": rows(["prompt"]).select(range(num_prompts)), "max_steps": 1}
+    settings: dict[str, Any] = {"eval_dataset": rows(["prompt"]).select(range(num_prompts)), "max_steps": 1}
     expected = outcome(tmp_path / "plain", **settings)
     for found in sw.simulate(2, lambda channel: outcome(tmp_path / "plan", PLANS["stage 3"], channel, **settings)):
         if num_prompts == 5:  # the plain one weighs the small round like the others

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ def test_two_processes_generate_and_train_as_simulated_ranks(tmp_path: Path) -> 
             assert rank.wait(timeout=0) == 0, errors
     found = [[json.loads(line) for line in out.splitlines() if line.startswith('["found"')] for out, _ in told]
     for at, plan in enumerate(PLANS):
-        expected = sw.simulate(2, lambda channel, plan=plan: drawn(tmp_path / "simulated", plan, channel))
-        for rank in range(2):
-            _, answers, own, norms = found[rank][at]
-            assert (answers, own) == expected[rank][:2]
-            assert norms == pytest.approx(expected[rank][2], rel=1e-4)
+        simulated = sw.simulate(2, partial(drawn, tmp_path / "simulated", plan))
+        for number in range(2):
+            _, answers, own, norms = found[number][at]
+            assert (answers, own) == simulated[number][:2]
+            assert norms == pytest.approx(simulated[number][2], rel=1e-4)

@@ -100,7 +100,7 @@ class _UpdateEvents(CallbackHandler):
 
     sw_engine: Engine[nn.Module]
 
-    def on_step_end(self, args: Any, state: Any, control: Any) -> Any:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """As in transformers; where a reference follows the weights in this step, the model has them whole."""
         every = args.ref_model_sync_steps if getattr(args, "sync_ref_model", False) else 0
         is_cut = self.sw_engine.plan.sharding.stage == 3 or self.sw_engine.plan.mesh.tp > 1
@@ -223,7 +223,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.sw_engine = self.engine
+        events: Any = self.callback_handler
+        events.sw_engine = self.engine
         self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 

@@ -3,7 +3,7 @@
     generate        engine.generate: the live weights, with equal draws along tp and others on each data rank
     log-probs       engine.predict: of the policy, or of its base where the trainer switches adapters off
     rewards         gathered over the data ranks; of ranks along tp the first one's count
-    advantages      of all rows, of which each data rank takes its own: all have as many
+    advantages      of all rows; each data rank takes its own, and all have as many
 
 Code of trainers calls `self.model` and functions of accelerate by name. Inside of `_sw_preparing` both mean the plan's.
 """
@@ -58,7 +58,7 @@ class PredictedModel:
         """The model itself."""
         return self._engine.model
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The model's class: trainers ask whether a model has adapters."""
         return type(self.predicted)
@@ -102,7 +102,7 @@ class GeneratedInputs:
         for each in type(self).__mro__[: type(self).__mro__.index(last)]:
             names = vars(sys.modules[each.__module__])
             for name in _OPERATIONS:
-                original = getattr(accelerate.utils, name)
+                original: Any = getattr(accelerate.utils, name)
                 # For good, and in effect inside of `_sw_preparing` only: trainers of other threads go on meanwhile.
                 if names.get(name) is original:
                     names[name] = RankOperation(name, original)
@@ -129,12 +129,13 @@ class GeneratedInputs:
     @contextmanager
     def _sw_predicting(self: Any, **generation: Any) -> Iterator[Any]:
         """Inside, `self.model` goes through the engine. generation: of `engine.generate`."""
-        before = self.model, self.model_wrapped
-        self.model = self.model_wrapped = PredictedModel(self.engine, **generation)
+        trainer = self
+        before = trainer.model, trainer.model_wrapped
+        trainer.model = trainer.model_wrapped = PredictedModel(trainer.engine, **generation)
         try:
-            yield self.model
+            yield trainer.model
         finally:
-            self.model, self.model_wrapped = before
+            trainer.model, trainer.model_wrapped = before
 
     @contextmanager
     def _sw_preparing(self: Any, *place: object) -> Iterator[None]:
