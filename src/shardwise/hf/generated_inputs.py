@@ -102,9 +102,9 @@ class GeneratedInputs:
         for each in type(self).__mro__[: type(self).__mro__.index(last)]:
             names = vars(sys.modules[each.__module__])
             for name in _OPERATIONS:
-                original: Any = getattr(accelerate.utils, name)
+                original = getattr(accelerate.utils, name)
                 # For good, and in effect inside of `_sw_preparing` only: trainers of other threads go on meanwhile.
-                if names.get(name) is original:
+                if name in names and names[name] is original:
                     names[name] = RankOperation(name, original)
         args, ranks = self.args, self._sw_ranks.count
         steps = getattr(args, "steps_per_generation", None)
