@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
+from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.errors import BatchError, ModelError
 from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
 from shardwise.plan import Plan
@@ -61,6 +62,9 @@ class DataRanks:
         """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype."""
         if self._channel is None:
             return [] if own is None else [own]
+        if isinstance(own, StageTensor):
+            # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
+            own = torch.tensor(own.detach().tolist(), dtype=own.dtype).reshape(own.shape)
         told = [bytes(each) for each in self._channel.exchange(_described(own), purpose=purpose)]
         shapes = [_shape_in(each) for each in told]
         dtypes = {shape[0] for shape in shapes if shape is not None}
