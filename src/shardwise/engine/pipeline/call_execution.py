@@ -123,9 +123,7 @@ class Executor:
         stage, moved = _begin(flow, call, stage, inputs)
         return self._infer(flow, call, stage, inputs, moved, seen)
 
-    def answer(
-        self, flow: MicrobatchFlow, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def answer(self, flow: MicrobatchFlow, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call reads from values, on all ranks: numbers, texts, and containers of these."""
         inputs = _inputs_of(flow, call, None, args, kwargs)
         stage, moved = _begin(flow, call, None, inputs)

@@ -16,7 +16,7 @@ wait for it there, and all go on with the same number.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -271,9 +271,7 @@ class Glue(TorchFunctionMode):
         if func not in _ARRAYS:
             return self.executor.answer(flow, StagedOperation(func, draws=False), args, kwargs)
         # As bytes, which make an array that cannot be written to: the value would not show it on any other rank.
-        kind, shape, content = self.executor.answer(
-            flow, StagedOperation(partial(_array_of, func), draws=False), args, kwargs
-        )
+        kind, shape, content = self.executor.answer(flow, StagedOperation(_parts_of(func), draws=False), args, kwargs)
         return np.frombuffer(content, np.dtype(kind)).reshape(shape)
 
     def _refuse_access(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -348,9 +346,15 @@ def advice_on_loops(model: nn.Module) -> str:
     )
 
 
-def _array_of(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], bytes]:
-    array = func(*args, **kwargs)
-    return array.dtype.str, array.shape, array.tobytes()
+def _parts_of(func: Callable[..., Any]) -> Callable[..., tuple[str, tuple[int, ...], bytes]]:
+    """What the array is made of that a function gives."""
+
+    @wraps(func)  # ranks compare the names of calls
+    def parts(*args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], bytes]:
+        array = func(*args, **kwargs)
+        return array.dtype.str, array.shape, array.tobytes()
+
+    return parts
 
 
 def _provenance(value: StageValue) -> str:
