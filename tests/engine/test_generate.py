@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ModelError, ShardwiseError
+from shardwise.errors import ShardwiseError
 from tests.engine.channels import GoesOnAlone
 from tests.engine.expected import seeded
 from tests.engine.pipeline import transformers_models as models

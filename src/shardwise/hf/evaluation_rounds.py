@@ -1,7 +1,7 @@
 """Evaluation and prediction: each data rank computes its batches, and all get the rows of all in their order."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,23 +13,6 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from shardwise.errors import BatchError
 from shardwise.hf.rank_accelerator import padded_to
 from shardwise.hf.rank_batches import RankStream, take_uneven_rounds
-
-
-class PredictedModel:
-    """In the place of the model in a prediction: a call goes through the engine, and gives its whole output."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """The model's output, which all ranks along pp and tp get."""
-        model = self._engine.model
-        return self._engine.predict(
-            {"args": args, "inputs": inputs}, lambda each: model(*each["args"], **each["inputs"])
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.model, name)
 
 
 class EvaluationRounds:
@@ -142,9 +125,9 @@ class EvaluationRounds:
         return bool(present < self._sw_ranks.count)
 
     def _sw_predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any, *, alone: bool) -> Any:
-        model: Any = PredictedModel(self.engine)
-        with self.accelerator.computing(alone=alone), _generating(self.engine):
-            return self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        engine = self.engine
+        with self.accelerator.computing(alone=alone), _through(engine):
+            return self.prediction_step(engine.model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def _sw_stand_in(self: Any, dataloader: Any) -> Any:
         if self._sw_last_batch is not None:
@@ -240,26 +223,43 @@ def _num_samples(dataloader: Any, num_rows: int) -> int:
 
 
 @contextmanager
-def _generating(engine: Any) -> Iterator[None]:
-    """Inside, `model.generate` goes through the engine."""
-    attributes = vars(engine.model)
+def _through(engine: Any) -> Iterator[None]:
+    """Inside, calls of the model and of its `generate` go through the engine: all ranks get the whole output."""
+    model = engine.model
+    kind, attributes = type(model), vars(model)
     before = {name: attributes[name] for name in ("generate",) if name in attributes}
 
     def put_back() -> None:
+        model.__class__ = kind
         attributes.pop("generate", None)
         attributes.update(before)
+
+    def put_on() -> None:
+        model.__class__ = called
+        if callable(getattr(model, "generate", None)):
+            attributes["generate"] = generate
+
+    def run(ask: Callable[[], Any]) -> Any:
+        put_back()
+        try:
+            return ask()
+        finally:
+            put_on()
+
+    def call(own: Any, *args: Any, **inputs: Any) -> Any:
+        batch = {"args": args, "inputs": inputs}
+        return run(lambda: engine.predict(batch, lambda each: own(*each["args"], **each["inputs"])))
 
     def generate(inputs: Any = None, **kwargs: Any) -> Any:
         tensors = {name: each for name, each in kwargs.items() if isinstance(each, torch.Tensor)}
         rest = {name: each for name, each in kwargs.items() if name not in tensors}
-        put_back()
-        try:
-            return engine.generate(tensors if inputs is None else inputs, **(rest if inputs is None else kwargs))
-        finally:
-            attributes["generate"] = generate
+        return run(
+            lambda: engine.generate(tensors if inputs is None else inputs, **(rest if inputs is None else kwargs))
+        )
 
-    if callable(getattr(engine.model, "generate", None)):
-        attributes["generate"] = generate
+    # Of the class, where Python looks a call up. No object in its place: a trainer may call the model that it holds.
+    called = type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    put_on()
     try:
         yield
     finally:

@@ -79,10 +79,8 @@ class MicrobatchFlow:
         """By id, in a prediction: each rank has what its stages did to them."""
         self.has_news = False
         """Whether ranks waited in this forward for an announcement by the owner of a stage."""
-        self.num_reads = 0
-        """Questions about elements of values that were answered for all ranks."""
-        self.first_read = ""
-        """The line of the program that asked the first of them."""
+        self.num_reads, self.first_read = 0, ""
+        """Questions about elements of values that were answered for all ranks; the line that asked the first."""
         self.trace: BackwardTrace | None = None
         """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
