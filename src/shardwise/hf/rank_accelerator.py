@@ -205,6 +205,9 @@ class PlanAccelerator(Accelerator):
             self.is_computing = self.is_alone = False
 
     def _found(self, tensor: torch.Tensor, purpose: str) -> list[torch.Tensor]:
+        if not self.is_computing and self.ranks.world.size > self.ranks.count:
+            # Programs take this for a point that all processes come to: what one writes behind it was not there before.
+            self.ranks.world.exchange(b"", purpose=purpose)
         return [tensor] if self.is_alone else self.ranks.tensors(tensor, purpose=purpose)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
