@@ -258,7 +258,7 @@ def _through(engine: Any) -> Iterator[None]:
         )
 
     # Of the class, where Python looks a call up. No object in its place: a trainer may call the model that it holds.
-    called = type(kind)(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    called = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     put_on()
     try:
         yield

@@ -233,8 +233,7 @@ class Executor:
         if call.is_user_code and inputs.objects:
             if flow.purpose == "generation":
                 return self._outcome_with_objects(flow, call, stage, inputs, moved)
-            if flow.purpose == "prediction":
-                flow.given_objects.update((id(each), each) for each in inputs.objects)
+            flow.give(call.name, inputs.objects)
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
             if entry is None:

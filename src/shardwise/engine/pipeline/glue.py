@@ -263,9 +263,6 @@ class Glue(TorchFunctionMode):
         self, flow: MicrobatchFlow, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The answer to a question about elements, which all ranks get from the rank that has them."""
-        # Each rank has what its own stages did to an object (a cache): a loop that reads it would go other ways.
-        if flow.purpose == "prediction" and flow.given_objects and (advice := advice_on_loops(self._stages.model)):
-            raise ModelError(f"{user_site()}: this reads the elements of a value of a stage. {advice}")
         flow.num_reads += 1
         flow.first_read = flow.first_read or user_site()
         if func not in _ARRAYS:
