@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
+from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.errors import BatchError, MismatchError, ModelError
 from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
 from shardwise.moving.nested_exchange import exchange
@@ -88,6 +89,9 @@ class DataRanks:
         back = channel.device if own is None else own.device
         if channel is self.world and not self.is_speaker:
             own = None
+        if isinstance(own, StageTensor):
+            # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
+            own = torch.tensor(own.detach().tolist(), dtype=own.dtype).reshape(own.shape)
         told = [bytes(each) for each in channel.exchange(_described(own), purpose=purpose)]
         shapes = [_shape_in(each) for each in told]
         dtypes = {shape[0] for shape in shapes if shape is not None}
@@ -257,6 +261,9 @@ class PlanAccelerator(Accelerator):
             return [tensor]
         if self.is_in_first:
             self.ranks.check_alike(tensor)
+        if not self.is_computing and self.ranks.world.size > self.ranks.count:
+            # Programs take this for a point that all processes come to: what one writes behind it was not there before.
+            self.ranks.world.exchange(b"", purpose=purpose)
         return self.ranks.tensors(tensor, purpose=purpose, of_speakers=self.is_preparing)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
