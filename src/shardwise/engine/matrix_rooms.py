@@ -1,0 +1,238 @@
+"""Where matrices are whole during an update, and the two ways in which their parts come there and go back.
+
+CPU ranks of one host write into the memory of homes, and read out of it: one copy of each element for each way.
+
+    rank 0   | put round 1 | all | take round 0 | update round 1 | put round 2 | all | take round 1 | ..
+    rank 1   | put round 1 | all | take round 0 | update round 1 | put round 2 | all | take round 1 | ..
+                              ^ an exchange: all parts of round 1 are at home, and round 0 is updated
+
+Other ranks send messages. Those of one round travel while another is updated.
+
+    round 0   gather | update   | give back |
+    round 1          | gather   | update    | give back |
+    round 2                     | gather    | update    | ..
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+
+from shardwise.comm import Channel
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.moving.copies import fill, parts_of
+from shardwise.moving.mover import BegunBatch, Delivery, Mover
+from shardwise.plan import Parameter
+from shardwise.plan.matrix_homes import Home
+from shardwise.space import Piece
+
+GRADIENT, MASTER, UPDATED = "gradient ", "master ", "updated "
+"""What the pieces of a matrix are on their way; names of pieces begin with it."""
+
+Deliveries = list[Delivery[Piece, Piece]]
+Rounds = Sequence[Sequence[str]]
+
+_LINE_BYTES = 64
+"""Of memory for one matrix, where it begins: torch's own memory begins so too, and some kernels ask."""
+
+_MASTERS, _GRADIENTS = 3, 2
+"""For so many rounds a home has memory that ranks share: slower ranks still read masters of the last but one, and the
+gradient of the last one is still in use, when the next one is put there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixRoutes:
+    """What this rank gives and gets of each matrix."""
+
+    gathers: Mapping[str, Deliveries]
+    returns: Mapping[str, Deliveries]
+    sources: dict[Piece, torch.Tensor]
+    """Masters, by what they give, and gradients while an update goes on."""
+    targets: dict[Piece, torch.Tensor]
+    """Masters, by what they take."""
+
+
+class MatrixRooms(Protocol):
+    """Memory for whole matrices at their homes."""
+
+    num_behind: int
+    """How many rounds later masters have come back."""
+
+    def bring(self, rounds: Rounds, number: int) -> None:
+        """Called before a round is updated, from -1 on until `num_behind` rounds after the last one. On return the
+        round is at home, and that of `num_behind` before has come back."""
+
+    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A matrix whose home is here and its gradient, once, during its round. It goes back as it is left."""
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """The most that an update holds: whole matrices, and messages that go and come."""
+
+
+class SharedMatrices:
+    """Memory of each home that all ranks write and read."""
+
+    num_behind = 1
+
+    def __init__(
+        self,
+        channel: Channel,
+        routes: MatrixRoutes,
+        memory: Sequence[torch.Tensor],
+        homes: Mapping[str, Home],
+        starts: Mapping[str, int],
+        spec_of: Mapping[str, Parameter],
+    ) -> None:
+        """See `shared_matrices`."""
+        self._channel = channel
+        self._routes = routes
+        self._num_bytes = memory[channel.rank].nbytes
+        self._rooms: dict[str, torch.Tensor] = {}
+        for room, start in starts.items():
+            name = room.partition(" ")[2]
+            stop = start + homes[name].num_bytes
+            values = memory[homes[name].rank][start:stop].view(torch_dtype(spec_of[name].master))
+            self._rooms[room] = values.view(spec_of[name].global_shape)
+
+    def bring(self, rounds: Rounds, number: int) -> None:
+        """See `MatrixRooms`."""
+        coming, going = _at(rounds, number), _at(rounds, number - 1)
+        rank = self._channel.rank
+        for each in _of(self._routes.gathers, coming):
+            if each.giver == rank:
+                source = parts_of(self._routes.sources[each.source], each.moves)
+                fill(self._rooms[each.source.name], each.moves, source)
+        if coming or going:
+            self._channel.exchange(b"", purpose="matrices of a round")
+        for name in going:
+            for each in self._routes.returns.get(name, ()):
+                if each.taker == rank:
+                    updated = parts_of(self._rooms[MASTER + name], each.moves)
+                    fill(self._routes.targets[each.target], each.moves, updated)
+
+    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `MatrixRooms`."""
+        return self._rooms[MASTER + name], self._rooms[GRADIENT + name]
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """See `MatrixRooms`."""
+        return self._num_bytes, 0
+
+
+def shared_matrices(
+    channel: Channel,
+    routes: MatrixRoutes,
+    rounds: Rounds,
+    homes: Mapping[str, Home],
+    spec_of: Mapping[str, Parameter],
+) -> SharedMatrices | None:
+    """Memory for the rounds of an owner; None where its ranks share none. All of them call this together."""
+    # The same on all ranks: each finds the matrices of the others by it.
+    starts: dict[str, int] = {}
+    most = 0
+    for rank in range(channel.size):
+        end = 0
+        for kind, num_turns in ((MASTER, _MASTERS), (GRADIENT, _GRADIENTS)):
+            for turn in range(num_turns):
+                first = end
+                for names in rounds[turn::num_turns]:
+                    at = first
+                    for name in names:
+                        if homes[name].rank == rank:
+                            starts[kind + name] = at
+                            at += -(-homes[name].num_bytes // _LINE_BYTES) * _LINE_BYTES
+                    end = max(end, at)
+        most = max(most, end)
+    memory = channel.share(most) if most else None
+    return None if memory is None else SharedMatrices(channel, routes, memory, homes, starts, spec_of)
+
+
+class SentMatrices:
+    """Memory that comes and goes with each matrix, and messages."""
+
+    num_behind = 2
+
+    def __init__(
+        self,
+        channel: Channel,
+        routes: MatrixRoutes,
+        rounds: Rounds,
+        held: Mapping[str, torch.Tensor],
+        *,
+        packs_on: torch.device,
+    ) -> None:
+        """rounds: of an update that is not made at once. held: the matrices whose home is here, without memory.
+        packs_on: see `Mover`."""
+        self._rank = channel.rank
+        self._routes = routes
+        self._rounds = rounds
+        self._held = held
+        self._rooms: dict[str, torch.Tensor] = {}
+        """Whole gradients, masters and updated masters, by the names of their pieces."""
+        self._begun: BegunBatch[Piece, Piece] | None = None
+        self._mover: Mover[Piece, Piece] = Mover(
+            channel,
+            take=lambda piece, moves: parts_of(self._source(piece), moves),
+            put=lambda piece, moves, elements: fill(self._target(piece), moves, elements),
+            packs_on=packs_on,
+            purpose="matrices",
+        )
+
+    def bring(self, rounds: Rounds, number: int) -> None:
+        """See `MatrixRooms`."""
+        begun = self._begun
+        following = number + 1
+        self._begun = self._mover.begin(self._batch(rounds, following), following, f"matrices, batch {following}")
+        for name in _at(rounds, number):
+            if name in self._held:
+                for kind in (GRADIENT, MASTER):
+                    self._rooms[kind + name] = torch.empty_like(self._held[name], memory_format=torch.contiguous_format)
+        if begun is not None:
+            self._mover.finish(begun)
+        for name in _at(rounds, number - 2):
+            self._rooms.pop(UPDATED + name, None)
+
+    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `MatrixRooms`."""
+        self._rooms[UPDATED + name] = self._rooms.pop(MASTER + name)
+        return self._rooms[UPDATED + name], self._rooms.pop(GRADIENT + name)
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """See `MatrixRooms`."""
+        rounds = self._rounds
+        whole = [sum(self._held[name].nbytes for name in names if name in self._held) for names in rounds]
+        # The masters of one round go back while those of another are updated and those of a third come, with gradients.
+        in_rooms = max((sum(whole[max(0, at - 2) : at + 1]) + whole[at] for at in range(len(whole))), default=0)
+        messages: dict[tuple[int, bool], int] = {}
+        for number in range(len(rounds) + 2):
+            batch = [each for each in self._batch(rounds, number) if each.giver != each.taker]
+            for is_sent in (True, False):
+                num_bytes = sum(each.num_bytes for each in batch if (each.giver == self._rank) == is_sent)
+                messages[number % 2, is_sent] = max(messages.get((number % 2, is_sent), 0), num_bytes)
+        return in_rooms, sum(messages.values())
+
+    def _batch(self, rounds: Rounds, number: int) -> Deliveries:
+        """What travels together: what goes back first, for its memory is free before more comes."""
+        return [
+            *_of(self._routes.returns, _at(rounds, number - 2)),
+            *_of(self._routes.gathers, _at(rounds, number)),
+        ]
+
+    def _source(self, piece: Piece) -> torch.Tensor:
+        return self._rooms[piece.name] if piece.name.startswith(UPDATED) else self._routes.sources[piece]
+
+    def _target(self, piece: Piece) -> torch.Tensor:
+        return self._routes.targets[piece] if piece.name.startswith(UPDATED) else self._rooms[piece.name]
+
+
+def _at(rounds: Rounds, number: int) -> Sequence[str]:
+    return rounds[number] if 0 <= number < len(rounds) else ()
+
+
+def _of(deliveries: Mapping[str, Deliveries], names: Iterable[str]) -> Iterator[Delivery[Piece, Piece]]:
+    return chain.from_iterable(deliveries.get(name, ()) for name in names)
