@@ -22,17 +22,19 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.moving.copies import fill, parts_of
+from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.moving.mover import BegunBatch, Delivery, Mover
 from shardwise.plan import Parameter
 from shardwise.plan.matrix_homes import Home
-from shardwise.space import Piece
+from shardwise.space import Move, Piece
 
 GRADIENT, MASTER, UPDATED = "gradient ", "master ", "updated "
 """What the pieces of a matrix are on their way; names of pieces begin with it."""
 
 Deliveries = list[Delivery[Piece, Piece]]
 Rounds = Sequence[Sequence[str]]
+_Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Targets and sources."""
 
 _LINE_BYTES = 64
 """Of memory for one matrix, where it begins: torch's own memory begins so too, and some kernels ask."""
@@ -88,7 +90,7 @@ class SharedMatrices:
     ) -> None:
         """See `shared_matrices`."""
         self._channel = channel
-        self._routes = routes
+        self._sources = routes.sources
         self._num_bytes = memory[channel.rank].nbytes
         self._rooms: dict[str, torch.Tensor] = {}
         for room, start in starts.items():
@@ -96,22 +98,36 @@ class SharedMatrices:
             stop = start + homes[name].num_bytes
             values = memory[homes[name].rank][start:stop].view(torch_dtype(spec_of[name].master))
             self._rooms[room] = values.view(spec_of[name].global_shape)
+        # Views of masters are made once: in an update they would cost as much as the copy of a small matrix.
+        self._gradients: dict[str, list[tuple[list[torch.Tensor], Delivery[Piece, Piece]]]] = {}
+        """The places of what each delivery gives."""
+        self._masters: dict[str, _Copies] = {}
+        self._updated: dict[str, _Copies] = {}
+        for name, deliveries in routes.gathers.items():
+            for each in (each for each in deliveries if each.giver == channel.rank):
+                places = _places(self._rooms[each.source.name], each.moves)
+                if each.source.name.startswith(GRADIENT):
+                    self._gradients.setdefault(name, []).append((places, each))
+                else:
+                    source = parts_of(routes.sources[each.source], each.moves)
+                    self._masters.setdefault(name, []).extend(zip(places, source, strict=True))
+        for name, deliveries in routes.returns.items():
+            for each in (each for each in deliveries if each.taker == channel.rank):
+                places = _places(routes.targets[each.target], each.moves)
+                source = parts_of(self._rooms[MASTER + name], each.moves)
+                self._updated.setdefault(name, []).extend(zip(places, source, strict=True))
 
     def bring(self, rounds: Rounds, number: int) -> None:
         """See `MatrixRooms`."""
         coming, going = _at(rounds, number), _at(rounds, number - 1)
-        rank = self._channel.rank
-        for each in _of(self._routes.gathers, coming):
-            if each.giver == rank:
-                source = parts_of(self._routes.sources[each.source], each.moves)
-                fill(self._rooms[each.source.name], each.moves, source)
+        for name in coming:
+            for places, each in self._gradients.get(name, ()):
+                _copy(zip(places, parts_of(self._sources[each.source], each.moves), strict=True))
+            _copy(self._masters.get(name, ()))
         if coming or going:
             self._channel.exchange(b"", purpose="matrices of a round")
         for name in going:
-            for each in self._routes.returns.get(name, ()):
-                if each.taker == rank:
-                    updated = parts_of(self._rooms[MASTER + name], each.moves)
-                    fill(self._routes.targets[each.target], each.moves, updated)
+            _copy(self._updated.get(name, ()))
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """See `MatrixRooms`."""
@@ -232,6 +248,15 @@ class SentMatrices:
 
 def _at(rounds: Rounds, number: int) -> Sequence[str]:
     return rounds[number] if 0 <= number < len(rounds) else ()
+
+
+def _places(target: torch.Tensor, moves: Sequence[Move]) -> list[torch.Tensor]:
+    return [part_of(target, move.target, move.shape) for move in moves]
+
+
+def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in copies:
+        put(target, source)
 
 
 def _of(deliveries: Mapping[str, Deliveries], names: Iterable[str]) -> Iterator[Delivery[Piece, Piece]]:
