@@ -25,7 +25,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.copies import fill, part_of, parts_of, put
 from shardwise.moving.mover import BegunBatch, Delivery, Mover
 from shardwise.plan import Parameter
-from shardwise.plan.matrix_homes import Home
+from shardwise.plan.matrix_homes import Home, Rooms, rooms_of
 from shardwise.space import Move, Piece
 
 GRADIENT, MASTER, UPDATED = "gradient ", "master ", "updated "
@@ -35,13 +35,6 @@ Deliveries = list[Delivery[Piece, Piece]]
 Rounds = Sequence[Sequence[str]]
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Targets and sources."""
-
-_LINE_BYTES = 64
-"""Of memory for one matrix, where it begins: torch's own memory begins so too, and some kernels ask."""
-
-_MASTERS, _GRADIENTS = 3, 2
-"""For so many rounds a home has memory that ranks share: slower ranks still read masters of the last but one, and the
-gradient of the last one is still in use, when the next one is put there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +78,7 @@ class SharedMatrices:
         routes: MatrixRoutes,
         memory: Sequence[torch.Tensor],
         homes: Mapping[str, Home],
-        starts: Mapping[str, int],
+        rooms: Rooms,
         spec_of: Mapping[str, Parameter],
     ) -> None:
         """See `shared_matrices`."""
@@ -93,11 +86,11 @@ class SharedMatrices:
         self._sources = routes.sources
         self._num_bytes = memory[channel.rank].nbytes
         self._rooms: dict[str, torch.Tensor] = {}
-        for room, start in starts.items():
-            name = room.partition(" ")[2]
-            stop = start + homes[name].num_bytes
-            values = memory[homes[name].rank][start:stop].view(torch_dtype(spec_of[name].master))
-            self._rooms[room] = values.view(spec_of[name].global_shape)
+        for kind, starts in ((MASTER, rooms.masters), (GRADIENT, rooms.gradients)):
+            for name, start in starts.items():
+                home, spec = homes[name], spec_of[name]
+                values = memory[home.rank][start : start + home.num_bytes].view(torch_dtype(spec.master))
+                self._rooms[kind + name] = values.view(spec.global_shape)
         # Views of masters are made once: in an update they would cost as much as the copy of a small matrix.
         self._gradients: dict[str, list[tuple[list[torch.Tensor], Delivery[Piece, Piece]]]] = {}
         """The places of what each delivery gives."""
@@ -140,31 +133,12 @@ class SharedMatrices:
 
 
 def shared_matrices(
-    channel: Channel,
-    routes: MatrixRoutes,
-    rounds: Rounds,
-    homes: Mapping[str, Home],
-    spec_of: Mapping[str, Parameter],
+    channel: Channel, routes: MatrixRoutes, rounds: Rounds, homes: Mapping[str, Home], spec_of: Mapping[str, Parameter]
 ) -> SharedMatrices | None:
     """Memory for the rounds of an owner; None where its ranks share none. All of them call this together."""
-    # The same on all ranks: each finds the matrices of the others by it.
-    starts: dict[str, int] = {}
-    most = 0
-    for rank in range(channel.size):
-        end = 0
-        for kind, num_turns in ((MASTER, _MASTERS), (GRADIENT, _GRADIENTS)):
-            for turn in range(num_turns):
-                first = end
-                for names in rounds[turn::num_turns]:
-                    at = first
-                    for name in names:
-                        if homes[name].rank == rank:
-                            starts[kind + name] = at
-                            at += -(-homes[name].num_bytes // _LINE_BYTES) * _LINE_BYTES
-                    end = max(end, at)
-        most = max(most, end)
-    memory = channel.share(most) if most else None
-    return None if memory is None else SharedMatrices(channel, routes, memory, homes, starts, spec_of)
+    rooms = rooms_of(homes, rounds, channel.size)
+    memory = channel.share(rooms.num_bytes) if rooms.num_bytes else None
+    return None if memory is None else SharedMatrices(channel, routes, memory, homes, rooms, spec_of)
 
 
 class SentMatrices:
