@@ -53,18 +53,20 @@ class MatrixRooms(Protocol):
     """Memory for whole matrices at their homes."""
 
     num_behind: int
-    """How many rounds later masters have come back."""
+    """By how many rounds masters come back later than matrices are updated."""
 
     def bring(self, rounds: Rounds, number: int) -> None:
-        """Called before a round is updated, from -1 on until `num_behind` rounds after the last one. On return the
-        round is at home, and that of `num_behind` before has come back."""
+        """Called for -1, to begin, and before each round is updated; then `num_behind` times more.
+
+        On return the round of this number is at home, and the masters of round `number - num_behind` have come back.
+        """
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A matrix whose home is here and its gradient, once, during its round. It goes back as it is left."""
+        """A matrix whose home is here, and its gradient. Asked for once, in its round; goes back as it is left then."""
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """The most that an update holds: whole matrices, and messages that go and come."""
+        """The most that an update holds: for whole matrices, and for messages."""
 
 
 class SharedMatrices:
@@ -112,7 +114,7 @@ class SharedMatrices:
 
     def bring(self, rounds: Rounds, number: int) -> None:
         """See `MatrixRooms`."""
-        coming, going = _at(rounds, number), _at(rounds, number - 1)
+        coming, going = names_of(rounds, number), names_of(rounds, number - 1)
         for name in coming:
             for places, each in self._gradients.get(name, ()):
                 _copy(zip(places, parts_of(self._sources[each.source], each.moves), strict=True))
@@ -153,7 +155,7 @@ class SentMatrices:
         rounds: Rounds,
         held: Mapping[str, torch.Tensor],
         *,
-        packs_on: torch.device,
+        packs_on: torch.device | None,
     ) -> None:
         """rounds: of an update that is not made at once. held: the matrices whose home is here, without memory.
         packs_on: see `Mover`."""
@@ -177,13 +179,13 @@ class SentMatrices:
         begun = self._begun
         following = number + 1
         self._begun = self._mover.begin(self._batch(rounds, following), following, f"matrices, batch {following}")
-        for name in _at(rounds, number):
+        for name in names_of(rounds, number):
             if name in self._held:
                 for kind in (GRADIENT, MASTER):
                     self._rooms[kind + name] = torch.empty_like(self._held[name], memory_format=torch.contiguous_format)
         if begun is not None:
             self._mover.finish(begun)
-        for name in _at(rounds, number - 2):
+        for name in names_of(rounds, number - 2):
             self._rooms.pop(UPDATED + name, None)
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,8 +211,8 @@ class SentMatrices:
     def _batch(self, rounds: Rounds, number: int) -> Deliveries:
         """What travels together: what goes back first, for its memory is free before more comes."""
         return [
-            *_of(self._routes.returns, _at(rounds, number - 2)),
-            *_of(self._routes.gathers, _at(rounds, number)),
+            *_of(self._routes.returns, names_of(rounds, number - 2)),
+            *_of(self._routes.gathers, names_of(rounds, number)),
         ]
 
     def _source(self, piece: Piece) -> torch.Tensor:
@@ -220,7 +222,8 @@ class SentMatrices:
         return self._routes.targets[piece] if piece.name.startswith(UPDATED) else self._rooms[piece.name]
 
 
-def _at(rounds: Rounds, number: int) -> Sequence[str]:
+def names_of(rounds: Rounds, number: int) -> Sequence[str]:
+    """The matrices of a round; none before the first one and after the last one."""
     return rounds[number] if 0 <= number < len(rounds) else ()
 
 

@@ -31,6 +31,7 @@ from shardwise.engine.matrix_rooms import (
     MatrixRooms,
     MatrixRoutes,
     SentMatrices,
+    names_of,
     shared_matrices,
 )
 from shardwise.engine.state import placed
@@ -77,11 +78,11 @@ class MatrixUpdates:
         self.updated = [each for each in buffers.owned if each.segment.name not in homes] + list(self._held.values())
         """What the optimizers of this rank have."""
         self._routes = self._agree(channel)
-        masters_on = next((each.master.device for each in buffers.buckets if each.plan.trainable), channel.device)
         held = {name: each.parameter for name, each in self._held.items()}
-        self._sent = SentMatrices(channel, self._routes, self._rounds, held, packs_on=masters_on)
+        packs_on = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
+        self._sent = SentMatrices(channel, self._routes, self._rounds, held, packs_on=packs_on)
         shared = None
-        if masters_on.type == "cpu":
+        if channel.device.type == "cpu":
             shared = shared_matrices(channel, self._routes, self._rounds, homes, self._spec_of)
         self._rooms: MatrixRooms = shared or self._sent
 
@@ -140,8 +141,7 @@ class MatrixUpdates:
             rooms.bring(rounds, number)
             if 0 <= (last := number - rooms.num_behind) < len(rounds) - 1:
                 yield last + 1
-            if number < max(len(rounds), 1):
-                self._update(rooms, rounds[number] if rounds else (), number, step)
+            self._update(rooms, names_of(rounds, number), number, step)
         for piece in given:  # views would keep buffers that are given back
             del self._routes.sources[piece]
         yield len(self._rounds)

@@ -9,8 +9,8 @@ Two matrices of 4 and one of 2 units of work on 2 owners with tp = 2, which cuts
 The matrices of an owner go in rounds, in which each of its ranks updates a few. Where these ranks share memory, each
 has room for a few rounds, which others write and read (`engine/matrix_rooms.py`):
 
-    while round 3 is updated     masters     | round 3 | round 1, still read | round 2, read |
-                                 gradients   | round 2, maybe in use | round 3 |
+    while round 3 is updated     masters     | round 3 | round 4 comes | round 2 goes back |
+                                 gradients   | round 4 comes | round 3 |
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,8 @@ _LEAST_BYTES = 256 << 10
 """Smaller rounds would cost more messages than they save memory."""
 
 _PER_BYTE = 1 / 8
-"""What a share of the bytes counts, of an equal share of the work: an update waits for the rank with most work."""
+"""A share of all bytes counts so much, where an equal share of all work counts 1. An update waits for the rank that has
+most to do, so work counts more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +94,8 @@ def share_out(
             for place in range(owner, len(held), num_owners):
                 held[place] += num_bytes
         else:
-            # What the weighted sum of squares of all shares grows by, but for its own square: the least evens out both.
+            # By this the weighted sum of the squares of all shares grows, half and without the new square, which is the
+            # same in each place. The least growth keeps work and bytes even.
             growth = [
                 work_share * done + byte_share * (there / all_bytes) * _PER_BYTE
                 for done, there in zip(busy, held, strict=True)
