@@ -276,23 +276,30 @@ def test_a_part_of_the_matrices_is_trained_while_all_are_averaged(
 
 
 def deep(channel: sw.Channel) -> dict[str, torch.Tensor]:
-    """Masters after two steps of more rounds than shared memory has room for."""
+    """Masters after three steps of more rounds than shared memory has room for. The second one is of one round."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
     rules = {str(at): "column" if at % 2 == 0 else "row" for at in range(12)}
     engine = sw.parallelize(
         model,
-        sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules=rules), precision=sw.Precision(compute="bfloat16")),
+        sw.Plan(
+            mesh=sw.Mesh(tp=2),
+            sharding=sw.Sharding(bucket_bytes=1 << 16),
+            tensor=sw.Tensor(rules=rules),
+            precision=sw.Precision(compute="bfloat16"),
+        ),
         optimizer=torch.optim.Muon(model.parameters(), lr=0.02),
         loss=lambda output, batch: output.float().square().mean(),
         channel=channel,
+        groups={"back": ("10", "11")},
     )
     matrices = engine._closing._bucket_updates._matrices
     assert matrices is not None
     assert len(matrices._rounds) == 6
-    for step in range(2):
-        engine.step({"input": torch.ones(2, 256) * (step + 1)})
+    for step in range(3):
+        engine.step({"input": torch.ones(2, 256) * (step + 1)}, only="back" if step == 1 else None)
+        assert all(piece.name.startswith("master ") for piece in matrices._routes.sources)  # no gradient is kept
     return {piece.name: each.clone() for piece, each in engine.state().items() if piece.name.endswith("master")}
 
 
