@@ -78,6 +78,10 @@ def shared_memory_is_seen_by_all_ranks_or_by_none(channel: Channel) -> None:
         ] * channel.size
         assert not any(bool(part.any()) for part in shared)
         channel.exchange(b"", purpose="everybody has looked")
+        shared[(channel.rank + 1) % channel.size].fill_(100 + channel.rank)
+        channel.exchange(b"", purpose="everybody has written to a neighbour")
+        assert bool((shared[channel.rank] == 100 + (channel.rank - 1) % channel.size).all())
+        channel.exchange(b"", purpose="everybody has looked again")
         for turn in (1, 2):  # what is written again is seen again
             shared[channel.rank].fill_(channel.rank + turn)
             channel.exchange(b"", purpose="everybody has written")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 
@@ -54,6 +55,25 @@ class GoesOnAlone:
 
     def close(self) -> None:
         self._channel.close()
+
+
+class SharesMemory(GoesOnAlone):
+    """A channel of simulated ranks that share memory, as CPU ranks of one host do."""
+
+    progresses_alone = False
+    _memories: ClassVar[dict[int, torch.Tensor]] = {}
+    """Until all ranks have seen it."""
+
+    def over(self, ranks: Sequence[int]) -> sw.Channel:
+        return SharesMemory(self._channel.over(ranks))
+
+    def share(self, num_bytes: int) -> Sequence[torch.Tensor]:
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._memories[id(own)] = own
+        shared = [self._memories[int(each)] for each in self.exchange(b"%d" % id(own), purpose="shared memory")]
+        self.exchange(b"", purpose="sight of shared memory")
+        del self._memories[id(own)]
+        return shared
 
 
 class Adding:

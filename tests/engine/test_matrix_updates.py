@@ -18,10 +18,12 @@ from torch import nn
 from torch.optim import _muon
 
 import shardwise as sw
+from shardwise.engine.matrix_rooms import SentMatrices, SharedMatrices
 from shardwise.errors import OptimizerError
 from shardwise.plan import matrix_homes
 from tests.checkpoint.layouts import assembled
 from tests.covering import covering
+from tests.engine.channels import SharesMemory
 from tests.fake_device.accelerator import behind
 
 RULES = {"mix": "packed_colwise", "down": "row"}
@@ -114,6 +116,8 @@ Pieces = dict[sw.Piece, torch.Tensor]
 Rank = tuple[list[float], list[Pieces], list[Pieces]]
 """Losses, and for each step gradients and the state after it."""
 
+GROUPS = {"inner": ("mix", "down"), "outer": ("first", "head")}
+
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
@@ -121,26 +125,45 @@ def cloned(pieces: Mapping[sw.Piece, torch.Tensor]) -> Pieces:
     return {piece: each.detach().cpu().clone() for piece, each in pieces.items()}
 
 
-def train(
-    plans: Sequence[sw.Plan], *, optimizers: Optimizers = muon_and_adamw, device: str = "cpu", spoiled: int = -1
-) -> list[Rank]:
+def trained(
+    channel: sw.Channel,
+    plans: Sequence[sw.Plan],
+    optimizers: Optimizers = muon_and_adamw,
+    spoiled: int = -1,
+    only: Mapping[int, str] | None = None,
+) -> Rank:
     """A step under each of the plans, one after the other. spoiled: the step whose gradient is not finite."""
+    model = gated()
+    engine = sw.parallelize(
+        model, plans[0], optimizer=optimizers(model), loss=loss_of, channel=channel, groups=GROUPS if only else None
+    )
+    losses, gradients, states = [], [], []
+    for step, plan in enumerate(plans):
+        if plan is not engine.plan:
+            engine = sw.relayout(engine, plan)
+        share = {name: each.chunk(plan.mesh.num_data_ranks) for name, each in batch_of(step).items()}
+        mine = {name: each[plan.mesh.data_rank(channel.rank)] for name, each in share.items()}
+        if step == spoiled:
+            mine["y"] = mine["y"] * math.inf
+        losses.append(engine.step(mine, only=(only or {}).get(step)).loss)
+        gradients.append(cloned(engine.gradients()))
+        states.append(cloned(engine.state()))
+        matrices = engine._closing._bucket_updates._matrices
+        assert matrices is None or all(piece.name.startswith("master ") for piece in matrices._routes.sources)
+    return losses, gradients, states
 
+
+def train(
+    plans: Sequence[sw.Plan],
+    *,
+    optimizers: Optimizers = muon_and_adamw,
+    device: str = "cpu",
+    spoiled: int = -1,
+    only: Mapping[int, str] | None = None,
+    way: str = "sent",
+) -> list[Rank]:
     def run(channel: sw.Channel) -> Rank:
-        model = gated()
-        engine = sw.parallelize(model, plans[0], optimizer=optimizers(model), loss=loss_of, channel=channel)
-        losses, gradients, states = [], [], []
-        for step, plan in enumerate(plans):
-            if plan is not engine.plan:
-                engine = sw.relayout(engine, plan)
-            share = {name: each.chunk(plan.mesh.num_data_ranks) for name, each in batch_of(step).items()}
-            mine = {name: each[plan.mesh.data_rank(channel.rank)] for name, each in share.items()}
-            if step == spoiled:
-                mine["y"] = mine["y"] * math.inf
-            losses.append(engine.step(mine).loss)
-            gradients.append(cloned(engine.gradients()))
-            states.append(cloned(engine.state()))
-        return losses, gradients, states
+        return trained(SharesMemory(channel) if way == "shared" else channel, plans, optimizers, spoiled, only)
 
     return sw.simulate(plans[0].mesh.size, run, device=device)
 
@@ -212,31 +235,80 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 CASES: list[Any] = [
-    ("tp", 0, "cast"),
-    ("tp", 2, "plain"),
-    ("dp x tp", 1, "whole"),
-    ("dp x tp", 3, "cast"),
-    ("pp x tp", 2, "merged"),
-    ("uneven", 1, "plain"),
-    ("uneven", 3, "merged"),
-    ("replicas", 3, "whole"),
+    ("tp", 0, "cast", "shared"),
+    ("tp", 2, "plain", "sent"),
+    ("dp x tp", 1, "whole", "shared"),
+    ("dp x tp", 3, "cast", "sent"),
+    ("pp x tp", 2, "merged", "shared"),
+    ("uneven", 1, "plain", "shared"),
+    ("uneven", 3, "merged", "sent"),
+    ("replicas", 3, "whole", "shared"),
 ]
-"""Every value once or twice; all pairs are for `make stress`."""
-PAIRS = covering(list(MESHES), [0, 1, 2, 3], list(SETTINGS), strength=2)
+"""Every value once or twice; all pairs are for `make stress`. Last, how parts travel."""
+PAIRS = covering(list(MESHES), [0, 1, 2, 3], list(SETTINGS), ["shared", "sent"], strength=2)
 CASES += [pytest.param(*each, marks=pytest.mark.stress) for each in PAIRS if each not in CASES]
 
 
-@pytest.mark.parametrize(("mesh", "stage", "setting"), CASES)
+@pytest.mark.parametrize(("mesh", "stage", "setting", "way"), CASES)
 def test_matrices_are_updated_as_in_one_process(
-    monkeypatch: pytest.MonkeyPatch, mesh: str, stage: int, setting: str
+    monkeypatch: pytest.MonkeyPatch, mesh: str, stage: int, setting: str, way: str
 ) -> None:
     monkeypatch.setattr(matrix_homes, "_LEAST_BYTES", 1)  # a round for each matrix
     settings = dict(SETTINGS[setting])
     sharding = {"stage": stage, **settings.pop("sharding", {})}
-    ranks = train([plan_of(MESHES[mesh], sharding=sharding, **settings)] * 2)
+    ranks = train([plan_of(MESHES[mesh], sharding=sharding, **settings)] * 2, way=way)
     assert_updates_are_those_of_torch(ranks)
     if setting in ("plain", "whole"):
         assert ranks[0][0] == pytest.approx(in_one_process(2), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "way"), [("dp_shard=2,tp=2", 1, "shared"), ("pp=2,tp=2", 3, "sent"), ("tp=3", 2, "shared")]
+)
+def test_a_part_of_the_matrices_is_trained_while_all_are_averaged(
+    monkeypatch: pytest.MonkeyPatch, mesh: str, stage: int, way: str
+) -> None:
+    """What is left out keeps its values and its momentum; averages go on, as the masters of all ranks are."""
+    monkeypatch.setattr(matrix_homes, "_LEAST_BYTES", 1)
+    plan = plan_of(mesh, sharding={"stage": stage}, average=sw.Average(decay=0.5))
+    ranks = train([plan] * 4, only={0: "inner", 2: "outer"}, way=way)
+    assert_updates_are_those_of_torch(ranks)
+
+
+def deep(channel: sw.Channel) -> dict[str, torch.Tensor]:
+    """Masters after three steps of more rounds than shared memory has room for. The second one is of one round."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    rules = {str(at): "column" if at % 2 == 0 else "row" for at in range(12)}
+    engine = sw.parallelize(
+        model,
+        sw.Plan(
+            mesh=sw.Mesh(tp=2),
+            sharding=sw.Sharding(bucket_bytes=1 << 16),
+            tensor=sw.Tensor(rules=rules),
+            precision=sw.Precision(compute="bfloat16"),
+        ),
+        optimizer=torch.optim.Muon(model.parameters(), lr=0.02),
+        loss=lambda output, batch: output.float().square().mean(),
+        channel=channel,
+        groups={"back": ("10", "11")},
+    )
+    matrices = engine._closing._bucket_updates._matrices
+    assert matrices is not None
+    assert len(matrices._rounds) == 6
+    for step in range(3):
+        engine.step({"input": torch.ones(2, 256) * (step + 1)}, only="back" if step == 1 else None)
+        assert all(piece.name.startswith("master ") for piece in matrices._routes.sources)  # no gradient is kept
+    return {piece.name: each.clone() for piece, each in engine.state().items() if piece.name.endswith("master")}
+
+
+def test_rounds_take_turns_with_shared_memory() -> None:
+    expected = sw.simulate(2, deep)
+    found = sw.simulate(2, lambda channel: deep(SharesMemory(channel)))
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(each, other[name]) for name, each in mine.items())
 
 
 @pytest.mark.parametrize(
@@ -342,7 +414,7 @@ def test_matrices_are_frozen_and_chosen_as_others_are() -> None:
             optimizer=muon_and_adamw(model),
             loss=loss_of,
             channel=channel,
-            groups={"inner": ("mix", "down"), "outer": ("first", "head")},
+            groups=GROUPS,
         )
         engine.step(batch_of(0), only="inner")
         model.mix.weight.requires_grad_(False)
@@ -399,40 +471,51 @@ def test_bytes_are_those_that_the_formulas_say(monkeypatch: pytest.MonkeyPatch, 
     """What optimizers have, what an update holds, and what it sends on the recorded channel."""
     monkeypatch.setattr(matrix_homes, "_LEAST_BYTES", 1)
 
-    def run(channel: sw.Channel) -> tuple[int, int]:
+    def used(model: Gated, output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return loss_of(output, batch) + model.unused.weight.sum()
+
+    def run(channel: sw.Channel, way: str) -> tuple[int, int]:
         model = gated()
-        recorded = sw.Recorded(channel)
+        recorded = sw.Recorded(SharesMemory(channel) if way == "shared" else channel)
         plan = plan_of(mesh, sharding={"owners": "dp_shard"})
-
-        def used(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return loss_of(output, batch) + model.unused.weight.sum()
-
-        engine = sw.parallelize(model, plan, optimizer=muon_and_adamw(model), loss=used, channel=recorded)
+        engine = sw.parallelize(
+            model, plan, optimizer=muon_and_adamw(model), loss=partial(used, model), channel=recorded
+        )
         matrices = engine._closing._bucket_updates._matrices
         assert matrices is not None
-        held: list[int] = []
-        finish = matrices._mover.finish
-
-        def watched(begun: Any) -> None:
-            held.append(sum(each.nbytes for each in matrices._rooms.values()))
-            finish(begun)
-
-        monkeypatch.setattr(matrices._mover, "finish", watched)
-        recorded.clear()
-        engine.step(batch_of(0))
-        in_messages = sum(len(each._memory) for pair in matrices._mover._memories for each in pair)
         whole, messages = matrices.held_bytes
-        assert (max(held, default=0), in_messages) == (whole, messages)
         assert engine.footprint().updating_bytes == whole + messages
-        sent = sum(each.bytes_sent for each in recorded.calls if each.purpose.startswith("matrices"))
         had = [each.numel() for optimizer in engine.optimizers for each in optimizer.param_groups[0]["params"]]
         assert sum(had) == engine.footprint().owned_elements
-        return sent, sum(matrices.sent_bytes)
+        rooms = matrices._rooms
+        held: list[int] = []
+        if isinstance(rooms, SentMatrices):
+            finish = rooms._mover.finish
 
-    ranks = sw.simulate(4, run)
+            def watched(begun: Any) -> None:
+                held.append(sum(each.nbytes for each in rooms._rooms.values()))
+                finish(begun)
+
+            monkeypatch.setattr(rooms._mover, "finish", watched)
+        recorded.clear()
+        engine.step(batch_of(0))
+        if isinstance(rooms, SentMatrices):
+            in_messages = sum(len(each._memory) for pair in rooms._mover._memories for each in pair)
+            assert (max(held, default=0), in_messages) == (whole, messages)
+        else:
+            assert isinstance(rooms, SharedMatrices)
+            memory = next(iter(rooms._rooms.values())).untyped_storage()
+            assert (memory.nbytes(), 0) == (whole, messages)
+        return sum(each.bytes_sent for each in recorded.calls if each.purpose.startswith("matrices")), sum(
+            matrices.sent_bytes
+        )
+
+    ranks = sw.simulate(4, lambda channel: run(channel, "sent"))
     assert sum(sent for sent, _ in ranks) > 0
     for sent, by_formula in ranks:
         assert by_formula <= sent <= by_formula + 1024  # parts are aligned in messages
+    # As much is read in place, and nothing sent.
+    assert sw.simulate(4, lambda channel: run(channel, "shared")) == [(0, by_formula) for _, by_formula in ranks]
 
 
 def test_an_optimizer_that_looks_at_other_parameters_is_refused_under_tp() -> None:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.plan import Parameter, Sharding, plan_ownership
-from shardwise.plan.matrix_homes import rounds_of, share_out
+from shardwise.plan.matrix_homes import Home, rooms_of, rounds_of, share_out
 from tests.properties import tried
 
 
@@ -92,3 +93,29 @@ def test_rounds_take_some_of_each_home() -> None:
     rounds = rounds_of(homes, list(shapes), 0)
     assert [len(each) for each in rounds] == [8] * 8
     assert all(sorted(homes[name].rank for name in each) == [0] * 4 + [1] * 4 for each in rounds)
+
+
+@given(
+    homes=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 300)), max_size=14),
+    cuts=st.lists(st.integers(0, 14), max_size=8),
+)
+@tried(60)
+def test_rooms_in_use_do_not_overlap(homes: list[tuple[int, int]], cuts: list[int]) -> None:
+    """Of masters those of three rounds, and of gradients those of two: others may be read or updated when one comes."""
+    home_of = {f"w{at}": Home(owner=0, rank=rank, num_bytes=size, work=1) for at, (rank, size) in enumerate(homes)}
+    ends = [0, *sorted(min(cut, len(homes)) for cut in cuts), len(homes)]
+    rounds = [list(home_of)[first:last] for first, last in pairwise(ends)]
+    rooms = rooms_of(home_of, rounds, 3)
+    assert rooms.masters.keys() == rooms.gradients.keys() == home_of.keys()
+    for number in range(len(rounds)):
+        taken: set[tuple[int, int]] = set()
+        num_bytes = 0
+        for starts, num_turns in ((rooms.masters, 3), (rooms.gradients, 2)):
+            for names in rounds[max(0, number + 1 - num_turns) : number + 1]:
+                for name in names:
+                    home, start = home_of[name], starts[name]
+                    taken |= {(home.rank, start + at) for at in range(home.num_bytes)}
+                    num_bytes += home.num_bytes
+                    assert start % 64 == 0
+                    assert start + home.num_bytes <= rooms.num_bytes
+        assert len(taken) == num_bytes

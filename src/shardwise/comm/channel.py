@@ -71,8 +71,7 @@ class Channel(Protocol):
         """Zeroed bytes (uint8) on `device`, in the memory from which this channel moves tensors fastest."""
 
     def share(self, num_bytes: int) -> "Sequence[torch.Tensor] | None":
-        """Zeroed bytes on the CPU for each rank, which all ranks read in place, in rank order. This rank's are
-        its own to write.
+        """Zeroed bytes on the CPU for each rank, which all ranks read and write in place, in rank order.
 
         None where not all ranks of the channel share one host's memory. A collective call: every rank gives the same
         number. The ranks order their writes and reads with `exchange`.

@@ -8,7 +8,7 @@ it is, without a copy into a slot. The life of a slot, with two readers::
           by the owner             over the sockets                 from either           from the other
 
 Memory has no lock. A reader looks only after the CHUNK frame, and the owner writes only after all CONSUMED frames.
-Frames pass through the kernel, which orders the writes before them.
+Frames pass through the kernel, which orders the writes before them. In memory of `Channel.share` peers may write too.
 """
 
 import mmap

@@ -78,8 +78,9 @@ class BucketUpdates:
                 self._step_at_once(optimizers, gradients, touched)
                 self._buffers.publish(counters, trained=trained, meanwhile=meanwhile)
             else:
-                update = self._step_in_parts(optimizers, parts, gradients, touched)
+                update, rounds = self._step_in_parts(optimizers, parts, gradients, touched)
                 self._buffers.publish(counters, trained=trained, before=update, meanwhile=meanwhile)
+                deque(rounds, maxlen=0)  # no bucket waits for the last ones where few are trained
 
     def _step_at_once(
         self,
@@ -102,8 +103,8 @@ class BucketUpdates:
         parts: Mapping[_Place, _Part],
         gradients: Mapping[str, torch.Tensor],
         touched: Collection[str],
-    ) -> Callable[[int], None]:
-        """Begin an update in parts; returns what gives the masters of a bucket their new values."""
+    ) -> tuple[Callable[[int], None], Iterator[int]]:
+        """Begin an update in parts; returns what gives the masters of a bucket their new values, and the rounds."""
         held = {id(optimizer) for part in parts.values() for optimizer, _ in part}
         for optimizer in optimizers:
             # As always once per update, also where this rank has nothing for it: it may count them.
@@ -115,7 +116,7 @@ class BucketUpdates:
                 _step_on(optimizer, groups)
 
         if self._matrices is None:
-            return partial(step, "bucket")
+            return partial(step, "bucket"), iter(())
         last_rounds = self._matrices.last_rounds
         rounds = self._matrices.carry_out(gradients, touched, partial(step, "round"), at_once=False)
         num_over = next(rounds)
@@ -126,7 +127,7 @@ class BucketUpdates:
             while num_over < last_rounds.get(bucket, 0):
                 num_over = next(rounds)
 
-        return update
+        return update, rounds
 
     def _parts_of(
         self, trained: TrainedSet, optimizers: Sequence[torch.optim.Optimizer]

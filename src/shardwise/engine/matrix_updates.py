@@ -8,11 +8,8 @@ any layout; between updates nothing is anywhere twice, but the optimizer's state
     rank 1   master w[:, 2:]  --+    [2] optimizer.step() --> [3] give back  --+-->  master w[:, 2:]
              gradient
 
-    round 0   [1] | [2]      | [3]                      the messages of a round travel while another is updated; each
-    round 1       | [1]      | [2]      | [3]           rank updates some of its matrices in each round
-    round 2                  | [1]      | [2]     ..
-
-The ranks agree on one `ReshardPlan` when the engine is made. The mover carries out the lines of it that are due.
+The matrices of an owner go in rounds; each of its ranks updates some in each round. `matrix_rooms` has [1] and [3]. The
+ranks agree on one `ReshardPlan` when the engine is made, and carry out the lines of it that are due.
 """
 
 import math
@@ -26,22 +23,27 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.inventory import Inventory
+from shardwise.engine.matrix_rooms import (
+    GRADIENT,
+    MASTER,
+    UPDATED,
+    Deliveries,
+    MatrixRooms,
+    MatrixRoutes,
+    SentMatrices,
+    names_of,
+    shared_matrices,
+)
 from shardwise.engine.state import placed
 from shardwise.engine.zero.flat_params import FlatParams, Owned
-from shardwise.moving.copies import fill, parts_of
-from shardwise.moving.mover import BegunBatch, Delivery, Mover, PlanDeliveries
+from shardwise.moving.mover import PlanDeliveries
 from shardwise.moving.piece_exchange import consent
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.matrix_homes import rounds_of
 from shardwise.space import Piece, Run
 
-_GRADIENT, _MASTER, _UPDATED = "gradient ", "master ", "updated "
-"""What the pieces of a matrix are on their way; names of pieces begin with it."""
-
 _UNCUT = 1 << 60
 """Bytes of messages: rounds keep them small, and no plan cuts them."""
-
-_Deliveries = list[Delivery[Piece, Piece]]
 
 
 class MatrixUpdates:
@@ -56,7 +58,12 @@ class MatrixUpdates:
         """What is here of each matrix: its master in the flat buffer."""
         bucket_of = {slot.name: at for at, each in enumerate(buffers.buckets) for slot in each.plan.slots}
         # About the order of the buckets, which may be others on ranks with larger parts.
-        self._rounds = rounds_of(homes, [spec.name for spec in reversed(inventory.specs)], buffers.owner)
+        order = [spec.name for spec in reversed(inventory.specs)]
+        if not channel.progresses_alone:
+            # No bucket travels while others are updated, so none has to be ready first. Ranks wait for each other once
+            # a round: with the largest ones first all have about as much to do in each.
+            order.sort(key=lambda name: -homes[name].work if name in homes else 0)
+        self._rounds = rounds_of(homes, order, buffers.owner)
         self._round_of = {name: at for at, names in enumerate(self._rounds) for name in names}
         self.last_rounds: dict[int, int] = {}
         """For each bucket with such matrices how many rounds end before all of its masters have their new values."""
@@ -70,23 +77,14 @@ class MatrixUpdates:
         """The matrices whose home is here. They have memory during their round only."""
         self.updated = [each for each in buffers.owned if each.segment.name not in homes] + list(self._held.values())
         """What the optimizers of this rank have."""
-        self._sources: dict[Piece, torch.Tensor] = {}
-        """Masters, by what they give, and gradients while an update goes on."""
-        self._targets: dict[Piece, torch.Tensor] = {}
-        """Masters, by what they take."""
-        for name, each in self._parts.items():
-            self._sources |= self._placed(_MASTER, name, each.parameter)
-            self._targets |= self._placed(_UPDATED, name, each.parameter)
-        self._rooms: dict[str, torch.Tensor] = {}
-        """Whole gradients, masters and updated masters, by the names of their pieces."""
-        self._gathers, self._returns = self._agree(channel)
-        self._mover: Mover[Piece, Piece] = Mover(
-            channel,
-            take=lambda piece, moves: parts_of(self._source(piece), moves),
-            put=lambda piece, moves, elements: fill(self._target(piece), moves, elements),
-            packs_on=next((each.master.device for each in buffers.buckets), None),
-            purpose="matrices",
-        )
+        self._routes = self._agree(channel)
+        held = {name: each.parameter for name, each in self._held.items()}
+        packs_on = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
+        self._sent = SentMatrices(channel, self._routes, self._rounds, held, packs_on=packs_on)
+        shared = None
+        if channel.device.type == "cpu":
+            shared = shared_matrices(channel, self._routes, self._rounds, homes, self._spec_of)
+        self._rooms: MatrixRooms = shared or self._sent
 
     def round_of(self, each: Owned) -> int | None:
         """The number of the round in which this rank updates it; None for what is no matrix of this rank."""
@@ -102,40 +100,17 @@ class MatrixUpdates:
     @property
     def held_bytes(self) -> tuple[int, int]:
         """The most that an update holds in addition: whole matrices, and messages that go and come."""
-        rounds = self._rounds
-        whole = [sum(self._held[name].parameter.nbytes for name in names if name in self._held) for names in rounds]
-        # The masters of one round go back while those of another are updated and those of a third come, with gradients.
-        in_rooms = max((sum(whole[max(0, at - 2) : at + 1]) + whole[at] for at in range(len(whole))), default=0)
-        messages: dict[tuple[int, bool], int] = {}
-        for number in range(len(rounds) + 2):
-            for is_sent in (True, False):
-                sizes = [each.num_bytes for each in self._by_message(self._batch(rounds, number), is_sent)]
-                messages[number % 2, is_sent] = max(messages.get((number % 2, is_sent), 0), sum(sizes))
-        return in_rooms, sum(messages.values())
+        return self._rooms.held_bytes
 
     @property
     def sent_bytes(self) -> tuple[int, int]:
-        """Of gradients, and of masters, in an update of all matrices."""
-        batch = [each for number in range(len(self._rounds) + 2) for each in self._batch(self._rounds, number)]
+        """Of gradients, and of masters, that go from this rank to others in an update of all matrices."""
         sent = {True: 0, False: 0}
-        for each in self._by_message(batch, True):
-            num_elements = sum(move.num_elements for move in each.moves)
-            sent[each.source.name.startswith(_GRADIENT)] += num_elements * each.dtype.itemsize
+        for each in chain(*self._routes.gathers.values(), *self._routes.returns.values()):
+            if each.giver == self._rank != each.taker:
+                num_elements = sum(move.num_elements for move in each.moves)
+                sent[each.source.name.startswith(GRADIENT)] += num_elements * each.dtype.itemsize
         return sent[True], sent[False]
-
-    def _by_message(self, batch: _Deliveries, is_sent: bool) -> Iterator[Delivery[Piece, Piece]]:
-        """What this rank sends to others, or gets from them."""
-        for each in batch:
-            if each.giver != each.taker and (each.giver == self._rank) == is_sent:
-                yield each
-
-    def _batch(self, rounds: Sequence[Sequence[str]], number: int) -> _Deliveries:
-        """What travels together: what goes back first, for its memory is free before more comes."""
-        returned, gathered = self._at(rounds, number - 2), self._at(rounds, number)
-        return [
-            *chain.from_iterable(self._returns.get(name, ()) for name in returned),
-            *chain.from_iterable(self._gathers.get(name, ()) for name in gathered),
-        ]
 
     @torch.no_grad()
     def carry_out(
@@ -146,89 +121,69 @@ class MatrixUpdates:
         *,
         at_once: bool,
     ) -> Iterator[int]:
-        """Bring together, update and give back. Yields 0 once the first messages are on their way, and then how many
-        rounds are over: the masters of their matrices have their new values.
+        """Bring together, update and give back. Yields 0 once the first parts are on their way, and then how many
+        rounds are over: the masters of their matrices have their new values. All ranks come to its end.
 
         gradients: of what is owned here, by name. touched: names that have a gradient on any rank; the others stay.
         step: updates this rank's matrices of a round. at_once: there is one round, 0; the same on all ranks.
         """
-        names = tuple(chain(*self._rounds))
-        rounds = [[name for name in names if name in touched] for names in ([names] if at_once else self._rounds)]
+        rounds = [[name for name in names if name in touched] for names in self._rounds]
+        rooms = self._rooms
+        if at_once:  # shared memory has room for a few rounds, and not for all
+            rounds, rooms = [[*chain(*rounds)]], self._sent
         given: dict[Piece, torch.Tensor] = {}
         for name in self._parts.keys() & set(touched):
-            given |= self._placed(_GRADIENT, name, gradients[name])
-        self._sources |= given
-        begun: list[BegunBatch[Piece, Piece] | None] = []
-        for number in range(len(rounds) + 2):
-            begun.append(self._mover.begin(self._batch(rounds, number), number, f"matrices, batch {number}"))
-            if not number:
-                yield 0
-                continue
-            self._finish(begun.pop(0), self._at(rounds, number - 3), self._at(rounds, number - 1))
-            if number > 2:
-                yield number - 2
-            self._update(self._at(rounds, number - 1), number - 1, step)
-        self._finish(begun.pop(0), self._at(rounds, len(rounds) - 1), ())
+            given |= self._placed(GRADIENT, name, gradients[name])
+        self._routes.sources.update(given)
+        rooms.bring(rounds, -1)
+        yield 0
+        for number in range(len(rounds) + rooms.num_behind):
+            rooms.bring(rounds, number)
+            if 0 <= (last := number - rooms.num_behind) < len(rounds) - 1:
+                yield last + 1
+            self._update(rooms, names_of(rounds, number), number, step)
         for piece in given:  # views would keep buffers that are given back
-            del self._sources[piece]
+            del self._routes.sources[piece]
         yield len(self._rounds)
 
-    @staticmethod
-    def _at(rounds: Sequence[Sequence[str]], number: int) -> Sequence[str]:
-        return rounds[number] if 0 <= number < len(rounds) else ()
-
-    def _finish(self, begun: BegunBatch[Piece, Piece] | None, returned: Sequence[str], gathered: Sequence[str]) -> None:
-        """Wait for a batch, in which some matrices went back and others came."""
-        for name in gathered:
-            if name in self._held:
-                like = self._held[name].parameter
-                for kind in (_GRADIENT, _MASTER):
-                    self._rooms[kind + name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        if begun is not None:
-            self._mover.finish(begun)
-        for name in returned:
-            self._rooms.pop(_UPDATED + name, None)
-
-    def _update(self, names: Sequence[str], number: int, step: Callable[[int], None]) -> None:
+    def _update(self, rooms: MatrixRooms, names: Sequence[str], number: int, step: Callable[[int], None]) -> None:
         mine = [(name, self._held[name].parameter) for name in names if name in self._held]
         for name, parameter in mine:
-            parameter.data = self._rooms[_UPDATED + name] = self._rooms.pop(_MASTER + name)
-            parameter.grad = self._rooms.pop(_GRADIENT + name)
+            parameter.data, parameter.grad = rooms.whole(name)
         if mine or not number:
             step(number)
         for _, parameter in mine:
             parameter.grad = None
             parameter.data = _without_memory(parameter, parameter.shape)
 
-    def _source(self, piece: Piece) -> torch.Tensor:
-        return self._rooms[piece.name] if piece.name.startswith(_UPDATED) else self._sources[piece]
-
-    def _target(self, piece: Piece) -> torch.Tensor:
-        return self._targets[piece] if piece.name.startswith(_UPDATED) else self._rooms[piece.name]
-
     def _placed(self, kind: str, name: str, tensor: torch.Tensor) -> dict[Piece, torch.Tensor]:
         return placed(kind + name, tensor.detach(), self._spec_of[name], self._parts[name].segment)
 
-    def _agree(self, channel: Channel) -> tuple[dict[str, _Deliveries], dict[str, _Deliveries]]:
+    def _agree(self, channel: Channel) -> MatrixRoutes:
         """What this rank gives and gets: of each matrix to bring it together, and to give it back."""
-        sources, targets = [*self._sources], [*self._targets]
+        masters: dict[Piece, torch.Tensor] = {}
+        taken: dict[Piece, torch.Tensor] = {}
         for name, each in self._parts.items():
-            sources += self._placed(_GRADIENT, name, each.parameter)
+            masters |= self._placed(MASTER, name, each.parameter)
+            taken |= self._placed(UPDATED, name, each.parameter)
+        sources, targets = [*masters], [*taken]
+        for name, each in self._parts.items():
+            sources += self._placed(GRADIENT, name, each.parameter)
         for name, each in self._held.items():
             whole = Piece(
                 name="", dtype=dtype_name(each.parameter.dtype), global_shape=self._spec_of[name].global_shape
             )
-            sources.append(replace(whole, name=_UPDATED + name))
-            targets += [replace(whole, name=kind + name) for kind in (_MASTER, _GRADIENT)]
+            sources.append(replace(whole, name=UPDATED + name))
+            targets += [replace(whole, name=kind + name) for kind in (MASTER, GRADIENT)]
         agreed = consent(channel, sources, targets, max_bytes=_UNCUT, cast=False)
         deliveries = PlanDeliveries(agreed.plan, channel.rank, agreed.sources, agreed.targets)
-        gathers: dict[str, _Deliveries] = {}
-        returns: dict[str, _Deliveries] = {}
+        gathers: dict[str, Deliveries] = {}
+        returns: dict[str, Deliveries] = {}
         for delivery in chain(*deliveries.batches(in_order=False)):
             piece = delivery.source if delivery.giver == channel.rank else delivery.target
             kind, _, name = piece.name.partition(" ")
-            (returns if kind == _UPDATED.strip() else gathers).setdefault(name, []).append(delivery)
-        return gathers, returns
+            (returns if kind == UPDATED.strip() else gathers).setdefault(name, []).append(delivery)
+        return MatrixRoutes(gathers=gathers, returns=returns, sources=masters, targets=taken)
 
 
 def _whole(spec: Parameter, like: torch.Tensor) -> Owned:

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# What memory gives in the time of one element of it, roughly, on devices and on the CPU alike.
 _PER_ELEMENT = 8
-"""Products and sums that take as long as an element that is read and written."""
+"""Products and sums in the time in which memory reads and writes one element: roughly, on devices and on the CPU."""
 
 _SMALL = 64
 """The longest dim of parameters for trials with values."""
@@ -44,7 +43,7 @@ class _WorkCount(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        largest = max((each for each in tree_leaves((args, out)) if torch.is_tensor(each)), key=_size, default=None)
+        largest = max(filter(torch.is_tensor, tree_leaves((args, out))), key=torch.Tensor.numel, default=None)
         if packet in flop_registry:
             self.work += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
         elif largest is not None and largest.dim() > 1 and _is_decomposition(packet.__name__):
@@ -63,10 +62,6 @@ def _is_decomposition(name: str) -> bool:
     # By whole words: a square root has "qr" in its name.
     words = name.split("_")
     return "norm" not in words and not _DECOMPOSITIONS.isdisjoint(words)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel()
 
 
 def counted_work(shape: Sequence[int], update: Callable[[Sequence[torch.Tensor]], object]) -> int:

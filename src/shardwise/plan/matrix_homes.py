@@ -6,10 +6,11 @@ Two matrices of 4 and one of 2 units of work on 2 owners with tp = 2, which cuts
     owner 0      w0: 4            w2: 2           the parts of w0 come from both ranks of owner 0 to tp 0, and go back
     owner 1      w1: 4
 
-The ranks of an owner take turns in rounds. While one round is updated, the next one comes and the last one goes back:
+The matrices of an owner go in rounds, in which each of its ranks updates a few. Where these ranks share memory, each
+has room for a few rounds, which others write and read (`engine/matrix_rooms.py`):
 
-    round   0    | gather | update | give back |
-            1             | gather | update    | give back |
+    while round 3 is updated     masters     | round 3 | round 4 comes | round 2 goes back |
+                                 gradients   | round 4 comes | round 3 |
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,33 @@ from itertools import accumulate
 from shardwise.plan.outlines import Parameter
 
 _ROUNDS = 8
-"""Into about so many rounds the matrices of a home go: three of them are in memory at a time. More rounds save memory
+"""Into about so many rounds the matrices of a home go: a few of them are in memory at a time. More rounds save memory
 and cost time: 16 cost a tenth of an update of 28 matrices in messages, and save 7 % of a rank's bytes."""
+
+_MASTERS, _GRADIENTS = 3, 2
+"""For so many rounds there is shared memory. When the parts of a round are put there, slower ranks may still update the
+round before, and read masters of the one before that."""
+
+_LINE_BYTES = 64
+"""Where a matrix begins in shared memory: torch's own memory begins so, and some kernels round otherwise elsewhere."""
 
 _LEAST_BYTES = 256 << 10
 """Smaller rounds would cost more messages than they save memory."""
 
 _PER_BYTE = 1 / 8
-"""What a share of the bytes counts, of an equal share of the work: an update waits for the rank with most work."""
+"""A share of all bytes counts so much, where an equal share of all work counts 1. An update waits for the rank that has
+most to do, so work counts more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rooms:
+    """Where matrices are in the shared memory of their homes."""
+
+    masters: Mapping[str, int]
+    """Where each begins, in bytes."""
+    gradients: Mapping[str, int]
+    num_bytes: int
+    """Of the home with most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +94,8 @@ def share_out(
             for place in range(owner, len(held), num_owners):
                 held[place] += num_bytes
         else:
-            # What the weighted sum of squares of all shares grows by, but for its own square: the least evens out both.
+            # By this the weighted sum of the squares of all shares grows, half and without the new square, which is the
+            # same in each place. The least growth keeps work and bytes even.
             growth = [
                 work_share * done + byte_share * (there / all_bytes) * _PER_BYTE
                 for done, there in zip(busy, held, strict=True)
@@ -112,3 +133,26 @@ def rounds_of(homes: Mapping[str, Home], order: Sequence[str], owner: int) -> tu
         for name, end in zip(names, ends, strict=True):
             rounds[num_rounds * (2 * end - homes[name].work) // (2 * ends[-1])].append(name)
     return tuple(tuple(names) for names in rounds if names)
+
+
+def rooms_of(homes: Mapping[str, Home], rounds: Sequence[Sequence[str]], num_homes: int) -> Rooms:
+    """Where the matrices of an owner are in shared memory: the rounds take turns with it.
+
+    All ranks of the owner come to the same, and find the matrices of the others by it.
+    """
+    num_bytes = [0] * num_homes
+
+    def starts_of(num_turns: int) -> dict[str, int]:
+        starts: dict[str, int] = {}
+        for turn in range(num_turns):
+            firsts = list(num_bytes)
+            for names in rounds[turn::num_turns]:
+                ends = list(firsts)
+                for name in names:
+                    home = homes[name]
+                    starts[name] = ends[home.rank]
+                    ends[home.rank] += -(-home.num_bytes // _LINE_BYTES) * _LINE_BYTES
+                num_bytes[:] = map(max, num_bytes, ends)
+        return starts
+
+    return Rooms(masters=starts_of(_MASTERS), gradients=starts_of(_GRADIENTS), num_bytes=max(num_bytes))
