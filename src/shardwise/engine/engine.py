@@ -549,7 +549,8 @@ class Engine(Generic[Model_co]):
         All ranks enter and leave it together.
         optimizer: optimizers too. rank0_only: on rank 0 alone; the model of the others stays as it is, and they wait
             at the end. offload: whole tensors are on the CPU, else on the engine's device.
-        only: names or globs of parameters and buffers; the others have shapes inside, and no values (device "meta").
+        only: names or globs of parameters and buffers; the others, and the state of optimizers for them, have shapes
+            inside, and no values (device "meta").
 
         A rank that takes part holds all these tensors besides its own. Raises ModelError, the same on all ranks, for a
         model that was changed since, for an error inside, and where not all ranks wrote; CheckpointError for values

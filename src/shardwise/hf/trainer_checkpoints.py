@@ -11,6 +11,7 @@ A run goes on from `shardwise/` under any plan; without it, from the files of th
 
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers.trainer_pt_utils import safe_globals
 
 from shardwise.checkpoint import load, save
 from shardwise.errors import CheckpointError
+from shardwise.hf.streamed_model import save_model
+from shardwise.hf.streamed_optimizer import save_optimizer
 
 _SAVE = "shardwise"
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -33,8 +36,7 @@ class TrainerCheckpoints:
         if self._sw_engine is None:  # it is whole everywhere
             super()._save(output_dir, state_dict)  # type: ignore[misc]
             return
-        with self._sw_engine.whole(optimizer=False, rank0_only=True):
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        save_model(self._sw_engine, partial(super()._save, output_dir, state_dict))  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
         """As in transformers; where it returns, the checkpoint is complete for every rank."""
@@ -46,9 +48,7 @@ class TrainerCheckpoints:
         engine = self.engine
         save(Path(output_dir, _SAVE), engine, keep=1)
         if getattr(self.args, "shardwise_optimizer_pt", True):
-            with engine.whole(rank0_only=True):
-                if self.args.should_save:
-                    torch.save(self.optimizer.state_dict(), os.path.join(output_dir, _OPTIMIZER))
+            save_optimizer(engine, Path(output_dir, _OPTIMIZER))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
