@@ -165,6 +165,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         model: Any = self.model
         if self._sw_engine is None or self._sw_engine.model is not model:
             self._sw_engine = self._sw_parallelized(model)
+            if not self.is_in_train:  # else they come with the state of the optimizer
+                self._sw_take_over_weights(self._sw_engine)
         return self._sw_engine
 
     def _sw_parallelized(self, model: nn.Module) -> Engine[nn.Module]:
@@ -206,6 +208,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self._sw_pending.clear()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self._sw_take_over_weights(self.engine)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
