@@ -136,6 +136,8 @@ class Engine(Generic[Model_co]):
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
         """Whether some rank asked to stop in the last step; the same on all ranks."""
+        self.see_losses: Callable[[list[torch.Tensor]], object] | None = None
+        """Called in each step with the losses of its microbatches on this rank; zero where another stage has them."""
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
@@ -305,6 +307,8 @@ class Engine(Generic[Model_co]):
                     trained=trained,
                     loss=loss,
                 )
+            if self.see_losses is not None:
+                self.see_losses([each.loss for each in losses])
             gradients = self._closing.reduce()
             self._has_gradients = True
             gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)

@@ -28,6 +28,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
 from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
+from shardwise.hf.logged_losses import StepToLog
 from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
 from shardwise.hf.rank_batches import take_uneven_rounds
@@ -119,7 +120,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         check_overrides(type(self), EngineTrainer)
         self._sw_engine: Engine[nn.Module] | None = None
         self._sw_collected: list[dict[str, Any]] = []
-        self._sw_pending: list[tuple[StepReport, int]] = []
+        self._sw_pending: list[StepToLog] = []
+        self._sw_losses: list[torch.Tensor] = []
         self._sw_num_in_update = self._sw_num_collected = 0
         self._sw_zero = torch.zeros(())
         self._sw_report: StepReport | None = None
@@ -306,6 +308,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         number, self._sw_num_collected = self._sw_num_collected, 0
         for each in batches:
             each["factor"] = self._sw_factor(each["items"], each["of"], number)
+        self._sw_losses = []
+        # Only where the filter of logs may ask for them.
+        engine.see_losses = self._sw_see_losses if number > 1 and self.args.logging_nan_inf_filter else None
         # A loss that divides by it has all microbatches in mind, as in one process.
         self.current_gradient_accumulation_steps = self._sw_num_in_update
         with accelerator.computing(alone=self._sw_is_uneven):
@@ -319,7 +324,7 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         self._sw_report = report
         if type(self).training_step is not EngineTrainer.training_step:
             return torch.tensor(report.loss)
-        self._sw_pending.append((report, self.state.global_step))
+        self._sw_pending.append(StepToLog(report, self.state.global_step, number, self._sw_losses))
         if len(self._sw_pending) > _MOST_PENDING:
             self._sw_settle(1)
         return self._sw_zero
@@ -342,6 +347,9 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         factor = batch["factor"]
         return loss if factor == 1.0 else loss * factor
 
+    def _sw_see_losses(self, losses: list[torch.Tensor]) -> None:
+        self._sw_losses = losses
+
     def _sw_before_update(self) -> bool:
         """Asked by the engine when gradients are there, before the update."""
         handler = self.callback_handler
@@ -359,12 +367,12 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def _sw_settle(self, count: int | None = None) -> None:
         """Bring in the losses of the first steps that wait; None: of all."""
         ready, self._sw_pending = self._sw_pending[:count], self._sw_pending[count:] if count is not None else []
-        for report, step in ready:
-            loss = report.loss
-            if self.args.logging_nan_inf_filter and not math.isfinite(loss):
-                self._tr_loss += self._tr_loss / (1 + step - self._globalstep_last_logged)
-            else:
-                self._tr_loss += loss
+        for each in ready:
+            for loss in each.losses(self._sw_ranks) if self.args.logging_nan_inf_filter else [each.report.loss]:
+                if math.isfinite(loss) or not self.args.logging_nan_inf_filter:
+                    self._tr_loss += loss
+                else:
+                    self._tr_loss += self._tr_loss / (1 + each.step - self._globalstep_last_logged)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:
