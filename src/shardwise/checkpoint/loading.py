@@ -178,9 +178,7 @@ def load_seen(
 
     weights_alone: optimizers go on with the state that they have.
     """
-    options = _Options(
-        strict=strict, cast=True, verify=True, shared=True, rewrite=None, weights_alone=weights_alone
-    )
+    options = _Options(strict=strict, cast=True, verify=True, shared=True, rewrite=None, weights_alone=weights_alone)
     with given_or_default(channel_of(state), "a load") as used:
         return _loaded(used, path, state, options, None, None, see)
 

@@ -1,8 +1,8 @@
 """The folders of a trainer's checkpoints: each has its name when it is complete, and which of them a run goes on from.
 
-    .checkpoint-40.new/checkpoint-40/     while it is written; no program takes it for a checkpoint
-    checkpoint-40/                        by one rename, with all its files durable
-    .checkpoint-40.old/                   one that had the name before, until the new one has it
+.checkpoint-40.new/checkpoint-40/     while it is written; no program takes it for a checkpoint
+checkpoint-40/                        by one rename, with all its files durable
+.checkpoint-40.old/                   one that had the name before, until the new one has it
 """
 
 import contextlib

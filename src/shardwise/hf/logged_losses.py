@@ -1,7 +1,7 @@
 """The losses of steps that wait to be logged, and those of single microbatches where a step is not finite.
 
-    data rank 0     losses 1.0  nan          one process logs 1.0, the mean so far in the place of nan, 2.0, 3.0
-    data rank 1     losses 2.0  3.0          here so too: microbatches of data ranks follow one another in each round
+data rank 0     losses 1.0  nan          one process logs 1.0, the mean so far in the place of nan, 2.0, 3.0
+data rank 1     losses 2.0  3.0          here so too: microbatches of data ranks follow one another in each round
 """
 
 import math

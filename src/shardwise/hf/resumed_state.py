@@ -1,8 +1,8 @@
 """What an engine takes over from a checkpoint of the plain Trainer: each rank reads what it owns, and no more.
 
-    optimizer.pt   state: number 3: exp_avg      groups: numbers 0 to 3, numbers 4 to 9
-    engine         groups: q, k, v, o ...        so number 3 is o, as in load_state_dict
-    ->             optimizer/o/exp_avg
+optimizer.pt   state: number 3: exp_avg      groups: numbers 0 to 3, numbers 4 to 9
+engine         groups: q, k, v, o ...        so number 3 is o, as in load_state_dict
+->             optimizer/o/exp_avg
 """
 
 import json
@@ -49,9 +49,7 @@ def load_weights(engine: Engine[nn.Module], folder: Path) -> None:
 
 
 def _weights_alone(contents: Contents) -> Contents:
-    kept = {
-        name: each for name, each in contents.tensors.items() if not is_state_name(name) or holds_weights(name)
-    }
+    kept = {name: each for name, each in contents.tensors.items() if not is_state_name(name) or holds_weights(name)}
     return replace(contents, tensors=kept, settings={})
 
 

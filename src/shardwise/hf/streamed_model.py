@@ -4,7 +4,7 @@
                  of safetensors files, under which names, and how they are made of the model's own
     [2] stream   the model's tensors come to rank 0 one after the other, in the order in which the files have them
 
-    experts.gate_up_proj (2, 8, 4)     -- views, transpositions -->     experts.0.gate_proj (4, 4), experts.0.up_proj, ...
+    experts.gate_up_proj (2, 8, 4)     --views, transpositions-->     experts.0.gate_proj (4, 4), experts.0.up_proj ..
 
 So ties, renamed layers, shards with an index, adapters and configurations are the library's own. Rank 0 holds one
 tensor of the model at a time, or those from which one tensor of a file is made.
@@ -141,6 +141,11 @@ def _has_no_values(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
+def _comes(tensor: torch.Tensor) -> bool:
+    """Whether values have to come for it."""
+    return tensor.is_meta and tensor.numel() > 0
+
+
 @dataclass(frozen=True, slots=True)
 class _NotedFile:
     """A file that is to come."""
@@ -189,7 +194,7 @@ class FileNotes:
         for number, file in enumerate(self._files):
             for at, piece in enumerate(file.shard.file.pieces):
                 tensor = file.tensors[piece.name]
-                names = self._sources(storage_of(tensor)) if tensor.is_meta else set()
+                names = self._sources(storage_of(tensor)) if _comes(tensor) else set()
                 if names is None:
                     return None
                 found |= dict.fromkeys(sorted(names))
@@ -225,13 +230,14 @@ class FileNotes:
                 writes.write(memoryview(file.shard.file.header))
                 for at, piece in enumerate(file.shard.file.pieces):
                     tensor = file.tensors[piece.name]
-                    if tensor.is_meta:
+                    if _comes(tensor):
                         for name in sorted(self._sources(storage_of(tensor)) or ()):
                             while name not in held:
                                 held[next(arrived)] = next(values)[1]
                         tensor = self._value(_Part.of(tensor), held)
-                    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                    writes.write(data.numpy().data)
+                    if tensor.numel():
+                        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                        writes.write(data.numpy().data)
                     for name in [name for name in held if self._last[name] == (number, at)]:
                         del held[name]
                 writes.flush()

@@ -81,7 +81,7 @@ class _StateArchive:
         try:
             value = self._plain(optimizer.state_dict())
             self._archive = Archive(value, [_piece(each) for each in self._tensors])
-            self.names = [self._sources[id(each)] for each in self._tensors if each.is_meta]
+            self.names = [self._sources[id(each)] for each in self._tensors if each.is_meta and each.numel()]
         except (TypeError, KeyError):  # objects that archives do not have, and tensors that are not the engine's
             return
 
@@ -105,8 +105,9 @@ class _StateArchive:
         with replacing(path, num_bytes=file.num_bytes) as writer:
             filling = ArchiveFilling(file, writer)
             for each in self._tensors:
-                tensor = next(values)[1] if each.is_meta else each.detach().cpu()
-                filling.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                if each.numel():
+                    tensor = next(values)[1] if each.is_meta else each.detach().cpu()
+                    filling.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             filling.flush()
 
 
