@@ -1,7 +1,9 @@
 """Checkpoints of trainers: written in bounded memory with the plain Trainer's files, and complete or not there."""
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -155,7 +157,7 @@ KILLS = {
     "before the scheduler": (torch, "save"),
     "before the state": (TrainerState, "save_to_json"),
     "before the name": (checkpoint_folders, "_sync"),
-    "before old folders go": (checkpoint_folders.shutil, "rmtree"),
+    "before old folders go": (shutil, "rmtree"),
 }
 
 
@@ -164,9 +166,8 @@ def test_a_killed_save_is_no_checkpoint(at: str, tmp_path: Path, monkeypatch: py
     asked = {"max_steps": 4, "save_total_limit": 1}
     this = partial(make, asked=asked)
     expected = [each for each in plain(this) if "train_loss" not in each]
-    plan = {"plan": sw.Plan(), "channel": None}
     holder, name = KILLS[at]
-    trainer = this(hf, str(tmp_path), 4, **plan)
+    trainer = this(hf, str(tmp_path), 4, plan=sw.Plan())
 
     class KillsThird(transformers.TrainerCallback):
         """The third save is killed; the second is the last good one."""
@@ -184,7 +185,7 @@ def test_a_killed_save_is_no_checkpoint(at: str, tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     last = 3 if at == "before old folders go" else 2
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{last}")
-    assert_close(resumed(this(hf, str(tmp_path), 4, **plan)), expected)
+    assert_close(resumed(this(hf, str(tmp_path), 4, plan=sw.Plan())), expected)
     # A later save clears away what the killed one left.
     assert [each.name for each in tmp_path.iterdir() if "checkpoint" in each.name] == ["checkpoint-4"]
 
@@ -207,6 +208,27 @@ def test_a_checkpoint_that_was_to_be_replaced_comes_back(tmp_path: Path, monkeyp
     assert trainer._sw_checked(True) == str(tmp_path / "checkpoint-1")
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-1"]
     trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("at", ["before the model", "before the optimizer", "before the scheduler"])
+def test_a_full_disk_is_said_on_all_ranks_and_leaves_no_checkpoint(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, name = KILLS[at]
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        # As torch.save has it, and as files have it.
+        raise RuntimeError("disk full") if holder is torch else OSError(errno.ENOSPC, "disk full", str(tmp_path))
+
+    def refused(trainer: Any) -> str:
+        monkeypatch.setattr(holder, name, full)
+        with pytest.raises(ShardwiseError) as found:
+            trainer.train()
+        return str(found.value)
+
+    for words in under("pp", make, refused, folder=str(tmp_path)):
+        assert "disk full" in words
+    assert list(tmp_path.iterdir()) == []
 
 
 CUT = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]

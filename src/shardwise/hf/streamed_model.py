@@ -80,7 +80,7 @@ def save_model(engine: Engine[nn.Module], save: Callable[[], object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorPart:
     """A tensor as a part of a storage."""
 
     storage: int
@@ -89,7 +89,7 @@ class _Part:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_Part":
+    def of(cls, tensor: torch.Tensor) -> "_TensorPart":
         return cls(storage_of(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _Made:
 
     operation: Callable[..., Any]
     inputs: Any
-    """(args, kwargs) with a `_Part` for each tensor without values."""
+    """(args, kwargs) with a `_TensorPart` for each tensor without values."""
     at: int
 
 
@@ -129,7 +129,7 @@ class MetaOperations(TorchDispatchMode):
             inputs = {storage_of(each) for each in tree_leaves((args, kwargs)) if _has_no_values(each)}
             if func._schema.is_mutable:
                 self.written |= inputs
-            found = tree_map(lambda each: _Part.of(each) if _has_no_values(each) else each, (args, kwargs))
+            found = tree_map(lambda each: _TensorPart.of(each) if _has_no_values(each) else each, (args, kwargs))
             for at, each in enumerate(outputs):
                 if storage_of(each) not in inputs:
                     self.made[storage_of(each)] = _Made(func, found, at)
@@ -208,7 +208,7 @@ class FileNotes:
         if storage in self._models:
             return {self._models[storage][0]}
         made = self._operations.made.get(storage)
-        parts = [each for each in tree_leaves(made.inputs) if isinstance(each, _Part)] if made is not None else []
+        parts = [each for each in tree_leaves(made.inputs) if isinstance(each, _TensorPart)] if made is not None else []
         if not parts:  # filled without the model, with what it had no values for
             return None
         found: set[str] = set()
@@ -234,7 +234,7 @@ class FileNotes:
                         for name in sorted(self._sources(storage_of(tensor)) or ()):
                             while name not in held:
                                 held[next(arrived)] = next(values)[1]
-                        tensor = self._value(_Part.of(tensor), held)
+                        tensor = self._value(_TensorPart.of(tensor), held)
                     if tensor.numel():
                         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                         writes.write(data.numpy().data)
@@ -242,16 +242,16 @@ class FileNotes:
                         del held[name]
                 writes.flush()
 
-    def _value(self, part: _Part, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _value(self, part: _TensorPart, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The part, of tensors with values."""
         if part.storage in self._models:
             name, dtype = self._models[part.storage]
             return part.within(held[name].to(dtype))
         made = self._operations.made[part.storage]
         args, kwargs = tree_map(
-            lambda each: self._value(each, held) if isinstance(each, _Part) else each,
+            lambda each: self._value(each, held) if isinstance(each, _TensorPart) else each,
             made.inputs,
-            is_leaf=lambda each: isinstance(each, _Part),
+            is_leaf=lambda each: isinstance(each, _TensorPart),
         )
         result = [each for each in tree_leaves(made.operation(*args, **kwargs)) if isinstance(each, torch.Tensor)]
         return part.within(result[made.at])

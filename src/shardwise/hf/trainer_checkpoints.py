@@ -164,7 +164,8 @@ class TrainerCheckpoints:
                 )
         if asked is not True:
             return os.fspath(asked)
-        return os.path.join(self.args.output_dir, bytes(agreement.values[0]).decode())
+        name = bytes(agreement.values[0]).decode()
+        return os.path.join(str(self.args.output_dir), name)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
