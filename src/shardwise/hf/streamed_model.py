@@ -10,7 +10,6 @@ So ties, renamed layers, shards with an index, adapters and configurations are t
 tensor of the model at a time, or those from which one tensor of a file is made.
 """
 
-import json
 import sys
 import threading
 from collections import deque
@@ -29,12 +28,10 @@ from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.huggingface_files import ShardFile, shards_of
 from shardwise.checkpoint.safetensors_files import JoinedWrites
-from shardwise.comm.agreement import a_list, agreed, understood
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
 from shardwise.engine.state_of_all import sources_of
-from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.hf.replaced_files import replacing
+from shardwise.hf.written_files import replacing, writing
 
 _WRITERS = (
     ("transformers.modeling_utils", "safe_save_file"),
@@ -53,30 +50,24 @@ def save_model(engine: Engine[nn.Module], save: Callable[[], object]) -> None:
     """
     channel = engine.channel
     notes = FileNotes()
-    with engine.whole(optimizer=False, rank0_only=True, only=()):
+    with engine.whole(optimizer=False, rank0_only=True, only=()), writing(channel, "a model's files") as verdict:
         if channel.rank == 0:
             notes.take(engine.model, save)
-    purpose = "tensors of a model's files"
-    answers = channel.exchange(json.dumps([notes.needed]).encode(), purpose=purpose)
-    ((names,),) = understood(answers[:1], a_list, purpose=purpose)
+    names = verdict.names(notes.needed)
     if names is None:
-        with engine.whole(optimizer=False, rank0_only=True):
+        with engine.whole(optimizer=False, rank0_only=True), writing(channel, "a model's files") as verdict:
             if channel.rank == 0:
                 save()
+        verdict.check()
         return
     pieces = sources_of(engine.hand_over(doing="saving the model", needs_weights=False))
     values = full(pieces, channel=channel, to=0, names=names)
-    failure: ShardwiseError | None = None
-    if channel.rank == 0:
-        try:
+    with writing(channel, "a model's files") as verdict:
+        if channel.rank == 0:
             notes.write(values)
-        except OSError as error:
-            failure = CheckpointError(f"{error.filename} cannot be written: {error.strerror or error}")
     # All go through to the end: the others wait for a rank that does not.
     deque(values, maxlen=0)
-    with agreed(channel, purpose="verdict on a model's files"):
-        if failure is not None:
-            raise failure
+    verdict.check()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +193,7 @@ class FileNotes:
         return list(found)
 
     def _sources(self, storage: int) -> set[str] | None:
-        """The model's tensors of which a storage is made; None where that is not known."""
+        """The model's tensors from which a storage is made; None where that is not known."""
         if storage in self._operations.written:
             return None
         if storage in self._models:

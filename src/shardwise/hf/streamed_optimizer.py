@@ -6,7 +6,6 @@
 So a run of the plain Trainer goes on from it, and no rank ever holds the state of all.
 """
 
-import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +16,10 @@ from torch import nn
 
 from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ArchiveFilling, saved_tensor
-from shardwise.comm.agreement import a_list, agreed, understood
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
 from shardwise.engine.state_of_all import sources_of
-from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.hf.replaced_files import replacing
+from shardwise.hf.written_files import replacing, writing
 from shardwise.plan.names import state_name
 from shardwise.plan.nested_state import flat_state
 from shardwise.space import Piece
@@ -36,32 +33,24 @@ def save_optimizer(engine: Engine[nn.Module], path: Path) -> None:
     """
     channel, optimizer = engine.channel, engine.optimizers[0]
     archive: _StateArchive | None = None
-    names: list[str] | None = None
-    with engine.whole(rank0_only=True, only=()):
+    with engine.whole(rank0_only=True, only=()), writing(channel, "optimizer.pt") as verdict:
         if channel.rank == 0:
             archive = _StateArchive(engine.model, optimizer)
-            names = archive.names
-    purpose = "tensors of optimizer.pt"
-    answers = channel.exchange(json.dumps([names]).encode(), purpose=purpose)
-    ((names,),) = understood(answers[:1], a_list, purpose=purpose)
+    names = verdict.names(None if archive is None else archive.names)
     if names is None:
-        with engine.whole(rank0_only=True):
+        with engine.whole(rank0_only=True), writing(channel, "optimizer.pt") as verdict:
             if channel.rank == 0:
                 torch.save(optimizer.state_dict(), path)
+        verdict.check()
         return
     pieces = sources_of(engine.hand_over(doing="saving the optimizer"))
     values = full(pieces, channel=channel, to=0, names=names, optimizer=True)
-    failure: ShardwiseError | None = None
-    if archive is not None:
-        try:
+    with writing(channel, "optimizer.pt") as verdict:
+        if archive is not None:
             archive.write(path, values)
-        except OSError as error:
-            failure = CheckpointError(f"{path} cannot be written: {error.strerror or error}")
     # All go through to the end: the others wait for a rank that does not.
     deque(values, maxlen=0)
-    with agreed(channel, purpose="verdict on optimizer.pt"):
-        if failure is not None:
-            raise failure
+    verdict.check()
 
 
 class _StateArchive:
@@ -86,7 +75,7 @@ class _StateArchive:
             return
 
     def _plain(self, value: Any) -> Any:
-        """The value with marks for tensors. Raises TypeError for tensors of a class of their own."""
+        """The value with marks for tensors. Raises TypeError for subclasses of tensors."""
         if isinstance(value, torch.Tensor):
             if type(value) is not torch.Tensor:
                 raise TypeError(type(value).__name__)
