@@ -6,7 +6,7 @@ engine         groups: q, k, v, o ...        so number 3 is o, as in load_state_
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,12 @@ def load_plain(engine: Engine[nn.Module], folder: Path) -> bool:
     Returns False, and does nothing, where the file has state that is no tensor. All ranks call this together. Raises
     CheckpointError for what does not fit.
     """
-    given = [names for known in engine.hand_over(doing="resuming").optimizers for names in known.given]
+    optimizers = engine.hand_over(doing="resuming").optimizers
+    given = [names for known in optimizers for names in known.given]
+    trained = {name for known in optimizers for names in known.parameters for name in names}
     with agreed(engine.channel, purpose="names in optimizer.pt") as agreement:
         if engine.channel.rank == 0:
-            found = _NamedState.read(folder, given)
+            found = _NamedState.read(folder, given, trained)
             agreement.value = json.dumps(None if found is None else [found.names, found.settings]).encode()
     said = json.loads(agreement.values[0])
     if said is None:
@@ -86,7 +88,7 @@ class _NamedState:
     settings: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path, given: Sequence[Sequence[str]]) -> "_NamedState | None":
+    def read(cls, folder: Path, given: Sequence[Sequence[str]], trained: Collection[str]) -> "_NamedState | None":
         value = _value_of(folder, OPTIMIZER)
         if not is_optimizer(value):
             raise CheckpointError(f"{folder / OPTIMIZER} has no state of an optimizer; resume from another checkpoint")
@@ -104,7 +106,13 @@ class _NamedState:
             )
         for numbers, names in zip(optimizer.numbers(), given, strict=True):
             optimizer.names |= dict(zip(numbers, names, strict=True))
-        found: dict[str, Any] = {"optimizers": [optimizer.settings()]}
+        of_optimizer = optimizer.settings()
+        for group, numbers in zip(of_optimizer["groups"], optimizer.numbers(), strict=True):
+            # A parameter without state is no frozen one: it had no gradient yet.
+            group["parameters"] = [
+                optimizer.names[each] for each in numbers if each in optimizer.state or optimizer.names[each] in trained
+            ]
+        found: dict[str, Any] = {"optimizers": [of_optimizer]}
         scaler = _value_of(folder, SCALER) if (folder / SCALER).is_file() else {}
         match [scaler.get(key) for key in ("scale", "_growth_tracker")] if isinstance(scaler, dict) else []:
             case [float(scale), int(in_a_row)]:
