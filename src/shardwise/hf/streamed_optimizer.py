@@ -18,6 +18,7 @@ from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ArchiveFilling, saved_tensor
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
+from shardwise.engine.packed_tensors import is_shell
 from shardwise.engine.state_of_all import sources_of
 from shardwise.hf.written_files import replacing, writing
 from shardwise.plan.names import state_name
@@ -33,10 +34,11 @@ def save_optimizer(engine: Engine[nn.Module], path: Path) -> None:
     """
     channel, optimizer = engine.channel, engine.optimizers[0]
     archive: _StateArchive | None = None
-    with engine.whole(rank0_only=True, only=()), writing(channel, "optimizer.pt") as verdict:
-        if channel.rank == 0:
-            archive = _StateArchive(engine.model, optimizer)
-    names = verdict.names(None if archive is None else archive.names)
+    names: list[str] | None = None
+    has_packed = any(is_shell(each) for state in optimizer.state.values() for each in flat_state(state).values())
+    # A rank may own nothing that is packed.
+    if not any(channel.exchange(b"1" if has_packed else b"", purpose="packed state of optimizers")):
+        archive, names = _named_archive(engine, optimizer)
     if names is None:
         with engine.whole(rank0_only=True), writing(channel, "optimizer.pt") as verdict:
             if channel.rank == 0:
@@ -51,6 +53,17 @@ def save_optimizer(engine: Engine[nn.Module], path: Path) -> None:
     # All go through to the end: the others wait for a rank that does not.
     deque(values, maxlen=0)
     verdict.check()
+
+
+def _named_archive(
+    engine: Engine[nn.Module], optimizer: torch.optim.Optimizer
+) -> "tuple[_StateArchive | None, list[str] | None]":
+    """On rank 0 the archive; on all ranks the tensors that go into it, or None where it cannot be written so."""
+    archive: _StateArchive | None = None
+    with engine.whole(rank0_only=True, only=()), writing(engine.channel, "optimizer.pt") as verdict:
+        if engine.channel.rank == 0:
+            archive = _StateArchive(engine.model, optimizer)
+    return archive, verdict.names(None if archive is None else archive.names)
 
 
 class _StateArchive:
@@ -71,7 +84,8 @@ class _StateArchive:
             value = self._plain(optimizer.state_dict())
             self._archive = Archive(value, [_piece(each) for each in self._tensors])
             self.names = [self._sources[id(each)] for each in self._tensors if each.is_meta and each.numel()]
-        except (TypeError, KeyError):  # objects that archives do not have, and tensors that are not the engine's
+        # Objects that archives do not have, tensors that are not the engine's, and a state dict that reads values.
+        except (TypeError, KeyError, RuntimeError):
             return
 
     def _plain(self, value: Any) -> Any:

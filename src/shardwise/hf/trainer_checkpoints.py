@@ -163,7 +163,7 @@ class TrainerCheckpoints:
                     *problems, about=f"{asked} cannot be resumed from; give another checkpoint, or True for the last"
                 )
         if asked is not True:
-            return os.fspath(asked)
+            return str(os.fspath(asked))
         name = bytes(agreement.values[0]).decode()
         return os.path.join(str(self.args.output_dir), name)
 
