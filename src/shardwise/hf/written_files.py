@@ -49,7 +49,7 @@ class WriteVerdict:
 
 @contextlib.contextmanager
 def writing(channel: Channel, what: str) -> Iterator[WriteVerdict]:
-    """Inside, rank 0 writes; all ranks then ask for the verdict, when nobody waits for a rank any more."""
+    """Inside, rank 0 writes; all ranks ask for the verdict later, when no transfer is under way."""
     verdict = WriteVerdict(channel, what)
     try:
         yield verdict
