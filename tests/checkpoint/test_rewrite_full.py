@@ -112,6 +112,19 @@ def test_tensors_are_given_one_after_the_other_and_not_kept(monkeypatch: pytest.
     assert max(sw.simulate(3, run)) <= 400  # the one before, which the loop's own variable keeps
 
 
+def test_names_alone_come_in_the_order_that_is_asked_for() -> None:
+    whole = {name: torch.randn(3, 4) for name in "abc"}
+    shares = shares_of(whole, "runs", 3)
+
+    def run(channel: Channel) -> Full:
+        return list(sw.full(shares[channel.rank], channel=channel, to=1, names=["c", "a"]))
+
+    others, found, _ = sw.simulate(3, run)
+    assert others == []
+    assert [name for name, _ in found] == ["c", "a"]
+    assert same(dict(found), {name: whole[name] for name in "ca"})
+
+
 def stopping(channel: Channel, at: Mapping[int, int]) -> int:
     """Take full tensors, and stop after so many on some ranks."""
     whole = {
@@ -160,6 +173,7 @@ def test_nothing_happens_before_the_first_is_asked_for(tmp_path: Any) -> None:
         ({"to": 2}, CheckpointError, 'to is 2; give "all", or one of the ranks 0 to 1'),
         ({"to": "one"}, CheckpointError, "to is 'one'; give"),
         ({"to": True}, CheckpointError, "to is True; give"),
+        ({"names": ["a", "c"]}, CheckpointError, "names has 'c', which the ranks do not hold; they hold 1"),
         ({"optimizer": "x"}, CheckpointError, "optimizer is 'x'; give True or False"),
         ({"rewrite": "a -> b"}, CheckpointError, "rewrite is a str; give sw.Rewrite(text)"),
         ({"rewrite": sw.Rewrite("c -> b")}, RewriteError, "there is no tensor c"),

@@ -235,6 +235,32 @@ def test_only_what_was_written_changes_the_masters() -> None:
     sw.simulate(2, run)
 
 
+@pytest.mark.parametrize("layout", ["stage 3", "pp", "tp"])
+def test_state_of_what_is_left_out_has_shapes_alone(layout: str) -> None:
+    def run(channel: sw.Channel) -> str:
+        engine = engine_on(PLANS[layout], channel)
+        engine.step(batch_of(0))
+        _, whole = sw.full_state_dict(engine, optimizer=True, rank0_only=False)
+        with engine.whole(only=["scale"]):
+            found = [each.state_dict() for each in engine.optimizers]
+            names = {id(each): name for name, each in engine.model.named_parameters()}
+            numbered = [[names[id(each)] for each in group["params"]] for group in engine.optimizers[0].param_groups]
+        wholes = whole if isinstance(whole, list) else [whole]
+        number = [name for group in numbered for name in group].index("scale")
+        for one, other in zip(found, wholes, strict=True):
+            assert one["param_groups"] == other["param_groups"]
+            for at, state in other["state"].items():
+                for key, value in state.items():
+                    assert one["state"][at][key].shape == value.shape
+                    has_value = not one["state"][at][key].is_meta
+                    assert has_value == (value.dim() == 0 or (one is found[0] and at == number))
+        with pytest.raises(ModelError) as caught, engine.whole(only=["scale"]):
+            engine.optimizers[0].load_state_dict(found[0])
+        return str(caught.value)
+
+    assert all("engine.whole(only=...) leaves it out" in each for each in sw.simulate(PLANS[layout].mesh.size, run))
+
+
 def to_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
     model.scale.data.fill_(2.0)
     model.norm.running_mean.data.fill_(2.0)

@@ -284,6 +284,27 @@ def test_predictions_are_those_of_one_process(name: str) -> None:
         assert right == wanted[3]
 
 
+@pytest.mark.parametrize(
+    "name", ["stage 3", "pp", *(pytest.param(each, marks=pytest.mark.stress) for each in ("tp", "stage 2, four ranks"))]
+)
+def test_logs_leave_out_single_microbatches_that_are_not_finite(name: str) -> None:
+    spoilt = {ROWS[at]["input_ids"][0].item() for at in (0, 5)}
+
+    def make(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+        class Spoilt(trainers.Trainer):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+                loss = super().compute_loss(model, inputs, *args, **more)
+                # Its gradients stay finite: the plain Trainer would train on others.
+                return loss + float("nan") if inputs["input_ids"][0, 0].item() in spoilt else loss
+
+        args = arguments(folder, microbatches, num_train_epochs=2, logging_steps=2)
+        return Spoilt(build(), args, train_dataset=ROWS, **ours)
+
+    wanted = plain(make)
+    for found in under(name, make):
+        assert_close(found, wanted)
+
+
 class Hits:
     """Counts from batch to batch."""
 

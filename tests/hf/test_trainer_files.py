@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import LlamaForCausalLM, TrainerState
 
-import shardwise.hf as hf
-from shardwise.errors import CheckpointError
 from tests.hf.tiny_trainers import HELD_OUT, ROWS, arguments, assert_close, build, logged, plain, trained, under
 
 PLAIN = "plain"
@@ -176,14 +173,3 @@ def test_a_checkpoint_is_complete_for_every_rank_that_goes_on(tmp_path: Path, mo
         return trainer.train(resume_from_checkpoint=True)
 
     under("pp", partial(make, asked={"max_steps": 1, "save_steps": 1}), again, folder=str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_files_of_a_checkpoint_that_are_cut_off_are_named(name: str, tmp_path: Path) -> None:
-    asked = {"max_steps": 1, "save_steps": 1}
-    make(transformers, str(tmp_path), 2, asked=asked).train()
-    file = tmp_path / "checkpoint-1" / name
-    file.write_bytes(file.read_bytes()[:9])
-    with pytest.raises(CheckpointError, match=rf"{name} cannot be read .*: it is not complete") as found:
-        make(hf, str(tmp_path), 2, asked=asked).train(resume_from_checkpoint=str(file.parent))
-    assert "weights_only" not in str(found.value)

@@ -18,6 +18,7 @@ from itertools import zip_longest
 from typing import Literal
 
 import torch
+import xxhash
 
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
@@ -29,7 +30,7 @@ from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
-from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
+from shardwise.errors import CheckpointError, MismatchError, ShardwiseError, few_of
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.piece_exchange import Gathering
@@ -158,6 +159,7 @@ def full(
     channel: Channel | None = None,
     to: Receivers = "all",
     optimizer: bool = False,
+    names: Sequence[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of `state` as a whole on the CPU, with its name, one after the other.
 
@@ -167,6 +169,7 @@ def full(
     to: "all", or the rank that gets the tensors. The iterators of the other ranks give nothing. To go through them is
         to take part: `for name, tensor in sw.full(engine, to=0): ...` is the same program on all ranks.
     optimizer: also the state of optimizers, and masters; without it tensors are the model's, as it computes with them.
+    names: only these, in this order, as `state` (or the rewrite) names them. None: all.
 
     Names come in the model's order where the state knows it, else in the order in which ranks hold them. Tied tensors
     under each of their names. Without a rewrite, names of a model are those without wrappers around its modules, such
@@ -178,7 +181,7 @@ def full(
     Raises RewriteError, CheckpointError or MismatchError, the same on all ranks, before the first tensor.
     """
     with given_or_default(channel or channel_of(state), "full tensors") as used:
-        supply = _agree(used, state, rewrite, to, optimizer=optimizer)
+        supply = _agree(used, state, rewrite, to, names, optimizer=optimizer)
         batches = list(supply.batches())
         for number, batch in enumerate(batches):
             # Before the first batch all ranks have just agreed, so that nobody can have left.
@@ -269,12 +272,23 @@ class _Supply:
         return tensors
 
 
-def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receivers, *, optimizer: bool) -> _Supply:
+def _agree(
+    channel: Channel,
+    state: State,
+    rewrite: Rewrite | None,
+    to: Receivers,
+    names: Sequence[str] | None,
+    *,
+    optimizer: bool,
+) -> _Supply:
     """The pieces of all ranks, and the tensors to give; raises the same error on all ranks."""
     with Gathering("pieces, ties and names of full tensors").agreed(channel) as gathered:
         _check(channel, rewrite, to, optimizer=optimizer)
         held = hold(state) if optimizer else without_state(hold(state))
         request = f"rewrite={None if rewrite is None else str(rewrite)!r}, to={to!r}, optimizer={optimizer!r}"
+        if names is not None:
+            digest = xxhash.xxh3_64_hexdigest("\n".join(names).encode())
+            request += f", {len(names)} names (digest {digest[:8]})"
         gathered.own = [request.encode(), *facts_of(state, held)]
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, each in enumerate(requests) if each != requests[0]]:
@@ -289,6 +303,11 @@ def _agree(channel: Channel, state: State, rewrite: Rewrite | None, to: Receiver
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
     receivers = frozenset(range(channel.size) if to == "all" else [to])
     entries = _entries(holders, known.aliases, known.order)
+    if names is not None:
+        wholes = dict(entries)
+        if unknown := [name for name in names if name not in wholes]:
+            raise CheckpointError(f"names has {few_of(unknown)}, which the ranks do not hold; they hold {len(wholes)}")
+        entries = [(name, wholes[name]) for name in names]
     return _Supply(
         entries=[(known.plain.get(name, name), whole) for name, whole in entries],
         filler=WindowFiller(channel, holders, known.held),

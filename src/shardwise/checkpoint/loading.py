@@ -7,7 +7,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ from shardwise.space import Piece
 _READ_LIMIT = 1.05
 """Without verification no rank reads more than so many times what it needs."""
 
-__all__ = ["LoadReport", "Loaded", "Verify", "load"]
+__all__ = ["LoadReport", "Loaded", "Verify", "load", "load_seen"]
 
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
@@ -102,6 +102,8 @@ class _Options:
     verify: Verify
     shared: bool
     rewrite: Rewrite | None
+    weights_alone: bool = False
+    """Whether optimizers go on with the state that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,24 +168,48 @@ def load(
     options = _Options(strict=strict, cast=cast, verify=verify, shared=shared, rewrite=rewrite)
     with given_or_default(channel or channel_of(state), "a load") as used:
         _agree_on_options(used, options, step, data)
-        for attempt in range(1, ATTEMPTS + 1):
-            source = agree_on_source(used, path, step=step, shared=shared)
-            try:
-                # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
-                extra = unpacked(source.contents.extra)
-                cursor = None if data is None else _cursor_for(used, data, extra, source)
-                reading = _read(used, source, state, options)
-            except CheckpointError:  # on all ranks
-                # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is
-                # there.
-                if attempt == ATTEMPTS or not _was_removed(used, source):
-                    raise
-            else:
-                loaded = reading.finish(extra)
-                if data is not None and cursor is not None:
-                    positioned(data).resume(cursor)
-                    del loaded[CURSOR_KEY]
-                return loaded
+        return _loaded(used, path, state, options, step, data, lambda contents: contents)
+
+
+def load_seen(
+    see: Callable[[Contents], Contents], path: Address, state: State, *, strict: bool, weights_alone: bool = False
+) -> Loaded:
+    """As `load` with casts, of what `see` makes of the contents, the same on all ranks.
+
+    weights_alone: optimizers go on with the state that they have.
+    """
+    options = _Options(strict=strict, cast=True, verify=True, shared=True, rewrite=None, weights_alone=weights_alone)
+    with given_or_default(channel_of(state), "a load") as used:
+        return _loaded(used, path, state, options, None, None, see)
+
+
+def _loaded(
+    used: Channel,
+    path: Address,
+    state: State,
+    options: _Options,
+    step: int | None,
+    data: SomeData | None,
+    see: Callable[[Contents], Contents],
+) -> Loaded:
+    for attempt in range(1, ATTEMPTS + 1):
+        source = agree_on_source(used, path, step=step, shared=options.shared)
+        source = replace(source, contents=see(source.contents))
+        try:
+            # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
+            extra = unpacked(source.contents.extra)
+            cursor = None if data is None else _cursor_for(used, data, extra, source)
+            reading = _read(used, source, state, options)
+        except CheckpointError:  # on all ranks
+            # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is there.
+            if attempt == ATTEMPTS or not _was_removed(used, source):
+                raise
+        else:
+            loaded = reading.finish(extra)
+            if data is not None and cursor is not None:
+                positioned(data).resume(cursor)
+                del loaded[CURSOR_KEY]
+            return loaded
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -387,7 +413,7 @@ def _settle(
         found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
         found.twins.clear()
     else:
-        findings += [*found.missing, *found.unexpected, *unfit]
+        findings += [*found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
         notes = [] if view is None else [f"note: {each}" for each in view.checked.notes]
         raise CheckpointError(*findings, *notes, about=f"{contents.location} does not fit the target")

@@ -136,6 +136,8 @@ class Engine(Generic[Model_co]):
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
         """Whether some rank asked to stop in the last step; the same on all ranks."""
+        self.see_losses: Callable[[list[torch.Tensor]], object] | None = None
+        """Called in each step with the losses of its microbatches on this rank; zero where another stage has them."""
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
@@ -305,6 +307,8 @@ class Engine(Generic[Model_co]):
                     trained=trained,
                     loss=loss,
                 )
+            if self.see_losses is not None:
+                self.see_losses([each.loss for each in losses])
             gradients = self._closing.reduce()
             self._has_gradients = True
             gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)
@@ -549,7 +553,8 @@ class Engine(Generic[Model_co]):
         All ranks enter and leave it together.
         optimizer: optimizers too. rank0_only: on rank 0 alone; the model of the others stays as it is, and they wait
             at the end. offload: whole tensors are on the CPU, else on the engine's device.
-        only: names or globs of parameters and buffers; the others have shapes inside, and no values (device "meta").
+        only: names or globs of parameters and buffers; the others, and the state of optimizers for them, have shapes
+            inside, and no values (device "meta").
 
         A rank that takes part holds all these tensors besides its own. Raises ModelError, the same on all ranks, for a
         model that was changed since, for an error inside, and where not all ranks wrote; CheckpointError for values

@@ -126,8 +126,22 @@ def _gathered(
     }
     if only is not None:
         meant = _meant(handed, only)
-        sources = {piece: each for piece, each in sources.items() if _parameter_of(piece.name) in meant}
+        sources = {
+            piece: each
+            for piece, each in sources.items()
+            if is_state_name(piece.name) or _parameter_of(piece.name) in meant
+        }
     stored = stored_of_all(channel, sources, purpose=f"tensors of {_PURPOSE}")
+    shapes: dict[str, torch.Tensor] = {}
+    if only is not None:
+        # State of the others has shapes alone, but for numbers: optimizers turn these into Python's.
+        left = {name for name, each in stored.items() if each.global_shape and _parameter_of(name) not in meant}
+        shapes = {
+            name: torch.empty(stored[name].global_shape, dtype=torch_dtype(stored[name].dtype), device="meta")
+            for name in left
+        }
+        stored = {name: each for name, each in stored.items() if name not in left}
+        sources = {piece: each for piece, each in sources.items() if piece.name not in left}
     wanted: Pieces = {}
     if channel.rank in ranks:
         dtypes = {spec.name: spec.dtype for spec in handed.names.specs}
@@ -138,7 +152,8 @@ def _gathered(
             device = torch.device("cpu") if on_host else channel.device
             dtype = torch_dtype(dtypes.get(name, piece.dtype))
             wanted |= whole(name, torch.empty(piece.global_shape, dtype=dtype, device=device))
-    return settings, {piece.name: tensor for piece, tensor in reshard(sources, wanted, channel, cast=True).items()}
+    moved = {piece.name: tensor for piece, tensor in reshard(sources, wanted, channel, cast=True).items()}
+    return settings, shapes | moved
 
 
 def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
@@ -387,11 +402,12 @@ def _changes_since(
 ) -> _Changes:
     names = [name for name, each in model.versions().items() if model_before[name] != each]
     written = model.values(names)
+    settings: Mapping[str, Any] = {}
+    if before != optimizers.versions():
+        written, settings = written | optimizers.values(), optimizers.settings()
     if lost := [piece.name for piece, each in written.items() if each.is_meta]:
         raise ModelError(f"{lost[0]!r} was written to, and engine.whole(only=...) leaves it out; add it to `only`")
-    if before == optimizers.versions():
-        return _Changes(written=written)
-    return _Changes(written=written | optimizers.values(), settings=optimizers.settings())
+    return _Changes(written=written, settings=settings)
 
 
 def _refuse_one_sided(answers: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:

@@ -29,6 +29,7 @@ from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
 from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
+from shardwise.hf.logged_losses import StepToLog
 from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
 from shardwise.hf.rank_batches import take_uneven_rounds
@@ -130,7 +131,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         check_overrides(type(self), EngineTrainer)
         self._sw_engine: Engine[nn.Module] | None = None
         self._sw_collected: list[dict[str, Any]] = []
-        self._sw_pending: list[tuple[StepReport, int]] = []
+        self._sw_pending: list[StepToLog] = []
+        self._sw_losses: list[torch.Tensor] = []
         self._sw_num_in_update = self._sw_num_collected = 0
         self._sw_zero = torch.zeros(())
         self._sw_report: StepReport | None = None
@@ -180,6 +182,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             model = model.predicted
         if self._sw_engine is None or self._sw_engine.model is not model:
             self._sw_engine = self._sw_parallelized(model)
+            if not self.is_in_train:  # else they come with the state of the optimizer
+                self._sw_take_over_weights(self._sw_engine)
         return self._sw_engine
 
     def _sw_parallelized(self, model: nn.Module) -> Engine[nn.Module]:
@@ -221,6 +225,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_pending.clear()
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self._sw_take_over_weights(self.engine)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         events: Any = self.callback_handler
@@ -324,6 +329,9 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         for each in batches:
             each["factor"] = self._sw_factor(each["items"], each["of"], number)
             each["is_last"] = each is batches[-1]
+        self._sw_losses = []
+        # Only where the filter of logs may ask for them.
+        engine.see_losses = self._sw_see_losses if number > 1 and self.args.logging_nan_inf_filter else None
         if not self._sw_generates:
             # A loss that divides by it has all microbatches in mind, as in one process.
             self.current_gradient_accumulation_steps = self._sw_num_in_update
@@ -339,7 +347,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_report = report
         if type(self).training_step is not EngineTrainer.training_step:
             return torch.tensor(report.loss)
-        self._sw_pending.append((report, self.state.global_step))
+        self._sw_pending.append(StepToLog(report, self.state.global_step, number, self._sw_losses))
         if len(self._sw_pending) > _MOST_PENDING:
             self._sw_settle(1)
         return self._sw_zero
@@ -365,6 +373,9 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         factor = batch["factor"]
         return loss if factor == 1.0 else loss * factor
 
+    def _sw_see_losses(self, losses: list[torch.Tensor]) -> None:
+        self._sw_losses = losses
+
     def _sw_before_update(self) -> bool:
         """Asked by the engine when gradients are there, before the update."""
         handler = self.callback_handler
@@ -382,12 +393,12 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
     def _sw_settle(self, count: int | None = None) -> None:
         """Bring in the losses of the first steps that wait; None: of all."""
         ready, self._sw_pending = self._sw_pending[:count], self._sw_pending[count:] if count is not None else []
-        for report, step in ready:
-            loss = report.loss
-            if self.args.logging_nan_inf_filter and not math.isfinite(loss):
-                self._tr_loss += self._tr_loss / (1 + step - self._globalstep_last_logged)
-            else:
-                self._tr_loss += loss
+        for each in ready:
+            for loss in each.losses(self._sw_ranks) if self.args.logging_nan_inf_filter else [each.report.loss]:
+                if math.isfinite(loss) or not self.args.logging_nan_inf_filter:
+                    self._tr_loss += loss
+                else:
+                    self._tr_loss += self._tr_loss / (1 + each.step - self._globalstep_last_logged)
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log:

@@ -26,7 +26,9 @@ class PlanArguments:
     shardwise_optimizer_pt: bool = field(
         default=True,
         kw_only=True,
-        metadata={"help": "Also write optimizer.pt for the plain Trainer; it is whole in the memory of rank 0."},
+        metadata={
+            "help": "Also write optimizer.pt for the plain Trainer, tensor by tensor; it takes the state's bytes again."
+        },
     )
 
 

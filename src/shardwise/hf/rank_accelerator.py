@@ -34,6 +34,8 @@ class DataRanks:
 
     def __init__(self, plan: Plan, channel: Channel) -> None:
         self.world = channel
+        self.data_rank_of = plan.mesh.data_rank
+        """The data rank of a rank."""
         self.count = plan.mesh.num_data_ranks
         self.rank = plan.mesh.data_rank(channel.rank)
         members = plan.mesh.peers(channel.rank, DATA_AXES)

@@ -2,61 +2,130 @@
 
     checkpoint-40/  model.safetensors, config.json, ...    the whole model, in the dtypes in which it came
                     shardwise/                             what each rank owns: masters, optimizer state, random numbers
-                    optimizer.pt                           the optimizer state for the plain Trainer
+                    optimizer.pt, scaler.pt                the optimizer state and the scale for the plain Trainer
                     scheduler.pt, trainer_state.json       as the plain Trainer writes them
                     rng_state.pth, rng_state_1.pth         of the data ranks
 
-A run goes on from `shardwise/` under any plan; without it, from the files of the plain Trainer.
+A run goes on from `shardwise/` under any plan; without it, from the files of the plain Trainer. No rank holds the whole
+model or the whole state: files are written tensor by tensor, and each rank reads what it owns.
 """
 
 import os
 import random
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import rotate_checkpoints
 
 from shardwise.checkpoint import load, save
-from shardwise.errors import CheckpointError
-
-_SAVE = "shardwise"
-_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+from shardwise.comm.agreement import agreed
+from shardwise.engine.loss_scaling import GROWTH_INTERVAL
+from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.hf.checkpoint_folders import (
+    OPTIMIZER,
+    SAVE,
+    SCALER,
+    SCHEDULER,
+    STATE,
+    StagedCheckpoint,
+    newest_complete,
+    problems_of,
+)
+from shardwise.hf.resumed_state import has_weights, load_plain, load_weights
+from shardwise.hf.streamed_model import save_model
+from shardwise.hf.streamed_optimizer import save_optimizer
 
 
 class TrainerCheckpoints:
     """The part of a trainer that saves and loads."""
 
+    _sw_staged: StagedCheckpoint | None = None
+    """The checkpoint that is being written."""
+    _sw_weights: Path | None = None
+    """The checkpoint whose weights the engine takes over when it is made."""
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The whole model, written by rank 0; all ranks call this together."""
+        write = partial(super()._save, output_dir, state_dict)  # type: ignore[misc]
         if self._sw_engine is None:  # it is whole everywhere
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
-            return
-        with self._sw_engine.whole(optimizer=False, rank0_only=True):
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            write()
+        else:
+            save_model(self._sw_engine, write)
 
     def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
-        """As in transformers; where it returns, the checkpoint is complete for every rank."""
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        # Rank 0 writes the last files, and removes old folders; another rank may look for the newest at once.
+        """As in transformers. The folder gets its name when it is complete: a save that is killed leaves none."""
+        state, channel = self.state, self._sw_ranks.world
+        staged = StagedCheckpoint(self._get_output_dir(trial), state.global_step)
+        with agreed(channel, purpose="verdict on the folder of a checkpoint"):
+            if channel.rank == 0:
+                staged.begin()
+        failure: CheckpointError | None = None
+        self._sw_staged = staged
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            if state.best_global_step == state.global_step and state.best_model_checkpoint is not None:
+                state.best_model_checkpoint = staged.final
+                if self.args.should_save:
+                    state.save_to_json(os.path.join(staged.parent, os.path.basename(staged.final), STATE))
+        except ShardwiseError:  # on all ranks
+            staged.discard()
+            raise
+        except (OSError, RuntimeError) as error:  # the second is what torch.save raises of a full disk
+            failure = CheckpointError(f"{staged.final} cannot be written: {error}")
+        finally:
+            self._sw_staged = None
+        with agreed(channel, purpose="verdict on the files of a checkpoint"):
+            if failure is not None:
+                staged.discard()
+                raise failure
+        with agreed(channel, purpose="verdict on a checkpoint"):
+            if channel.rank == 0:
+                staged.publish()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(staged.final)
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=os.path.dirname(staged.final),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        # Rank 0 removes old folders; another rank may look for the newest at once.
         self.accelerator.wait_for_everyone()
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        staged: StagedCheckpoint | None = self._sw_staged
+        if staged is not None:
+            return staged.parent
+        folder: str = super()._get_output_dir(trial)  # type: ignore[misc]
+        return folder
+
+    def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+        if self._sw_staged is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         engine = self.engine
-        save(Path(output_dir, _SAVE), engine, keep=1)
+        save(Path(output_dir, SAVE), engine, keep=1)
         if getattr(self.args, "shardwise_optimizer_pt", True):
-            with engine.whole(rank0_only=True):
-                if self.args.should_save:
-                    torch.save(self.optimizer.state_dict(), os.path.join(output_dir, _OPTIMIZER))
+            save_optimizer(engine, Path(output_dir, OPTIMIZER))
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _save_scaler(self: Any, output_dir: str) -> None:
-        """Nothing: the save has the scale of losses."""
-
-    def _load_scaler(self: Any, checkpoint: str | None) -> None:
-        """Nothing: the save has the scale of losses."""
+        """The scale of losses for the plain Trainer, as a GradScaler has it; ours goes on from the save."""
+        scale = self.engine.settings().get("loss_scale")
+        if scale is not None and self.args.should_save:
+            factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": GROWTH_INTERVAL}
+            found = {"scale": scale["scale"], **factors, "_growth_tracker": scale["in_a_row"]}
+            torch.save(found, os.path.join(output_dir, SCALER))
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
         if not self._sw_ranks.is_speaker:
@@ -64,11 +133,39 @@ class TrainerCheckpoints:
         state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
-        os.makedirs(output_dir, exist_ok=True)
         if self._sw_ranks.rank == 0:
             torch.save(state, os.path.join(output_dir, "rng_state.pth"))
         if self._sw_ranks.count > 1:
             torch.save(state, os.path.join(output_dir, f"rng_state_{self._sw_ranks.rank}.pth"))
+
+    # Loading --------------------------------------------------------------------------------------------------------
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. True means the last complete checkpoint.
+
+        Raises CheckpointError, the same on all ranks, for one that is not complete.
+        """
+        if resume_from_checkpoint:
+            resume_from_checkpoint = self._sw_checked(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _sw_checked(self: Any, asked: Any) -> str:
+        """The path of the checkpoint that a run resumes from."""
+        channel = self._sw_ranks.world
+        with agreed(channel, purpose="verdict on the checkpoint to resume from", only=0) as agreement:
+            if channel.rank == 0 and asked is True:
+                found, passed = newest_complete(Path(self.args.output_dir))
+                agreement.value = found.name.encode()
+                for folder, problems in passed.items():
+                    warnings.warn(f"{folder} is passed over for {found}: {'; '.join(problems)}", stacklevel=3)
+            elif channel.rank == 0 and (problems := problems_of(Path(asked))):
+                raise CheckpointError(
+                    *problems, about=f"{asked} cannot be resumed from; give another checkpoint, or True for the last"
+                )
+        if asked is not True:
+            return str(os.fspath(asked))
+        name = bytes(agreement.values[0]).decode()
+        return os.path.join(str(self.args.output_dir), name)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -79,7 +176,7 @@ class TrainerCheckpoints:
         if found is None:
             return
         with safe_globals():
-            state = _read(found)
+            state = torch.load(found, map_location="cpu", weights_only=True)
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["cpu"])
@@ -87,17 +184,30 @@ class TrainerCheckpoints:
             torch.cuda.set_rng_state(state["cuda"])
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The weights; those of a save come with the optimizer, when there is one."""
-        if Path(resume_from_checkpoint, _SAVE).is_dir():
-            return
-        if self._sw_engine is None or self._sw_engine.model is not self.model:
+        """The weights, which the engine takes over when it is made; those of a save come with the optimizer."""
+        engine, folder = self._sw_engine, Path(resume_from_checkpoint)
+        has_engine = engine is not None and engine.model is self.model
+        if has_weights(folder):
+            self._sw_weights = folder
+            if has_engine and not self.is_in_train:
+                self._sw_take_over_weights(engine)
+        elif has_engine:
+            with engine.whole(optimizer=False, rank0_only=True):
+                if self.args.should_save:
+                    super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-            return
-        with self._sw_engine.whole(optimizer=False, rank0_only=True):
-            if self.args.should_save:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _sw_take_over_weights(self: Any, engine: Any) -> None:
+        """Those that wait for the engine."""
+        folder, self._sw_weights = self._sw_weights, None
+        if folder is not None:
+            load_weights(engine, folder)
 
     def _load_best_model(self: Any) -> None:
+        if has_weights(folder := Path(self.state.best_model_checkpoint)):
+            load_weights(self.engine, folder)
+            return
         with self.engine.whole(optimizer=False, rank0_only=True):
             if self.args.should_save:
                 super()._load_best_model()  # type: ignore[misc]
@@ -105,24 +215,26 @@ class TrainerCheckpoints:
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        folder = Path(checkpoint)
+        if (folder / SAVE).is_dir():
+            self._sw_weights = None
+            load(folder / SAVE, self.engine)
+        elif (folder / OPTIMIZER).is_file():
+            self._sw_load_plain(folder)
+        if (folder / SCHEDULER).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, map_location="cpu", weights_only=True))
+
+    def _sw_load_plain(self: Any, folder: Path) -> None:
         engine = self.engine
-        optimizer, scheduler = Path(checkpoint, _OPTIMIZER), Path(checkpoint, _SCHEDULER)
-        if Path(checkpoint, _SAVE).is_dir():
-            load(Path(checkpoint, _SAVE), engine)
-        elif optimizer.is_file():
-            with engine.whole(rank0_only=True):
-                if self.args.should_save:
-                    self.optimizer.load_state_dict(_read(optimizer))
-        if scheduler.is_file():
-            self.lr_scheduler.load_state_dict(_read(scheduler))
+        if has_weights(folder) and load_plain(engine, folder):
+            self._sw_weights = None
+            return
+        self._sw_take_over_weights(engine)
+        # Adapters, and state with Python numbers: through the whole optimizer.
+        with engine.whole(rank0_only=True):
+            if self.args.should_save:
+                state = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+                self.optimizer.load_state_dict(state)
 
-
-def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # Without the words of torch, which advise to run what is in the file.
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): it is not complete, or no file that a Trainer wrote; "
-            "resume from another checkpoint"
-        ) from error
+    def _load_scaler(self: Any, checkpoint: str | None) -> None:
+        """Nothing: the scale of losses comes with the state of the optimizer."""
