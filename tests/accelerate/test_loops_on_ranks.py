@@ -1,4 +1,4 @@
-"""Loops of accelerate on simulated ranks: their numbers on the host and on a device, their memory, and their threads."""
+"""Loops of accelerate on simulated ranks: numbers on the host and on a device, memory, and the threads of loops."""
 
 import weakref
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Kept(torch.autograd.Function):
     """Its input, which it keeps for backward: bytes in `live`."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, live: list[int]) -> torch.Tensor:  # type: ignore[override]
+    def forward(context: Any, x: torch.Tensor, live: list[int]) -> torch.Tensor:
         kept = x.detach().clone()
         live[0] += kept.nbytes
         live[1] = max(live)
@@ -72,7 +72,7 @@ class Keeping(nn.Module):
         self.live = [0, 0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Kept.apply(x, self.live) if x.requires_grad else x  # type: ignore[no-untyped-call, no-any-return]
+        return Kept.apply(x, self.live) if x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
 def peak(accelerator: Any, steps: int) -> int:

@@ -132,6 +132,8 @@ def plain(name: str, steps: int) -> list[float]:
     return losses
 
 
+# Of the compiler that torchao's updates run through.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [

@@ -48,7 +48,7 @@ class OpenStep:
     @property
     def is_over(self) -> bool:
         """Whether the step has ended, in an error maybe."""
-        return self._greenlet.dead
+        return bool(self._greenlet.dead)
 
     def begin(self) -> None:
         """A forward follows."""

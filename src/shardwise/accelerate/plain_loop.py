@@ -448,7 +448,7 @@ def watched(loader: Any, left: Callable[[], None]) -> Any:
             left()
 
     # A subclass, as accelerate asks for the classes of its loaders; their `__class__` is a property that hides them.
-    made = object.__new__(type(kind.__name__, (kind,), {"__iter__": batches}))
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"__iter__": batches}))
     vars(made).update(vars(loader))
     return made
 

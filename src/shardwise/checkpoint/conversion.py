@@ -529,7 +529,9 @@ def _packed(outputs: Contents) -> set[str]:
     above = {name: {name[:at] for at, each in enumerate(name) if each == "."} for name in held}
     codes = {name for names in above.values() for name in names & held.keys()}
     modules = {
-        name.rpartition(".")[0] for name, each in held.items() if each.dtype != "bool" and itemsize_bytes(each.dtype) == 1
+        name.rpartition(".")[0]
+        for name, each in held.items()
+        if each.dtype != "bool" and itemsize_bytes(each.dtype) == 1
     }
     return {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
 

@@ -1,6 +1,7 @@
 """Adapters with averages of weights, with dropout, and several of them in turns with saves between."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,11 @@ def with_dropout() -> Any:
     model = base("llama")
     torch.manual_seed(1)
     lora = LoraConfig(
-        r=3, target_modules=["q_proj", "o_proj", "up_proj"], lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM"
+        r=3,
+        target_modules=["q_proj", "o_proj", "up_proj"],
+        lora_dropout=0.5,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora).double().train()
 
@@ -129,7 +134,9 @@ def test_adapters_take_turns_around_a_save(tmp_path: Path) -> None:
                 sw.save(tmp_path / target, engine)
         return found
 
-    assert sw.simulate(2, lambda channel: turns(channel, "stage 3", TURNS, False))[0] == pytest.approx(expected[:4], rel=1e-6)
+    assert sw.simulate(2, lambda channel: turns(channel, "stage 3", TURNS, False))[0] == pytest.approx(
+        expected[:4], rel=1e-6
+    )
     for layout in ("pp", "tp"):
-        for found in sw.simulate(2, lambda channel, at=layout: turns(channel, at, ["two", "one"], True)):
+        for found in sw.simulate(2, partial(turns, layout=layout, names=["two", "one"], load=True)):
             assert found == pytest.approx(expected[4:], rel=1e-6)
