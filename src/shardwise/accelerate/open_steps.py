@@ -91,7 +91,7 @@ class OpenStep:
 
     def _run(self) -> StepReport | None:
         first = {"weight": 1.0, "inputs": self._inputs}
-        others: list[Any] = [{"weight": 1.0, "turn": _Turn(self)} for _ in range(self._num_batches - 1)]
+        others: list[Any] = [{"weight": 1.0, "turn": _NextBatch(self)} for _ in range(self._num_batches - 1)]
         try:
             return self._engine.step([first, *others], loss=self._loss)
         except StepLeft:
@@ -126,13 +126,13 @@ class OpenStep:
             region.take_place()
 
 
-class _Turn:
+class _NextBatch:
     """In a microbatch, which an engine moves to its device when it has its turn."""
 
     def __init__(self, step: OpenStep) -> None:
         self._step = step
 
-    def to(self, _: torch.device) -> "_Turn":
+    def to(self, _: torch.device) -> "_NextBatch":
         """Wait for the loop's next batch."""
         self._step.wait_for_batch()
         return self
