@@ -36,7 +36,9 @@ def on_ranks(plan: sw.Plan, run: Callable[[Any], Any], *, device: str | None = N
     )
 
 
-@pytest.mark.parametrize(("plan", "steps"), [("stage 3", 3), ("pp", 2), ("tp", 1)])
+@pytest.mark.parametrize(
+    ("plan", "steps"), [("stage 3", 3), ("pp", 2), pytest.param("tp", 1, marks=pytest.mark.stress)]
+)
 def test_a_loop_on_devices_is_that_of_the_host(fake: str, plan: str, steps: int) -> None:
     expected = train(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps), batch=4)
     batch = 4 // PLANS[plan].mesh.num_data_ranks

@@ -75,7 +75,10 @@ def test_a_region_of_autocast_is_that_of_the_plain_trainer() -> None:
                 assert_near(expected, state)
 
 
-@pytest.mark.parametrize(("plan", "kind"), [("pp", "accumulated and clipped"), ("tp", "plain"), ("stage 3", "plain")])
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [("pp", "accumulated and clipped"), pytest.param("tp", "plain", marks=pytest.mark.stress), ("stage 3", "plain")],
+)
 def test_a_fit_on_devices_is_that_of_the_host(on_fake: None, plan: str, kind: str) -> None:
     expected, _, metrics, _ = plain(kind)
 

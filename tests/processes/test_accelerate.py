@@ -58,6 +58,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.stress  # test_lightning starts ranks by torchrun in every run
 @pytest.mark.timeout(320)
 def test_a_script_that_torchrun_starts_has_the_numbers_of_one_process(tmp_path: Path) -> None:
     program = tmp_path / "program.py"

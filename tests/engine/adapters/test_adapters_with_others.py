@@ -19,7 +19,10 @@ def averaging(layout: str) -> sw.Plan:
     return replace(LAYOUTS[layout], average=sw.Average(decay=0.5))
 
 
-@pytest.mark.parametrize(("before", "after"), [("stage 3", "pp"), ("pp", "tp"), ("tp", "stage 1")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("stage 3", "pp"), *(pytest.param(*each, marks=pytest.mark.stress) for each in (("pp", "tp"), ("tp", "stage 1")))],
+)
 def test_averages_of_adapters_are_evaluated_saved_and_merged(before: str, after: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
