@@ -16,13 +16,10 @@ import cProfile
 import gc
 import os
 import pstats
-import shlex
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -32,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, write_page
 from benchmarks.silence import DONE, Silence
 from shardwise.comm import Channel, Work, alone
 
@@ -305,10 +302,7 @@ def main() -> None:
     print(table)
     if arguments.write:
         tables = [measure(arguments) if arguments.parallelize else table, parallelize_table((250, 1000, 4000))]
-        command = shlex.join(["python", "-m", "benchmarks.host_cost", *sys.argv[1:]])
-        about = f"Made by `{command}` on {date.today()}: {torch.__version__}, Python {sys.version.split()[0]}."
-        load = f"Load of the machine, of {os.cpu_count()} cores: {before:.1f} before, {os.getloadavg()[0]:.1f} after."
-        RESULTS.write_text("\n\n".join(["# Host cost", f"{about} {load} {READING}", *tables]) + "\n")
+        write_page(RESULTS, "benchmarks.host_cost", "Host cost", READING, "\n\n".join(tables), load_before=before)
 
 
 if __name__ == "__main__":

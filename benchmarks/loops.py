@@ -10,13 +10,10 @@ import argparse
 import gc
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,7 +25,7 @@ from torchmetrics.text import Perplexity
 
 import shardwise as sw
 from benchmarks.cells import in_processes
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, write_page
 from benchmarks.workload import ADAMW, VOCABULARY, Batch, Shape, batches, llama
 from shardwise.comm import Channel, alone
 
@@ -181,10 +178,7 @@ def main() -> None:
     table = markdown(HEADER, rows)
     print(table)
     if arguments.write:
-        command = shlex.join(["python", "-m", "benchmarks.loops", *sys.argv[1:]])
-        about = f"Made by `{command}` on {date.today()}: {torch.__version__}, Python {sys.version.split()[0]}."
-        load = f"Load of the machine, of {os.cpu_count()} cores: {before:.1f} before, {os.getloadavg()[0]:.1f} after."
-        RESULTS.write_text("\n\n".join(["# Loops", f"{about} {load} {READING}", table]) + "\n")
+        write_page(RESULTS, "benchmarks.loops", "Loops", READING, table, load_before=before)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,14 @@
-"""Tables of results, as Markdown."""
+"""Tables of results, as Markdown, and the pages that have them."""
 
+import os
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
 from typing import TypeAlias
+
+import torch
 
 Row: TypeAlias = tuple[str, ...]
 
@@ -15,3 +22,11 @@ def markdown(header: Row, rows: Sequence[Row]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def write_page(path: Path, program: str, title: str, reading: str, table: str, *, load_before: float) -> None:
+    """Write tables with how they were made, and how to read them. load_before: the machine's, by `os.getloadavg`."""
+    command = shlex.join(["python", "-m", program, *sys.argv[1:]])
+    made = f"Made by `{command}` on {date.today()}: {torch.__version__}, Python {sys.version.split()[0]}."
+    load = f"Load of the machine, of {os.cpu_count()} cores: {load_before:.1f} before, {os.getloadavg()[0]:.1f} after."
+    path.write_text("\n\n".join([f"# {title}", f"{made} {load} {reading}", table]) + "\n")

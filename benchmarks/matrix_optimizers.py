@@ -12,14 +12,11 @@ import argparse
 import gc
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from torch.optim import _muon
 
 import shardwise as sw
 from benchmarks.cells import in_processes
-from benchmarks.markdown import Row, markdown
+from benchmarks.markdown import Row, markdown, write_page
 from benchmarks.workload import ADAMW, Shape, batches, llama
 from shardwise.comm import Channel
 
@@ -203,15 +200,12 @@ def main() -> None:
     found = markdown(HEADER, table(arguments.layouts.split(";"), arguments.rounds, arguments.layers))
     print(found)
     if arguments.write:
-        command = shlex.join(["python", "-m", "benchmarks.matrix_optimizers", *sys.argv[1:]])
-        made = f"Made by `{command}` on {date.today()}: {torch.__version__}, Python {sys.version.split()[0]}."
-        cores = os.cpu_count() or 1
-        load = f"Load of the machine, of {cores} cores: {before:.1f} before, {os.getloadavg()[0]:.1f} after."
         reading = (
             f"Bytes are those of the rank with most, at stage 1; asked: {ASKED_BYTES} at most. Where ranks are more "
             "than cores, they take turns on them: both sides, so that work in total counts."
         )
-        RESULT.write_text("\n\n".join(["# Optimizers of whole matrices", f"{made} {load} {reading}", found]) + "\n")
+        title = "Optimizers of whole matrices"
+        write_page(RESULT, "benchmarks.matrix_optimizers", title, reading, found, load_before=before)
 
 
 if __name__ == "__main__":

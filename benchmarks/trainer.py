@@ -11,13 +11,10 @@ turn; the median counts.
 import argparse
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,7 @@ import shardwise as sw
 import shardwise.hf as hf
 from benchmarks.cells import in_processes
 from benchmarks.loops import NUM_BATCHES, engine_on, stepping
-from benchmarks.markdown import markdown
+from benchmarks.markdown import markdown, write_page
 from benchmarks.workload import ADAMW, Batch, Shape, batches, llama
 from shardwise.comm import Channel, alone
 
@@ -124,10 +121,7 @@ def main() -> None:
     table = markdown(HEADER, rows)
     print(table)
     if arguments.write:
-        command = shlex.join(["python", "-m", "benchmarks.trainer", *sys.argv[1:]])
-        about = f"Made by `{command}` on {date.today()}: {torch.__version__}, Python {sys.version.split()[0]}."
-        load = f"Load of the machine, of {os.cpu_count()} cores: {before:.1f} before, {os.getloadavg()[0]:.1f} after."
-        RESULTS.write_text("\n\n".join(["# Trainer", f"{about} {load} {READING}", table]) + "\n")
+        write_page(RESULTS, "benchmarks.trainer", "Trainer", READING, table, load_before=before)
 
 
 if __name__ == "__main__":

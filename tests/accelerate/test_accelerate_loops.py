@@ -91,7 +91,44 @@ def evaluate_in_the_loss(model: Any, rows: torch.Tensor, accelerator: Any, optim
         optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [drop_a_batch, evaluate_in_the_loss])
+def drop_gradients_first(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    """Of each update, plain accelerate drops here all batches but the last."""
+    accelerator.gradient_accumulation_steps = 2
+    for each in [*rows, *rows]:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(model(each).square().mean())
+            optimizer.step()
+
+
+def update_in_a_region(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    accelerator.gradient_accumulation_steps = 2
+    for each in [*rows, *rows]:
+        with accelerator.accumulate(model):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(each)
+            accelerator.backward(output.float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def evaluate_in_an_update(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    accelerator.gradient_accumulation_steps = 2
+    for number, each in enumerate([*rows, rows[0]]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(each).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            assert model(each).shape == (8, 3), number
+        model.train()
+
+
+@pytest.mark.parametrize(
+    "loop", [drop_a_batch, evaluate_in_the_loss, drop_gradients_first, update_in_a_region, evaluate_in_an_update]
+)
 def test_all_of_a_loss_trains_and_what_was_dropped_does_not(loop: Any) -> None:
     def weights(accelerator: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
@@ -112,6 +149,18 @@ def test_a_clip_of_a_batch_that_accumulates_is_refused() -> None:
         accelerator.backward(model(torch.ones(2, 4)).mean())
         with pytest.raises(OptimizerError, match=r"under `if accelerator\.sync_gradients:`"):
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def test_gradients_of_batches_before_are_not_dropped_in_silence() -> None:
+    accelerator = alone(gradient_accumulation_steps=2)
+    model, optimizer = prepared(accelerator)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            loss = model(torch.ones(2, 4)).mean()
+            if accelerator.sync_gradients:
+                with pytest.raises(OptimizerError, match=r"gradients of 1 batches .* call it after optimizer.step\(\)"):
+                    optimizer.zero_grad()
+            accelerator.backward(loss)
 
 
 def test_memory_is_free_for_another_model_in_the_middle_of_an_update() -> None:

@@ -365,6 +365,38 @@ def test_a_shared_norm_is_refused_where_stages_have_parameters_of_their_own() ->
         sw.simulate(2, run)
 
 
+class Paired(torch.optim.SGD):
+    """Steps by the product of two parameters that follow each other, as optimizers of low-rank adapters do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            downs, ups = group["params"][::2], group["params"][1::2]
+            for down, up in zip(downs, ups, strict=True):
+                length = (up @ down).norm()
+                for each in (down, up):
+                    each.sub_(each.grad / (1 + length), alpha=group["lr"])
+
+
+def test_pairs_of_parameters_are_refused_where_a_rank_may_have_one_of_them() -> None:
+    pairs = [nn.Parameter(torch.ones(shape)) for shape in ((2, 600), (300, 2), (2, 300), (5, 2))]
+    with pytest.raises(OptimizerError, match=r"Paired cannot update parameters one by one.*stage=0"):
+        check_apart([Paired(pairs, lr=0.1)], CPU, instead="Use sw.Sharding(stage=0)")
+    # It wants four dims, and updates each parameter alone.
+    kernels = [nn.Parameter(torch.ones(2, 3, 3, 3)) for _ in range(2)]
+    check_apart([OfKernels(kernels, lr=0.1)], CPU, instead="")
+
+
+class OfKernels(torch.optim.SGD):
+    """Steps of one length for each kernel of a convolution."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.sub_(each.grad / each.grad.norm(dim=(2, 3), keepdim=True), alpha=group["lr"])
+
+
 class Talking(torch.optim.SGD):
     """Shares the work itself, as the Muon of several processes does."""
 

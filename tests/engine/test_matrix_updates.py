@@ -24,6 +24,7 @@ from shardwise.plan import matrix_homes
 from tests.checkpoint.layouts import assembled
 from tests.covering import covering
 from tests.engine.channels import SharesMemory
+from tests.engine.test_optimizers import Normed
 from tests.fake_device.accelerator import behind
 
 RULES = {"mix": "packed_colwise", "down": "row"}
@@ -519,11 +520,5 @@ def test_bytes_are_those_that_the_formulas_say(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_an_optimizer_that_looks_at_other_parameters_is_refused_under_tp() -> None:
-    class Clipped(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            parameters = [each for group in self.param_groups for each in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
-            super().step()
-
-    with pytest.raises(OptimizerError, match=r"Clipped cannot update parameters one by one.*mesh\.tp"):
-        train([plan_of("tp=2")], optimizers=lambda model: [Clipped(model.parameters(), lr=0.1)])
+    with pytest.raises(OptimizerError, match=r"Normed cannot update parameters one by one.*mesh\.tp"):
+        train([plan_of("tp=2")], optimizers=lambda model: [Normed(model.parameters(), lr=0.1, of_all=True)])

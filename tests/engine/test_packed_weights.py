@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -146,6 +147,33 @@ def test_a_checkpoint_of_a_packed_base_goes_on_in_any_layout(before: str, after:
 
     losses = sw.simulate(plan_of(before).mesh.size, first)[0] + sw.simulate(plan_of(after).mesh.size, second)[0]
     torch.testing.assert_close(losses, plain(4)[0], rtol=1e-6, atol=0)
+
+
+def test_a_converted_save_goes_on_and_files_of_another_dtype_keep_the_packed_bits(tmp_path: Path) -> None:
+    def first(channel: Channel) -> list[float]:
+        engine = engine_of(plan_of("stage 3"), channel)
+        losses = train(engine, range(2))
+        sw.save(tmp_path / "saved", engine)
+        return losses
+
+    def second(channel: Channel) -> list[float]:
+        engine = engine_of(plan_of("pp"), channel, seed=1)
+        sw.load(tmp_path / "converted", engine)
+        return train(engine, range(2, 4))
+
+    losses = sw.simulate(2, first)[0]
+    sw.checkpoint.convert(tmp_path / "saved", tmp_path / "converted", to="pieces")
+    torch.testing.assert_close(losses + sw.simulate(2, second)[0], plain(4)[0], rtol=1e-6, atol=0)
+    sw.checkpoint.export_hf(tmp_path / "saved", tmp_path / "kept")
+    sw.checkpoint.export_hf(tmp_path / "saved", tmp_path / "files", dtype="float16")
+    kept, cast = (load_file(tmp_path / each / "model.safetensors") for each in ("kept", "files"))
+    assert kept.keys() == cast.keys()
+    for name, each in kept.items():
+        if ".base.weight" in name:
+            assert cast[name].dtype == each.dtype, name
+            assert torch.equal(cast[name].view(torch.uint8), each.view(torch.uint8)), name
+        elif ".base." not in name:
+            assert cast[name].dtype == (torch.float16 if each.is_floating_point() else each.dtype), name
 
 
 @pytest.mark.parametrize(("before", "after"), [("stage 3", "pp"), ("pp", "stage 3"), ("stage 2", "stage 3")])

@@ -75,6 +75,34 @@ def test_a_region_of_autocast_is_that_of_the_plain_trainer() -> None:
                 assert_near(expected, state)
 
 
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [("pp", "accumulated and clipped"), pytest.param("tp", "plain", marks=pytest.mark.stress), ("stage 3", "plain")],
+)
+def test_a_fit_on_devices_is_that_of_the_host(on_fake: None, plan: str, kind: str) -> None:
+    expected, _, metrics, _ = plain(kind)
+
+    def run(strategy: Strategy) -> Any:
+        trainer = fitted(strategy, **SETTINGS[kind])[0]
+        return weights(trainer), {name: float(each) for name, each in trainer.callback_metrics.items()}
+
+    for state, here in under(PLANS[plan], run):
+        assert_near(expected, {name: each.cpu() for name, each in state.items()})
+        assert here.keys() == metrics.keys()
+
+
+class InRegions(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.is_autocast_enabled(x.device.type), x.device
+        return super().forward(x)
+
+
+def test_a_region_of_autocast_is_of_the_devices_that_ranks_have(on_fake: None) -> None:
+    """The Trainer says "cpu" here."""
+    (rate,) = under(PLANS["one rank"], lambda strategy: fitted(strategy, InRegions, precision="bf16-mixed")[1].rates[0])
+    assert rate == plain("bfloat16")[1].rates[0]
+
+
 @pytest.mark.parametrize("plan", ["one rank", "stage 3", "pp", "tp"])
 def test_evaluation_and_prediction(plan: str) -> None:
     torch.manual_seed(3)

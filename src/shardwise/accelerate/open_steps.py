@@ -1,48 +1,138 @@
-"""A step of an engine that a loop runs piece by piece: its forward, its backward and its update are other calls.
+"""A step of an engine that a loop runs piece by piece: its forwards, its backwards and its update are other calls.
 
-the loop                              the engine, in the same thread
-output = model(batch)    begin  --->  engine.step: open, then the loss function stops
+the loop, k = 2                       the engine, in the same thread
+output = model(batch)    begin  --->  engine.step: open, then the loss function of microbatch 0 stops
 loss = f(output)                      (its streams of random numbers and its stages are those of the loop now)
-accelerator.backward(loss)            the loss is kept
-optimizer.step()         finish --->  the loss function returns it: backward, reduce, clip, update
+accelerator.backward(loss)   pause    the loss is kept, and the thread is the loop's own again
+end of accumulate()      end_batch -> the loss function returns it: backward; the turn of microbatch 1 stops
+output = model(batch)    begin  --->  the loss function of microbatch 1 stops
+...
+optimizer.step()         finish --->  backward of the last one, reduce, clip, update
+
+Under a pipeline the engine asks for forwards and runs backwards in the order of its schedule. An update that ends with
+fewer batches than k, at the end of the data, leaves the others out.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
-from greenlet import getcurrent, greenlet
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
 
 from shardwise.engine import Engine, StepReport
+from shardwise.engine.autocast_regions import Region, kinds_of
+from shardwise.engine.batches import NoMoreMicrobatches
+from shardwise.engine.channels import StepLeft
 
 
 class OpenStep:
     """One update, from its first forward on."""
 
-    def __init__(self, engine: Engine[Any], inputs: Any) -> None:
-        """inputs: of the first forward; ranks are compared by them."""
-        self._engine, self._inputs = engine, inputs
+    def __init__(self, engine: Engine[Any], inputs: Any, *, num_batches: int) -> None:
+        """inputs: of the first forward; ranks are compared by them. num_batches: at most."""
+        self._engine = engine
+        self._num_batches = num_batches
+        self._inputs = inputs
         self._greenlet = greenlet(self._run)
+        self._kinds = kinds_of(engine.channel.device)
+        self._pause = ExitStack()
+        self._is_last = False
+        self.num_ended = 0
+        """Batches whose backward is the engine's."""
+        self.is_in_batch = False
+        """Whether the first forward of a batch has run, and its backward has not."""
         self.losses: list[Any] = []
-        """What the loop has called `backward` on."""
-        self._switch()
+        """What the loop has called `backward` on in this batch."""
+        self.begin()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step has ended, in an error maybe."""
+        return bool(self._greenlet.dead)
+
+    def begin(self) -> None:
+        """A forward follows."""
+        self._pause.close()
+        if not self.is_in_batch:
+            self.is_in_batch = True
+            self._switch()
+
+    def pause(self) -> None:
+        """The thread is the loop's own until the next forward."""
+        if self.is_in_batch:
+            self._pause.close()
+            self._pause.enter_context(self._engine.paused())
+
+    def end_batch(self) -> None:
+        """Backward of a batch that is not the last of the update. The last that the engine has room for waits."""
+        if self.losses and self.num_ended < self._num_batches - 1:
+            self._end()
 
     def finish(self) -> StepReport:
-        """Backward and update."""
-        found = self._switch(self.losses[0] if len(self.losses) == 1 else sum(self.losses))
+        """The last backward, and the update."""
+        self._is_last = True
+        found = self._end() if self.is_in_batch else self._switch()
         assert isinstance(found, StepReport)
         return found
 
-    def abandon(self) -> None:
-        """End it where it is. The engine cannot go on afterwards."""
-        self._greenlet.throw()
+    def leave(self) -> None:
+        """End it where it is, on all ranks alike."""
+        self._pause.close()
+        # Where a pipeline has begun with backwards, its ranks have messages that nobody would take: the engine ends.
+        can_go_on = self._engine.pipeline is None or not self.num_ended
+        self._greenlet.throw(StepLeft if can_go_on else GreenletExit)
 
-    def _run(self) -> StepReport:
-        return self._engine.step([{"weight": 1.0, "inputs": self._inputs}], loss=self._loss)
+    def _end(self) -> Any:
+        self._pause.close()
+        loss = self.losses[0] if len(self.losses) == 1 else sum(self.losses)
+        self.losses, self.is_in_batch = [], False
+        self.num_ended += 1
+        return self._switch(loss)
+
+    def _run(self) -> StepReport | None:
+        first = {"weight": 1.0, "inputs": self._inputs}
+        others: list[Any] = [{"weight": 1.0, "turn": _NextBatch(self)} for _ in range(self._num_batches - 1)]
+        try:
+            return self._engine.step([first, *others], loss=self._loss)
+        except StepLeft:
+            return None
 
     def _loss(self, _: Any) -> Any:
+        return self._stop()
+
+    def _stop(self) -> Any:
+        """In the engine: the loop goes on."""
         parent = self._greenlet.parent
         assert parent is not None, "it runs"
         return parent.switch()
 
+    def wait_for_batch(self) -> None:
+        """In the engine: the loop goes on until its next batch. Raises NoMoreMicrobatches where there is none."""
+        if not self._is_last:
+            self._stop()
+        if self._is_last:
+            raise NoMoreMicrobatches
+
     def _switch(self, *value: Any) -> Any:
+        """Let the engine go on, outside of the loop's region of autocast."""
+        region = Region.here(self._kinds)
+        region.outside().take_place()
         self._greenlet.parent = getcurrent()
-        return self._greenlet.switch(*value)
+        try:
+            # A loop may end its batch, or update, where it computes no gradients.
+            with torch.enable_grad():
+                return self._greenlet.switch(*value)
+        finally:
+            region.take_place()
+
+
+class _NextBatch:
+    """In a microbatch, which an engine moves to its device when it has its turn."""
+
+    def __init__(self, step: OpenStep) -> None:
+        self._step = step
+
+    def to(self, _: torch.device) -> "_NextBatch":
+        """Wait for the loop's next batch."""
+        self._step.wait_for_batch()
+        return self

@@ -1,10 +1,11 @@
 """accelerate's Accelerator, whose prepared objects train an engine.
 
 The loop stays as it is. `model(batch)` in training mode opens a step of the engine, and `optimizer.step()`, or
-`clip_grad_norm_` before it, runs its backward and its update: see `OpenStep`.
+`clip_grad_norm_` before it, runs its backward and its update: see `OpenStep`. Wherever the loop goes on without the
+model, or is left, its thread is as in a plain loop.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from shardwise.engine.channels import DATA_AXES
 from shardwise.engine.full_state import full_state_dict
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
-from shardwise.plan import Plan
+from shardwise.plan import Merge, Plan
 
 
 class Accelerator(accelerate.Accelerator):
@@ -42,9 +43,10 @@ class Accelerator(accelerate.Accelerator):
                 f"mixed_precision={self.mixed_precision!r}: leave it out, and give Plan(precision=sw.Precision("
                 "compute='bfloat16')), precision.compute in TOML"
             )
-        if plan.merge.microbatches != 1:
+        if plan.merge != Merge():
             problems.append(
-                "merge.microbatches: a loop of accelerate calls the model once for each batch; leave it at 1"
+                "merge.microbatches and merge.average: a loop of accelerate calls the model once for each batch, and "
+                "its losses count as gradient_accumulation_steps says; leave them out"
             )
         if plan.pipeline.num_chunks > 1:
             problems.append(
@@ -162,9 +164,8 @@ class Accelerator(accelerate.Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what is prepared, and of an update that has begun; others can be prepared then."""
-        if self._open is not None:
-            self._open.abandon()
-        self._engine, self._open, self._is_claimed, self.report = None, None, True, None
+        self._leave()
+        self._engine, self._is_claimed, self.report = None, True, None
         return super().free_memory(*objects)
 
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
@@ -201,15 +202,38 @@ class Accelerator(accelerate.Accelerator):
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
         )
-        self._dataloaders.append(prepared)
-        return prepared
+        self._dataloaders.append(watched(prepared, self.pause))
+        return self._dataloaders[-1]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The loader without its first batches."""
+        return watched(super().skip_first_batches(dataloader, num_batches), self.pause)
 
     # Updates --------------------------------------------------------------------------------------------------------
 
     @property
-    def is_open(self) -> bool:
-        """Whether the first forward of an update has run."""
-        return self._open is not None
+    def open_step(self) -> OpenStep | None:
+        """The update whose first forward has run."""
+        return None if self._open is None or self._open.is_over else self._open
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Around a batch. Where more batches come before the update, its backward is over at the end."""
+        with super().accumulate(*models):
+            try:
+                yield
+            except BaseException:
+                self.pause()
+                raise
+        if (step := self.open_step) is not None:
+            if not self.sync_gradients:
+                step.end_batch()
+            step.pause()
+
+    def pause(self) -> None:
+        """The loop goes on without the model."""
+        if (step := self.open_step) is not None:
+            step.pause()
 
     def begin(self, inputs: Any) -> None:
         """A forward of the training begins."""
@@ -217,20 +241,24 @@ class Accelerator(accelerate.Accelerator):
             raise OptimizerError(
                 "clip_grad_norm_ has updated the model, and optimizer.step() did not follow; call it after each clip"
             )
-        if self._open is None:
-            self._open = OpenStep(self.engine, inputs)
+        if (step := self.open_step) is not None:
+            step.begin()
+        else:
+            self._open = OpenStep(self.engine, inputs, num_batches=self.gradient_accumulation_steps)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Keep the loss for the update."""
         if kwargs:
             raise ModelError(f"backward({', '.join(kwargs)}=...) is not for an engine; give it a loss alone")
-        if self._open is None:
+        step = self.open_step
+        if step is None or not step.is_in_batch:
             raise ModelError(
                 "accelerator.backward(loss) came without a forward of the prepared model in training mode; compute the "
                 "loss from model(batch), after model.train()"
             )
-        steps = self.gradient_accumulation_steps
-        self._open.losses.append(loss if steps == 1 else loss / steps)
+        # Not divided by `gradient_accumulation_steps`: the engine takes the mean over so many batches.
+        step.losses.append(loss)
+        step.pause()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Run the update, which clips as the plan says; the norm before the clip. `optimizer.step()` has to follow."""
@@ -260,8 +288,17 @@ class Accelerator(accelerate.Accelerator):
 
     def forget(self) -> None:
         """`zero_grad()`: what `backward` was called on since the last update does not count."""
-        if self._open is not None:
-            self._open.losses.clear()
+        if (step := self.open_step) is None:
+            return
+        if not step.num_ended:
+            step.losses.clear()
+            return
+        if self.engine.pipeline is not None or (step.is_in_batch and not step.losses):
+            raise OptimizerError(
+                f"zero_grad() would drop the gradients of {step.num_ended} batches that this update has accumulated; "
+                "call it after optimizer.step()"
+            )
+        self._leave()
 
     def update(self) -> None:
         """`optimizer.step()`."""
@@ -271,14 +308,20 @@ class Accelerator(accelerate.Accelerator):
             self._finish()
 
     def _finish(self) -> StepReport:
-        if self._open is None or not self._open.losses:
+        step = self.open_step
+        if step is None or not (step.losses if step.is_in_batch else step.num_ended):
             raise OptimizerError(
                 "the update came without accelerator.backward(loss), and would train nothing; call it first, with a "
                 "loss from model(batch) in training mode"
             )
-        opened, self._open = self._open, None
-        self.report = opened.finish()
+        self._open = None
+        self.report = step.finish()
         return self.report
+
+    def _leave(self) -> None:
+        if (step := self.open_step) is not None:
+            step.leave()
+        self._open = None
 
     # Saves ----------------------------------------------------------------------------------------------------------
 
@@ -302,7 +345,7 @@ class Accelerator(accelerate.Accelerator):
         """Save model, optimizer, schedulers and registered objects: `sw.save`, which loads into any layout."""
         if output_dir is None:
             raise ModelError("save_state() needs a folder: accelerator.save_state('saves/10')")
-        if self._open is not None and self.engine.pipeline is not None:
+        if self.open_step is not None and self.engine.pipeline is not None:
             raise ModelError(
                 "save_state in the middle of an update: stages wait for the backward of a forward in training mode. "
                 "Save after optimizer.step(); where the loop accumulates, under `if accelerator.sync_gradients:`"
@@ -351,7 +394,15 @@ class PreparedModel(nn.Module):
         if self.training and torch.is_grad_enabled():
             accelerator.begin((args, kwargs))
             return self.module(*args, **kwargs)
-        if accelerator.is_open:  # its ranks go through the step now, and its loss may have a part of this forward
+        if (step := accelerator.open_step) is not None:
+            # Its ranks go through the step now. In a batch, its loss may have a part of this forward.
+            if step.is_in_batch:
+                step.begin()
+            elif accelerator.engine.pipeline is not None or accelerator.plan.sharding.stage == 3:
+                raise ModelError(
+                    "the model is evaluated in the middle of an update, where ranks wait for its next batch. Evaluate "
+                    "after optimizer.step(); where the loop accumulates, under `if accelerator.sync_gradients:`"
+                )
             return self.module(*args, **kwargs)
         if self.training:
             raise ModelError("the model is in training mode, without gradients; call model.eval() for an evaluation")
@@ -384,6 +435,22 @@ class PreparedOptimizer(AcceleratedOptimizer):
         """Whether the last gradient was not finite."""
         report = self._accelerator.report
         return report is not None and report.skipped
+
+
+def watched(loader: Any, left: Callable[[], None]) -> Any:
+    """The prepared loader as one that calls `left` where a loop over it ends, also by a break or an error."""
+    kind = type(loader)
+
+    def batches(self: Any) -> Iterator[Any]:
+        try:
+            yield from kind.__iter__(self)
+        finally:
+            left()
+
+    # A subclass, as accelerate asks for the classes of its loaders; their `__class__` is a property that hides them.
+    made: Any = object.__new__(type(kind.__name__, (kind,), {"__iter__": batches}))
+    vars(made).update(vars(loader))
+    return made
 
 
 _NO_HOOKS = (

@@ -45,7 +45,7 @@ from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import COMPUTE_DTYPES
+from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
 from shardwise.plan.names import MASTER, holds_weights, plain_names, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
@@ -513,7 +513,7 @@ def _wanted_dtypes(outputs: Contents, dtype: str | None, like: Likeness | None) 
     """
     if like is not None:
         like.check(outputs)
-    asked = dict.fromkeys(outputs.tensors, dtype) if like is None else like.dtypes
+    asked = dict.fromkeys(outputs.tensors.keys() - _packed(outputs), dtype) if like is None else like.dtypes
     return {
         name: wanted
         for name, each in outputs.tensors.items()
@@ -521,6 +521,19 @@ def _wanted_dtypes(outputs: Contents, dtype: str | None, like: Likeness | None) 
         and is_model_name(name, outputs.format)
         and (wanted := asked.get(name)) is not None
     }
+
+
+def _packed(outputs: Contents) -> set[str]:
+    """Codes, and what may belong to them: under their names, or in their module. A cast would change what they mean."""
+    held = outputs.tensors
+    above = {name: {name[:at] for at, each in enumerate(name) if each == "."} for name in held}
+    codes = {name for names in above.values() for name in names & held.keys()}
+    modules = {
+        name.rpartition(".")[0]
+        for name, each in held.items()
+        if each.dtype != "bool" and itemsize_bytes(each.dtype) == 1
+    }
+    return {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
 
 
 def _with_masters(

@@ -70,6 +70,7 @@ def export_hf(
         `import_hf` has kept. Where there is none, `missing` of the report says so.
     dtype: in which floats are written, such as "float32": from the masters where the save has them. None: as the model
         computed with them, in the dtype in which they are stored. A `config.json` that says another dtype is corrected.
+        Packed weights (codes of one byte, or with tensors under their names) and their modules keep their dtypes.
     weights, step, max_shard_bytes, original: see `convert`.
     certify: see `import_hf`; `round-trip.json` is one of the files.
 

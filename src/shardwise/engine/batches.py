@@ -111,6 +111,10 @@ def is_on_host(batch: Batch) -> bool:
     return all(leaf.device.type == "cpu" for _, leaf in named_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
+class NoMoreMicrobatches(BaseException):
+    """Raised by a given microbatch that has its turn: neither it nor those behind it are computed, on any rank."""
+
+
 class GivenMicrobatches(Sequence[Microbatch]):
     """Microbatches that were given one by one: each moves to the device when it has its turn."""
 

@@ -134,6 +134,10 @@ def _groups(plan: Plan, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
+class StepLeft(BaseException):
+    """All ranks leave a step at the same place, and wait for nothing: none of them stops the others."""
+
+
 @contextmanager
 def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[None]:
     """Tell the other ranks when this one stops. advice: what to do where ranks make calls that do not fit."""
@@ -141,7 +145,7 @@ def stopping_peers(world: Channel, doing: str, *, advice: str = "") -> Iterator[
         with naming_hosts(world):
             yield
     # Another rank failed first, and has informed all: its error is the one to show.
-    except PeerError:
+    except (PeerError, StepLeft):
         raise
     except BaseException as error:
         if world.size > 1:

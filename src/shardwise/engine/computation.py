@@ -20,7 +20,14 @@ from torch import nn
 
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
-from shardwise.engine.batches import LossFunction, LossOfModel, Microbatch, MicrobatchLoss, See
+from shardwise.engine.batches import (
+    LossFunction,
+    LossOfModel,
+    Microbatch,
+    MicrobatchLoss,
+    NoMoreMicrobatches,
+    See,
+)
 from shardwise.engine.generation import Generation, GenerationCall
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -100,6 +107,19 @@ class Computation:
             )
 
     @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The thread is its caller's inside: the forward that goes on waits, in another greenlet."""
+        stream = self.random.active
+        with nullcontext() if self.runner is None else self.runner.paused():
+            if stream is not None:
+                stream.__exit__()
+            try:
+                yield
+            finally:
+                if stream is not None:
+                    stream.__enter__()
+
+    @contextmanager
     def _during(self, call: str) -> Iterator[None]:
         """The call goes on in the body."""
         around, self._running = self._running, call
@@ -155,9 +175,9 @@ class Computation:
         ):
             loss_of = self._loss_inside if loss is None else self.autocast.inside(self.loss.with_loss(loss).measured)
             computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)
-        if len(counted) == len(parts):
+        if len(computed) == len(parts):
             return computed
-        found = dict(zip(counted, computed, strict=True))
+        found = dict(zip(counted, computed, strict=False))
         zero = MicrobatchLoss(torch.zeros((), device=self._device), {})
         return [found.get(at, zero) for at in range(len(parts))]
 
@@ -173,7 +193,7 @@ class Computation:
     ) -> list[MicrobatchLoss]:
         if self.runner is not None:
             return self.runner.train(
-                [parts[at] for at in counted],
+                parts if len(counted) == len(parts) else [parts[at] for at in counted],
                 [factors[at] for at in counted],
                 loss_of,
                 streams=[streams[at] for at in counted],
@@ -183,14 +203,18 @@ class Computation:
             )
         losses = []
         for number, at in enumerate(counted):
-            rounds.begin(number)
-            self.activations.number = number
             try:
+                part = parts[at]
+                rounds.begin(number)
+                self.activations.number = number
                 with streams[at]:  # around backward too, which may compute activations again
                     is_last = at == counted[-1]
                     losses.append(
-                        self._train(loss_of, at, parts[at], factors[at], before_last_backward if is_last else None)
+                        self._train(loss_of, at, part, factors[at], before_last_backward if is_last else None)
                     )
+            except NoMoreMicrobatches:
+                rounds.end()
+                break
             except Exception as error:
                 # A note, not another error: ranks and tests go by its class.
                 error.add_note(f"shardwise: on rank {self._rank}, in microbatch {at} of {len(parts)}")

@@ -569,6 +569,10 @@ class Engine(Generic[Model_co]):
         restore = partial(self.restore, doing="engine.whole() with writes inside")
         return whole_inside(hand_over, restore, self._plain_calls, **which)
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, the thread is its caller's: a forward of a step waits, in another greenlet."""
+        return self._computation.paused()
+
     def take_charge(self, *, frozen: Collection[str] = ()) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`.
 

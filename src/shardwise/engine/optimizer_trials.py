@@ -268,13 +268,33 @@ def check_apart(
                 raise _refusal_of_coupled(case.optimizer, instead)
             try:
                 runs = alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
-            except Exception:  # it wants other shapes than these: nothing can be concluded
+            except Exception:  # it wants other shapes than these
+                if _needs_others(case):
+                    raise _refusal_of_coupled(case.optimizer, instead) from None
                 continue
         with_other, with_third, alone = ([move[: one[0].numel()] for move in moves] for moves in runs)
         # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
         if not _same(with_other, with_third) or not _same(with_other, alone, 0.05):
             raise _refusal_of_coupled(case.optimizer, instead)
         _keep_verdict(of_updates_apart, True)
+
+
+def _needs_others(case: Case) -> bool:
+    """Whether a group updates all of its own shapes together, and some of them not, or otherwise, alone."""
+    stretches = [trial_tensors(_reduced(each.shape), 2, seed=at) for at, each in enumerate(case.group["params"])]
+    try:
+        _, together = run_double(case, stretches, num_steps=2, late=False)
+    except Exception:  # the sizes that were reduced do not fit, say: nothing can be concluded
+        return False
+    parts = [move.split([each[0].numel() for each in stretches]) for move in together]
+    for at, stretch in enumerate(stretches):
+        try:
+            _, alone = run_double(case, [stretch], num_steps=2, late=False)
+        except Exception:  # whatever it raises, it does not without the others
+            return True
+        if not _same([each[at] for each in parts], alone, 0.05):
+            return True
+    return False
 
 
 def _keeps_sums(case: Case) -> bool:

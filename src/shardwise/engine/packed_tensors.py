@@ -183,11 +183,6 @@ def first_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return next(iter(inner_tensors(parameter)), parameter)
 
 
-def shells_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are shells, each once."""
-    return [each for each in model.parameters() if is_shell(each)]
-
-
 # Other content for the same objects -------------------------------------------------------------------------------
 
 Swapped = list[tuple[torch.Tensor, torch.Tensor]]
@@ -247,12 +242,10 @@ def settle_packed(model: nn.Module, views: Collection[tuple[torch.Tensor, torch.
                 made = parameter.detach().view(view.shape)
             torch.utils.swap_tensors(view, made)
             swapped.append((view, made))
-    for shell in shells_of(model):
-        inner = _inside(shell)
-        device = next((each.device for each in inner.values()), shell.device)
-        if shell.device != device:
-            _, context = shell.__tensor_flatten__()  # type: ignore[attr-defined]
-            made = type(shell).__tensor_unflatten__(inner, context, shell.shape, shell.stride())  # type: ignore[attr-defined]
+    for shell in filter(is_shell, list(model.parameters())):
+        inner = inner_by_path(shell)
+        if next(iter(inner.values())).device != shell.device:
+            made = rebuilt(shell, inner)
             # Not nn.Parameter(made), which is around views of the tensors.
             made._is_param = True
             torch.utils.swap_tensors(shell, made)

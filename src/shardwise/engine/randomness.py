@@ -95,6 +95,11 @@ class KeyedRandom:
             if may_draw(module, draws):
                 StreamSplit(module, reference, root)
 
+    @property
+    def active(self) -> "Stream | None":
+        """The stream that generators draw from."""
+        return self._active
+
     def stream(self, step: int, microbatch: int) -> "Stream":
         """The stream of one microbatch, numbered over all data ranks, in one step."""
         return Stream(self, self.number(step, microbatch))

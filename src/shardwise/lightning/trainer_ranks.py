@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
@@ -99,6 +100,9 @@ class TrainerRanks(ParallelStrategy):
         if self._data is None:
             self.plan.mesh.check_world(self.channel.size)
             self._data = self.channel.over(self.plan.mesh.peers(self.channel.rank, DATA_AXES))
+        # A region of autocast is of one kind of device: where ranks compute, whatever `Trainer(accelerator=)` says.
+        if isinstance(self.precision_plugin, MixedPrecision):
+            self.precision_plugin.device = self.root_device.type
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

@@ -63,6 +63,7 @@ def test_a_model_with_adapters_trains_as_in_one_process(model: str, kind: str, l
 
 
 @pytest.mark.stress
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer:UserWarning")
 @pytest.mark.parametrize(("model", "kind", "layout"), pairwise(list(BUILDERS), KINDS, list(LAYOUTS)))
 def test_every_kind_of_adapter_in_every_model(model: str, kind: str, layout: str) -> None:
     if model == "vit" and kind in ("tokens", "embedding", "prompt"):

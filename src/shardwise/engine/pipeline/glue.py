@@ -14,7 +14,7 @@ wait for it there, and all go on with the same number.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
@@ -142,6 +142,19 @@ class Glue(TorchFunctionMode):
             result = compute(part, *more)
         self._refuse_kept_values()
         return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the thread is in its other modes only."""
+        stack = _get_current_function_mode_stack()
+        if self not in stack:
+            yield
+            return
+        _only(each for each in stack if each is not self)
+        try:
+            yield
+        finally:
+            _push_mode(self)
 
     def showing(self, see: See) -> See:
         """For the program, which runs on all ranks: shows an output on the rank that has the values in it."""
@@ -341,6 +354,15 @@ def advice_on_loops(model: nn.Module) -> str:
         f"{method}() decides by values, and cannot run over stages. Write its loop around engine.predict, which gives "
         "every rank the tensors of each turn. Or call it inside `with engine.whole():`, where the model has no stages"
     )
+
+
+def _only(modes: Iterable[TorchFunctionMode]) -> None:
+    """Let the thread be in these modes."""
+    kept = list(modes)
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for each in kept:
+        _push_mode(each)
 
 
 def _parts_of(func: Callable[..., Any]) -> Callable[..., tuple[str, tuple[int, ...], bytes]]:

@@ -10,7 +10,7 @@ its forwards are left out of the order that follows.
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import compare
-from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
+from shardwise.engine.batches import Microbatch, MicrobatchLoss, NoMoreMicrobatches, See
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.crossings import GradientKinds
@@ -134,6 +134,10 @@ class PipelineRunner:
             # them.
             if isinstance(placed, partial) and isinstance(getattr(placed.func, "__self__", None), PipelineRunner):
                 placed.args[0].give_back()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, no program over stages runs in this thread."""
+        return self._glue.paused()
 
     def _begin_flow(self, purpose: Purpose, number: int, stream: Stream | None) -> MicrobatchFlow:
         return MicrobatchFlow(
@@ -268,7 +272,12 @@ class PipelineRunner:
             action = order.pop(0)
             done.add(action)
             if action.kind == "F":
-                step.forward(action.microbatch, action.stage)
+                try:
+                    step.forward(action.microbatch, action.stage)
+                except NoMoreMicrobatches:
+                    order = [each for each in order if each.microbatch < action.microbatch]
+                    num_backwards = sum(each.kind == "B" for each in order)
+                    continue
                 if action.stage == stages[-1] and self.schedule is fitting:
                     # What a forward needs that took another path is known to all ranks at its end, without a message.
                     paths, steps_back = self._with(step.flows[action.microbatch])

@@ -184,6 +184,8 @@ class TrainingStep:
         """Most microbatches whose activations this rank held at a time."""
         self._equipment = equipment
         self._parts = parts
+        self._given: dict[int, Microbatch] = {}
+        """Those that had their turn, and are not computed yet."""
         self._factors = factors
         self._loss_of = loss_of
         self._streams = streams
@@ -196,6 +198,8 @@ class TrainingStep:
 
     def forward(self, number: int, stage: int) -> None:
         """The forward of a microbatch up to the end of its work on a stage."""
+        if number not in self.flows:
+            self._given[number] = self._parts[number]
         with self._equipment.recorder.noting("F", number, stage):
             if number not in self.flows:
                 self._start(number)
@@ -276,7 +280,7 @@ class TrainingStep:
         """The user's forward, from its beginning to its loss."""
         equipment, flow, factor = self._equipment, self.flows[number], self._factors[number]
         try:
-            found = equipment.glue.run(self._loss_of, self._parts[number])
+            found = equipment.glue.run(self._loss_of, self._given.pop(number))
             loss = found.loss
             if not isinstance(loss, StageTensor) or not loss.requires_grad:
                 raise ModelError("the loss depends on no trainable parameter; nothing can be learnt from this batch")

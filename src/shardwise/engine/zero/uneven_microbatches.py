@@ -140,6 +140,10 @@ class UnevenMicrobatches:
         """Its backward has ended (in a pass that does not train, its forward); see `Passes.microbatch_done`."""
         self._passes.microbatch_done(stage)
 
+    def end(self) -> None:
+        """No data rank computes any more of them."""
+        self._next = len(self._joint)
+
     def _skip_to(self, end: int) -> None:
         # In the order of the numbers and before the next one that this rank computes, so that ranks never wait for each
         # other in different microbatches.
