@@ -12,6 +12,7 @@ from shardwise.train.strict_tables import Table
 PYTHON_DOCS = "python-docs"
 BYTES = "bytes"
 PADDING, PACKING = "padding", "packing"
+RowDim = Annotated[int, Field(ge=0)]
 Format = Literal["text", "jsonl", "parquet", "images", "saved", "hub"]
 
 
@@ -72,9 +73,19 @@ class DataTable(Table):
     """Names of classes, for columns that hold names; the first one is 0. Left out: the folders of "images"."""
     images: ImageTable = Field(default_factory=ImageTable)
     """How images become tensors."""
+    rows: RowDim | dict[str, RowDim | Literal["all"]] = 0
+    """The dim of the tensors of a batch that has its rows: a number from 0 on, or numbers by names and globs, such as
+    { frames = 1, table = "all" }. "all": a tensor for all rows. What no name means has dim 0."""
     collate_options: dict[str, object] = Field(default_factory=dict)
     """Further keyword arguments of `collate`; of the constructor, where it is a class. One that takes a `tokenizer`
     gets that of `tokenizer`."""
+
+    @property
+    def row_dims(self) -> int | dict[str, int | None]:
+        """`rows`, as `parallelize` takes them."""
+        if isinstance(self.rows, int):
+            return self.rows
+        return {name: None if dim == "all" else int(dim) for name, dim in self.rows.items()}
 
     @property
     def unit(self) -> str:
