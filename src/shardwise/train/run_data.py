@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from shardwise.data import Data, DataPlace, EngineOfData, first_batches
 from shardwise.data.row_sources import as_opened, has_items
-from shardwise.engine.batch_rows import BatchRows
+from shardwise.engine.batch_rows import DIM_0, BatchRows
 from shardwise.engine.batches import Batch, rows_of
 from shardwise.errors import DataError
 from shardwise.train.config import RunConfig
@@ -46,12 +46,12 @@ class RunData:
     held_out: SampleSequence
     """The samples of every evaluation, on all ranks together."""
     collate: Callable[[list[Any]], Any]
-    rows: BatchRows
-    """Where the rows of a batch are."""
     tokens_per_row: int
     """1 where rows are no text."""
     corpus: Corpus | None
     """The text; None for a dataset that the configuration names."""
+    rows: BatchRows = DIM_0
+    """Where the rows of a batch are."""
 
     def evaluation(self, place: DataPlace, global_batch: int) -> list[Batch]:
         """The rows of one rank, of each `global_batch` rows of an evaluation; a rank may have none of the last ones.
