@@ -1,6 +1,7 @@
 """What loops do besides steps, against the same loop without it, in turns.
 
-    python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shapes 1x32,4x32,2x128] [--k 4] [--ranks 1,2]
+    python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shapes 1x32,4x32] [--k 4]
+        [--ranks 1,2]
 
 Each row has two sides with a model each, from one seed and on the same rows. They take turns within one process, and
 within two that are joined by gloo, and swap who goes first. A ratio is that of one turn; the median counts. It is given

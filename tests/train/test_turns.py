@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardwise.data import DataPlace, first_batches
 from shardwise.errors import BatchError, ConfigError
@@ -235,7 +234,7 @@ def test_turns_and_rows_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"train.turns.0.loss_options.penalty: missing; .*TellsApart needs it"):
         check_references(configured(tmp_path, TURNS, "train.turns=[{loss='gan.py:TellsApart'}]"))
-    with pytest.raises(BatchError, match="rows: 'frmes' matches none of the entries.*the nearest is 'frames'"):
+    with pytest.raises(BatchError, match=r"rows: 'frmes' matches none of the entries.*the nearest is 'frames'"):
         finished(configured(tmp_path, FRAMES, "data.rows={frmes=1}"))
 
 
@@ -244,5 +243,3 @@ def test_a_clip_may_name_a_group_of_the_model(tmp_path: Path) -> None:
     with_clip, without = (finished(configured(tmp_path, TURNS, *more)).curve("loss") for more in ([clip], []))
     assert with_clip[:3] == without[:3]  # AdamW of a generator that is clipped moves as little as its eps says
     assert with_clip[4:] != without[4:]
-
-

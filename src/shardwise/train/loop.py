@@ -62,8 +62,8 @@ def fit(
 
     batches: this data rank's rows of each update, from `loop.position` on. held_out: its rows of each batch of an
     evaluation. loop: entered; its engine holds the values of its position, and groups have the full learning rate as
-    `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. turns: of the updates. metrics: of
-    evaluations, by name. The last update is evaluated, but for one after a signal.
+    `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. turns: of the updates.
+    metrics: of evaluations, by name. The last update is evaluated, but for one after a signal.
     """
 
     def evaluated() -> dict[str, float]:

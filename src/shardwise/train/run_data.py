@@ -8,12 +8,11 @@
 `sw.Data` reads what is trained on. It knows nothing of texts and rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import default_collate
 
 from shardwise.data import Data, DataPlace, EngineOfData, first_batches

@@ -16,7 +16,6 @@ from shardwise.errors import ActivationsWarning, ModelError, PlanError
 from tests.engine.activations.nets import (
     BLOCKS,
     WIDTH,
-    WIDTH,
     Chain,
     assert_changes_nothing,
     rows,

@@ -229,7 +229,7 @@ class Unshard(Passes):
 
     def _follow(self) -> None:
         """Gather and reduce what other ranks announce, until they end, or none announces any more."""
-        while (message := next(filter(None, self._exchange(b"")), b"")):
+        while message := next(filter(None, self._exchange(b"")), b""):
             what, *about = json.loads(message)
             if what == _DONE:
                 (stage,) = about
