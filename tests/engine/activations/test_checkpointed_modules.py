@@ -95,7 +95,7 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = self.second(Doubled.apply(torch.tanh(self.first(input * self.scale))))
+        scaled: torch.Tensor = self.second(Doubled.apply(torch.tanh(self.first(input * self.scale))))  # type: ignore[no-untyped-call]
         return scaled * self.scale
 
 
