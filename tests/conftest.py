@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 # Before torch is loaded, here and in every process that a test starts: models are so small that a second thread only
 # waits for the first, ranks are threads of which each would start a team, and other threads could give other bits.
@@ -24,6 +25,16 @@ def device(request: pytest.FixtureRequest) -> None:
     """With `--device fake`, ranks of any test compute on the fake device."""
     if request.config.getoption("--device") == "fake":
         request.getfixturevalue("anywhere_fake")
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test, or a package that it calls, exports (torchrun's RANK, say) is no part of the next test's world."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -160,4 +160,4 @@ def test_tasks_of_srun_are_one_world() -> None:
             )
             for rank in range(2)
         ]
-        assert [task.communicate(timeout=60)[0] for task in tasks] == ["2 [0, 1]\n"] * 2
+        assert [task.communicate(timeout=60) for task in tasks] == [("2 [0, 1]\n", "")] * 2

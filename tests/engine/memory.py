@@ -15,9 +15,20 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 
 def tensor_bytes_alive() -> int:
     """Bytes of all tensors that the interpreter can reach, each storage once."""
+    return sum(storage.nbytes() for storage in _storages_alive().values())
+
+
+def counted_from_now() -> Callable[[], int]:
+    """Call it for the bytes of tensors that were not alive before. Whatever earlier tests left is kept until then."""
+    before = _storages_alive()
+    return lambda: sum(storage.nbytes() for place, storage in _storages_alive().items() if place not in before)
+
+
+def _storages_alive() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    return distinct_bytes([each for each in tensors if each.layout == torch.strided])  # others have no storage
+    storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]  # others have none
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def peak_bytes(call: Callable[[], object]) -> int:

@@ -12,7 +12,7 @@ from benchmarks.silence import Silence
 from shardwise.comm import Work
 from shardwise.engine.zero.grad_per_microbatch import GradBuffer, GradPerMicrobatch
 from tests.engine.expected import adamw
-from tests.engine.memory import distinct_bytes, peak_bytes, tensor_bytes_alive
+from tests.engine.memory import counted_from_now, distinct_bytes, peak_bytes
 from tests.engine.models import word_loss
 from tests.engine.oracle import share_of
 from tests.engine.sharded_nets import BATCHES, Net, plan_of
@@ -250,7 +250,7 @@ def test_the_peak_of_stage_3_is_what_rests_two_units_and_a_bucket(k: int) -> Non
         merge=sw.Merge(microbatches=k),
         precision=sw.Precision(compute="bfloat16"),
     )
-    alive_before = tensor_bytes_alive()
+    bytes_alive = counted_from_now()
     engine = sw.parallelize(
         nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(layers))),
         plan,
@@ -263,7 +263,7 @@ def test_the_peak_of_stage_3_is_what_rests_two_units_and_a_bucket(k: int) -> Non
     unit_bytes = 2 * num_elements // layers
     at_rest = (2 + 12 + 4) * num_elements // 2
     expected = at_rest + 2 * unit_bytes + unit_bytes  # a unit is one bucket
-    assert tensor_bytes_alive() - alive_before + peak == pytest.approx(expected, rel=0.03)
+    assert bytes_alive() + peak == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize(("k", "bucket_bytes"), [(4, 1 << 30), (4, 200_000), (1, 1 << 30)])
@@ -273,7 +273,7 @@ def test_what_rests_and_is_taken_in_a_step_is_the_footprint(stage: int, k: int, 
     width, layers = 128, 4
     sharding = sw.Sharding(stage=stage, bucket_bytes=bucket_bytes, units=None if stage == 2 else (".",))
     plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sharding, merge=sw.Merge(microbatches=k))
-    alive_before = tensor_bytes_alive()
+    bytes_alive = counted_from_now()
     engine = sw.parallelize(
         nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))),
         plan,
@@ -284,6 +284,6 @@ def test_what_rests_and_is_taken_in_a_step_is_the_footprint(stage: int, k: int, 
     peak = peak_of_microbatches(engine, {"input": torch.ones(k, width)})
     planned = engine.footprint()
     expected = planned.working_bytes + planned.gradient_bytes + planned.reducing_bytes + 8 * planned.owned_elements
-    assert tensor_bytes_alive() - alive_before == pytest.approx(expected, abs=4000)
+    assert bytes_alive() == pytest.approx(expected, abs=4000)
     # Gradients of two matrices, where one makes room for the other only when it is there, and activations.
     assert peak <= planned.gathered_bytes + 2.2 * 4 * width * width

@@ -12,6 +12,7 @@ from tests.forks.programs import started
 from tests.lightning.lightning_modules import Net, fitted, weights
 
 ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
 PROGRAM = """
 import json, sys
 import lightning.pytorch as pl
@@ -46,14 +47,13 @@ def test_ranks_have_the_numbers_of_one_process(launcher: str, tmp_path: Path) ->
     if launcher == "torchrun":
         agent = "import sys; from torch.distributed.run import main; main(sys.argv[1:])"
         torchrun = ["-c", agent, "--standalone", "--nproc-per-node", "2"]
-        with started([*torchrun, str(program), str(tmp_path)]) as ranks:
+        with started([*torchrun, str(program), str(tmp_path)], environment={"PYTHONPATH": PATHS}) as ranks:
             _, err = ranks.communicate(timeout=110)
             assert ranks.wait(timeout=0) == 0, err
     else:  # which starts the program again by its name
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, str(program), str(tmp_path)]
         ended = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=False
+            command, env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True, text=True, timeout=300, check=False
         )
         assert ended.returncode == 0, ended.stderr
     trainer, seen = fitted("auto")
