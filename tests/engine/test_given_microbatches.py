@@ -172,8 +172,8 @@ def test_each_data_rank_may_have_another_number_of_microbatches(stage: int, coun
     [
         ("pp=2,dp_shard=2", 3, "1f1b", [(2, 4), (0, 1), (2, 2)]),
         ("pp=2,dp_shard=2", 3, "interleaved", [(4, 2), (2, 0)]),
-        ("pp=2,dp_shard=2,dp_replicate=2", 2, "interleaved", [(2, 0, 2, 4)]),
-        ("pp=2,dp_shard=2,tp=2", 3, "1f1b", [(1, 2)]),
+        pytest.param("pp=2,dp_shard=2,dp_replicate=2", 2, "interleaved", [(2, 0, 2, 4)], marks=pytest.mark.stress),
+        pytest.param("pp=2,dp_shard=2,tp=2", 3, "1f1b", [(1, 2)], marks=pytest.mark.stress),
     ],
 )
 def test_data_ranks_of_stages_may_have_other_numbers_and_shapes_of_microbatches(

@@ -109,10 +109,8 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_region_of_several_stages_reads_parameters_outside_of_them(stage: int) -> None:
-    asked = plan("pp=2,dp_shard=2", stage=stage)
-    assert_changes_nothing(Scaled, asked, BATCHES, replace(WHOLE, save=SAVING.save))
+def test_a_region_of_several_stages_reads_parameters_outside_of_them() -> None:
+    assert_changes_nothing(Scaled, plan("pp=2,dp_shard=2", stage=3), BATCHES, replace(WHOLE, save=SAVING.save))
 
 
 def test_an_object_with_tensors_is_kept_and_named_once() -> None:
