@@ -237,7 +237,7 @@ def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path
 
 
 def turn_problems(model: ModelTable | None, train: TrainTable | None) -> list[str]:
-    """Turns of groups that there are not, and groups that nothing names."""
+    """Turns of groups that there are not, or of no group."""
     if model is None or train is None:
         return []
     problems = []

@@ -38,7 +38,7 @@ class Trainee(Protocol):
     def step(
         self, batch: Batch, *, only: str | Sequence[str] | None = None, loss: LossFunction | None = None
     ) -> Stepped:
-        """One update from this data rank's rows, of a group of parameters or by a loss of its own."""
+        """One update from this data rank's rows; of a group of parameters, by another loss than the engine's."""
 
     def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> Evaluated:
         """The loss over the rows of all data ranks, and metrics by name; this rank may have no rows."""
