@@ -119,6 +119,10 @@ class SameRowsWarning(UserWarning):
     """Data ranks that train on the same rows in one of the first steps. Names the ranks."""
 
 
+class StageReadsWarning(UserWarning):
+    """A step whose microbatches wait for each other, since the program reads values of a stage. Names the line."""
+
+
 class MismatchError(ShardwiseError):
     """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
 

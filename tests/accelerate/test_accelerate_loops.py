@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.accelerate import Accelerator
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError, ShardwiseError
-from tests.accelerate.accelerate_loops import PLANS, ROWS, assert_same_run, train
+from tests.accelerate.accelerate_loops import CLIP, PLANS, ROWS, assert_same_run, train
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +165,23 @@ def test_plain_accelerate_with_an_engine_names_the_changed_lines(given: str) -> 
         turn()
     assert "shardwise.accelerate.Accelerator(plan=plan)" in str(raised.value)
     assert torch.equal(before, model.weight)
+
+
+def test_under_stages_a_loss_is_read_before_the_update_as_in_one_process() -> None:
+    def losses(accelerator: Any) -> list[float]:
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for rows in ROWS[0].split(8):
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            found.append(loss.item())
+            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    expected = losses(accelerate.Accelerator(cpu=True))
+    for found in sw.simulate(2, lambda channel: losses(Accelerator(plan=PLANS["pp"], channel=channel))):
+        assert found == pytest.approx(expected, rel=1e-6)

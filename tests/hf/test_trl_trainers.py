@@ -1,16 +1,17 @@
 """The trainers of TRL under a plan, against plain TRL in one process."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
 
 import shardwise as sw
-from shardwise.errors import ConfigError
 from shardwise.hf import trainer_class
 from tests.hf.example_tasks import causal_language_model, tokenizer
 
@@ -24,6 +25,7 @@ LAYERS = {
         *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
     )
 }
+PP = sw.Plan(mesh=sw.Mesh(pp=2))
 PLANS = {
     "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
     # Its head reads the weight of lm_head itself, which stays whole.
@@ -40,45 +42,95 @@ def rows(names: list[str]) -> Dataset:
     return Dataset.from_list([{name: words(numbers, 6) + " " for name in names} for _ in range(16)])
 
 
-def trained(kind: str, folder: Path, plan: sw.Plan | None = None, channel: sw.Channel | None = None) -> Any:
+def talks() -> Dataset:
+    """Prompts and answers, by turns."""
+    numbers = np.random.default_rng(0)
+    turns = ("user", "assistant", "user", "assistant")
+    return Dataset.from_list(
+        [{"messages": [{"role": role, "content": words(numbers, 4)} for role in turns]} for _ in range(16)]
+    )
+
+
+def talking_tokenizer() -> Any:
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }} [EOS] {% endgeneration %}"
+        "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+    )
+    return made
+
+
+LORA: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
+def trained(
+    kind: str, folder: Path, plan: sw.Plan | None = None, channel: sw.Channel | None = None, **settings: Any
+) -> Any:
+    """What a trainer logs, and its weights. Of the settings, `k` is the number of microbatches of one process."""
     base, config, names = {
         "sft": (trl.SFTTrainer, trl.SFTConfig, ["prompt", "completion"]),
         "dpo": (trl.DPOTrainer, trl.DPOConfig, ["prompt", "chosen", "rejected"]),
     }[kind]
     build = causal_language_model().build
-    more: dict[str, Any] = {"ref_model": build()} if kind == "dpo" else {}
-    with torch.no_grad():
-        for parameter in more["ref_model"].parameters() if more else ():
-            parameter.mul_(1.1)
+    k, lora, resume = settings.pop("k", 2), settings.pop("lora", None), settings.pop("resume", None)
+    dataset = talks() if settings.get("assistant_only_loss") else rows(["text"] if settings.get("packing") else names)
+    if (on_disk := settings.pop("on_disk", None)) is not None:
+        dataset = Dataset.load_from_disk(on_disk)
+    more: dict[str, Any] = {}
+    if lora is not None:
+        torch.manual_seed(0)
+        more["peft_config"] = peft.LoraConfig(**lora)
+    elif kind == "dpo" and not settings.get("precompute_ref_log_probs"):
+        more["ref_model"] = build()
+        with torch.no_grad():
+            for parameter in more["ref_model"].parameters():
+                parameter.mul_(1.1)
     trainer = (base if plan is None else trainer_class(base))(
         model=build(),
         args=config(
             output_dir=str(folder),
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
-            max_steps=3,
-            logging_steps=1,
-            learning_rate=1e-2,
-            adam_epsilon=1e-4,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2 // (1 if plan is None else plan.mesh.num_data_ranks),
-            max_length=16,
-            save_strategy="no",
-            disable_tqdm=True,
-            report_to="none",
+            **{
+                "use_cpu": True,
+                "bf16": False,
+                "activation_checkpointing": False,
+                "max_steps": 3,
+                "logging_steps": 1,
+                "learning_rate": 1e-2,
+                "adam_epsilon": 1e-4,
+                "per_device_train_batch_size": 2,
+                "per_device_eval_batch_size": 2,
+                "gradient_accumulation_steps": k // (1 if plan is None else plan.mesh.num_data_ranks),
+                "max_length": 16,
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                "report_to": "none",
+                **settings,
+            },
         ),
-        train_dataset=rows(names),
-        processing_class=tokenizer(),
+        train_dataset=dataset,
+        eval_dataset=dataset.select(range(5)),
+        processing_class=talking_tokenizer() if settings.get("assistant_only_loss") else tokenizer(),
         **more,
         **({} if plan is None else {"plan": plan, "channel": channel}),
     )
-    trainer.train()
-    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    trainer.train(resume_from_checkpoint=resume)
+    history = [
+        {name: each for name, each in logs.items() if not any(word in name for word in ("runtime", "second", "flos"))}
+        for logs in trainer.state.log_history
+    ]
     if plan is None:
-        return losses, dict(trainer.model.state_dict())
+        return history, dict(trainer.model.state_dict())
     with trainer.engine.whole(optimizer=False):
-        return losses, {name: each.clone() for name, each in trainer.model.state_dict().items()}
+        return history, {name: each.clone() for name, each in trainer.model.state_dict().items()}
+
+
+def losses_in(history: list[dict[str, float]]) -> list[float]:
+    return [each["loss"] for each in history if "loss" in each]
+
+
+def assert_same_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=2e-6)
 
 
 QUICK = {("sft", "tp"), ("dpo", "stage 3")}
@@ -93,12 +145,104 @@ QUICK = {("sft", "tp"), ("dpo", "stage 3")}
     ],
 )
 def test_losses_and_weights_are_those_of_plain_trl(kind: str, name: str, tmp_path: Path) -> None:
-    losses, weights = trained(kind, tmp_path / "plain")
-    assert len(losses) == 3
+    history, weights = trained(kind, tmp_path / "plain")
+    assert len(losses_in(history)) == 3
     for found, whole in sw.simulate(2, lambda channel: trained(kind, tmp_path / "plan", PLANS[name], channel)):
-        np.testing.assert_allclose(found, losses, rtol=1e-5)
-        for each, weight in weights.items():
-            torch.testing.assert_close(whole[each], weight, rtol=1e-4, atol=2e-6)
+        np.testing.assert_allclose(losses_in(found), losses_in(history), rtol=1e-5)
+        assert_same_weights(whole, weights)
+
+
+STAGES: dict[str, tuple[str, sw.Plan, dict[str, Any]]] = {
+    "packed": ("sft", PP, {"packing": True}),
+    "with a reference": ("dpo", PP, {}),
+    "one microbatch": ("sft", PP, {"k": 1}),
+    "one pair": ("dpo", PP, {"k": 1}),
+    "answers alone": ("sft", PP, {"assistant_only_loss": True}),
+    "prompts too": ("sft", PP, {"completion_only_loss": False}),
+    "smoothed": ("sft", PP, {"label_smoothing_factor": 0.1}),
+    "dft": ("sft", PP, {"loss_type": "dft"}),
+    "checkpoints": ("sft", PP, {"activation_checkpointing": True}),
+    "several losses": ("dpo", PP, {"loss_type": ["sigmoid", "sft", "ipo", "bco_pair"], "ld_alpha": 0.5}),
+    "weighted": ("dpo", PP, {"use_weighting": True}),
+    "adapter": ("sft", PP, {"lora": LORA}),
+    "adapter and its base as the reference": ("dpo", PP, {"lora": LORA}),
+    "all before": ("sft", sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="fthenb")), {"k": 3}),
+    "in turns": ("dpo", sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(schedule="interleaved", chunks=2)), {"k": 3}),
+    "four": ("sft", sw.Plan(mesh=sw.Mesh(pp=4)), {"k": 4}),
+    "tp": ("sft", sw.Plan(mesh=sw.Mesh(pp=2, tp=2), tensor=sw.Tensor(rules=LAYERS)), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning")
+@pytest.mark.filterwarnings("ignore:.label_smoothing_factor. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if at < 2 else pytest.mark.stress) for at, name in enumerate(STAGES)],
+)
+def test_under_stages_all_that_is_logged_is_that_of_plain_trl(name: str, tmp_path: Path) -> None:
+    kind, plan, settings = STAGES[name]
+    evaluated = {"eval_strategy": "steps", "eval_steps": 3, **settings}
+    history, weights = trained(kind, tmp_path / "plain", **evaluated)
+    assert len(losses_in(history)) == 3
+    assert "eval_entropy" in history[3]
+    for found, whole in sw.simulate(
+        plan.mesh.size, lambda channel: trained(kind, tmp_path / "plan", plan, channel, **evaluated)
+    ):
+        assert len(found) == len(history)
+        for ours, theirs in zip(found, history, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert_same_weights(whole, weights)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning")
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_and_weights_under_stages_of_several_data_ranks(kind: str, stage: int, tmp_path: Path) -> None:
+    plan = sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=stage))
+    history, weights = trained(kind, tmp_path / "plain", k=4)
+    for found, whole in sw.simulate(4, lambda channel: trained(kind, tmp_path / "plan", plan, channel, k=4)):
+        np.testing.assert_allclose(losses_in(found), losses_in(history), rtol=1e-5)
+        assert found[0]["num_tokens"] == history[0]["num_tokens"]
+        assert_same_weights(whole, weights)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning")
+@pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.stress)])
+def test_a_run_under_stages_goes_on_in_plain_trl_and_back(kind: str, tmp_path: Path) -> None:
+    def run(name: str, plan: sw.Plan | None = None, channel: sw.Channel | None = None, **settings: Any) -> Any:
+        saved = {"save_strategy": "steps", "save_steps": 2}
+        return trained(kind, tmp_path / name, plan, channel, **saved, **settings)
+
+    history, weights = run("plain")
+    checkpoint = str(tmp_path / "plain" / "checkpoint-2")
+    for found, whole in sw.simulate(2, lambda channel: run("plan", PP, channel, resume=checkpoint)):
+        assert losses_in(found)[2:] == pytest.approx(losses_in(history)[2:], rel=1e-5)
+        assert_same_weights(whole, weights)
+    sw.simulate(2, lambda channel: run("plan", PP, channel))
+    found, whole = run("again", resume=str(tmp_path / "plan" / "checkpoint-2"))
+    assert losses_in(found)[2:] == pytest.approx(losses_in(history)[2:], rel=1e-5)
+    assert_same_weights(whole, weights)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning")
+def test_pairs_with_reference_values_computed_before_train_under_stages(tmp_path: Path) -> None:
+    def run(name: str, plan: sw.Plan | None = None, channel: sw.Channel | None = None) -> Any:
+        folder = tmp_path / f"rows of {name}"
+        if not folder.exists():
+            rows(["prompt", "chosen", "rejected"]).save_to_disk(str(folder))
+        if channel is not None:
+            channel.exchange(b"", purpose="the data set is there")
+        settings = {"precompute_ref_log_probs": True, "on_disk": str(folder)}
+        return trained("dpo", tmp_path / name, plan, channel, eval_strategy="steps", eval_steps=3, **settings)
+
+    history, weights = run("plain")
+    for found, whole in sw.simulate(2, lambda channel: run("plan", PP, channel)):
+        assert len(found) == len(history)
+        for ours, theirs in zip(found, history, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert_same_weights(whole, weights)
 
 
 def answering(folder: Path, plan: sw.Plan | None, channel: sw.Channel | None = None) -> list[dict[str, float]]:
@@ -132,12 +276,10 @@ def answering(folder: Path, plan: sw.Plan | None, channel: sw.Channel | None = N
     return [{name: each.get(name, 0.0) for name in names} for each in trainer.state.log_history]
 
 
-def test_a_trainer_that_generates_trains_on_one_rank_and_is_refused_on_several(tmp_path: Path) -> None:
+def test_a_trainer_that_generates_trains_on_one_rank_to_the_bit(tmp_path: Path) -> None:
     found = answering(tmp_path, sw.Plan())
     assert found == answering(tmp_path, None)
     assert any(each["loss"] for each in found)
-    with pytest.raises(ConfigError, match=r"2 ranks would train on wrong ones. Train in one process, or write the"):
-        sw.simulate(2, lambda channel: answering(tmp_path, sw.Plan(mesh=sw.Mesh(dp_shard=2)), channel))
 
 
 def test_losses_of_a_packed_evaluation_count_the_rows_of_the_dataset(tmp_path: Path) -> None:

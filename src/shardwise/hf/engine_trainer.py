@@ -11,9 +11,9 @@ The microbatches of D data ranks are those of one process with D times as many g
 rows, the same losses, the same sum. So its loss curve is that of the plain Trainer.
 """
 
-import contextlib
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -28,10 +28,11 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
 from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
+from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
 from shardwise.hf.plan_arguments import plan_of
 from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
 from shardwise.hf.rank_batches import take_uneven_rounds
-from shardwise.hf.refusals import check_generation, check_overrides
+from shardwise.hf.refusals import check_generation, check_overrides, generates
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
 
@@ -97,12 +98,22 @@ class EngineOptimizer(torch.optim.Optimizer):
 class _UpdateEvents(CallbackHandler):
     """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
 
+    sw_engine: Engine[nn.Module]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """As in transformers; where a reference follows the weights in this step, the model has them whole."""
+        every = args.ref_model_sync_steps if getattr(args, "sync_ref_model", False) else 0
+        is_cut = self.sw_engine.plan.sharding.stage == 3 or self.sw_engine.plan.mesh.tp > 1
+        is_due = every and is_cut and state.global_step % every == 0
+        with self.sw_engine.whole(optimizer=False, offload=False) if is_due else nullcontext():
+            return super().on_step_end(args, state, control)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Nothing."""
         return control
 
 
-class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
+class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, transformers.Trainer):
     """`transformers.Trainer` for a model that trains under a plan; the last base of a class of trainers.
 
     The plan is the attribute `plan` of the class or of the object, or comes by `args.shardwise_plan`. What only this
@@ -148,8 +159,10 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             self.channel = _channel_on(device)
         self.plan = plan_of(self.plan, args, self.channel.size)
         check_arguments(args, self.plan.mesh)
-        check_generation(type(self), EngineTrainer, self.channel.size)
         self._sw_ranks = DataRanks(self.plan, self.channel)
+        if self.channel.size > 1 and generates(type(self), EngineTrainer):
+            check_generation(self, self.plan)
+            self._sw_generate_over_ranks(EngineTrainer)
         super().create_accelerator_and_postprocess()
         PlanAccelerator.take_over(self.accelerator, self._sw_ranks)
         self.gather_function = self.accelerator.gather_for_metrics
@@ -163,6 +176,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
     def engine(self) -> Engine[nn.Module]:
         """The engine of the model; made at its first use, by all ranks together."""
         model: Any = self.model
+        if type(model) is PredictedModel:  # inside of a prediction
+            model = model.predicted
         if self._sw_engine is None or self._sw_engine.model is not model:
             self._sw_engine = self._sw_parallelized(model)
         return self._sw_engine
@@ -208,6 +223,8 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
+        events: Any = self.callback_handler
+        events.sw_engine = self.engine
         self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 
@@ -218,12 +235,12 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
                 f"{self._sw_ranks.count} data ranks would train on all rows. Return "
                 "self.accelerator.prepare(DataLoader(...))"
             )
-        take_uneven_rounds(loader)
+        take_uneven_rounds(loader, shares_rows=self._sw_generates)
         plan: Plan = self.plan
         in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
         sampler = getattr(loader, "batch_sampler", None)
         if in_step and self._sw_ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
-            with contextlib.suppress(TypeError, AttributeError):
+            with suppress(TypeError, AttributeError):
                 if len(sampler.batch_sampler) % self._sw_ranks.count:
                     raise BatchError(
                         f"an epoch has {len(sampler.batch_sampler)} batches, which {self._sw_ranks.count} data ranks "
@@ -284,15 +301,18 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
 
         Returns zero for the batches before. Where a subclass extends this, the last one gives the loss of the update.
         """
-        # Before the inputs are prepared: some trainers do there what depends on it.
+        # Before the inputs are prepared: simulated ranks share what accelerate knows of it.
+        is_update = self.accelerator.sync_gradients
+        # Also before: some trainers do there what depends on it.
         if not model.training:
             model.train()
         if inputs or self._sw_ranks.count == 1:
             if type(self)._prepare_inputs is not transformers.Trainer._prepare_inputs or not inputs:
-                inputs = self._prepare_inputs(inputs)
+                with self._sw_preparing(self.state.global_step, len(self._sw_collected)):
+                    inputs = self._prepare_inputs(inputs)
             taken = {"inputs": inputs, "items": num_items_in_batch, "of": self._sw_num_in_update, "factor": 1.0}
             self._sw_collected.append(taken)
-        if not self.accelerator.sync_gradients:
+        if not is_update:
             return self._sw_zero
         return self._sw_step()
 
@@ -303,9 +323,12 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
         number, self._sw_num_collected = self._sw_num_collected, 0
         for each in batches:
             each["factor"] = self._sw_factor(each["items"], each["of"], number)
-        # A loss that divides by it has all microbatches in mind, as in one process.
-        self.current_gradient_accumulation_steps = self._sw_num_in_update
-        with accelerator.computing(alone=self._sw_is_uneven):
+            each["is_last"] = each is batches[-1]
+        if not self._sw_generates:
+            # A loss that divides by it has all microbatches in mind, as in one process.
+            self.current_gradient_accumulation_steps = self._sw_num_in_update
+        is_first = self._sw_report is None
+        with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates, first=is_first):
             report = engine.step(batches, stop=self._sw_before_update)
         self._sw_stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
@@ -328,12 +351,15 @@ class EngineTrainer(EvaluationRounds, TrainerCheckpoints, transformers.Trainer):
             is_scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
         if not is_scaled:
             return number / num_in_update
-        # Where each data rank counts its own items, the mean over data ranks is taken.
-        return float(number) if self.args.average_tokens_across_devices else number / self._sw_ranks.count
+        # Where each data rank counts its own items, or knows of the others, the mean over data ranks is taken.
+        is_sum = self.args.average_tokens_across_devices and not self._sw_generates
+        return float(number) if is_sum else number / self._sw_ranks.count
 
     def _sw_loss_of(self, batch: dict[str, Any]) -> Any:
         """The loss function of the engine."""
         model: Any = self.model
+        # As in a loop over microbatches: some losses do something with the last one.
+        self.accelerator.is_in_last = batch["is_last"]
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, batch["inputs"], num_items_in_batch=batch["items"])
         factor = batch["factor"]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,6 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from shardwise.errors import BatchError
 from shardwise.hf.rank_accelerator import padded_to
 from shardwise.hf.rank_batches import RankStream, take_uneven_rounds
-
-
-class PredictedModel:
-    """In the place of the model in a prediction: a call goes through the engine, and gives its whole output."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """The model's output, which all ranks along pp and tp get."""
-        model = self._engine.model
-        return self._engine.predict(
-            {"args": args, "inputs": inputs}, lambda each: model(*each["args"], **each["inputs"])
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine.model, name)
 
 
 class EvaluationRounds:
@@ -48,7 +31,7 @@ class EvaluationRounds:
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         # A loader of the user's own gives every rank all batches, and each computes them.
         is_shared = getattr(dataloader, "_is_accelerate_prepared", False)
-        take_uneven_rounds(dataloader)
+        take_uneven_rounds(dataloader, shares_rows=self._sw_generates)
         engine = self.engine
         engine.model.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -116,12 +99,15 @@ class EvaluationRounds:
             # The others gather parameters together with this rank, in the same calls.
             inputs = self._sw_stand_in(dataloader)
         self._sw_last_batch = inputs if self.plan.sharding.stage == 3 else None
-        rows = find_batch_size(inputs) or 0
+        is_uncollated = isinstance(inputs, list) and all(isinstance(each, Mapping) for each in inputs)
+        rows = len(inputs) if is_uncollated else find_batch_size(inputs) or 0
         # A Seq2SeqTrainer counts a small last batch as a full one: it sets this function.
         is_full = self.gather_function == self.accelerator.gather
         first = number * self._sw_ranks.count + self._sw_ranks.rank
-        repeats = self.args.eval_batch_size if is_full else _num_rows_of(dataloader, first) or rows or 1
-        loss, predictions, labels = self._sw_predicted(inputs, loss_only, ignore_keys, alone=is_uneven)
+        known = rows if self._sw_generates else _num_rows_of(dataloader, first)
+        repeats = self.args.eval_batch_size if is_full else known or rows or 1
+        with self._sw_preparing("evaluation", number):
+            loss, predictions, labels = self._sw_predicted(inputs, loss_only, ignore_keys, alone=is_uneven)
         if is_absent:
             return nothing
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
@@ -142,8 +128,9 @@ class EvaluationRounds:
         return bool(present < self._sw_ranks.count)
 
     def _sw_predicted(self: Any, inputs: Any, loss_only: bool, ignore_keys: Any, *, alone: bool) -> Any:
-        model: Any = PredictedModel(self.engine)
-        with self.accelerator.computing(alone=alone), _generating(self.engine):
+        is_together = self._sw_generates
+        predicting = nullcontext(self.model) if is_together else self._sw_predicting()
+        with predicting as model, self.accelerator.computing(alone=alone, together=is_together):
             return self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def _sw_stand_in(self: Any, dataloader: Any) -> Any:
@@ -227,40 +214,16 @@ def _num_rows_of(dataloader: Any, number: int) -> int | None:
 
     None: only the batch itself can say.
     """
-    size = getattr(getattr(dataloader, "batch_sampler", None), "batch_size", None)
+    batches = getattr(dataloader, "batch_sampler", None)
+    size = getattr(batches, "batch_size", None)
     dataset = getattr(dataloader, "dataset", None)
     if size is None or not has_length(dataset) or isinstance(dataset, RankStream):
         return None
-    return int(max(0, min(size, len(dataset) - number * size)))
+    # A sampler may give a row several times.
+    sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", dataset)
+    return int(max(0, min(size, len(sampler if has_length(sampler) else dataset) - number * size)))
 
 
 def _num_samples(dataloader: Any, num_rows: int) -> int:
     dataset = getattr(dataloader, "dataset", None)
     return len(dataset) if has_length(dataset) and not isinstance(dataset, RankStream) else num_rows
-
-
-@contextmanager
-def _generating(engine: Any) -> Iterator[None]:
-    """Inside, `model.generate` goes through the engine."""
-    attributes = vars(engine.model)
-    before = {name: attributes[name] for name in ("generate",) if name in attributes}
-
-    def put_back() -> None:
-        attributes.pop("generate", None)
-        attributes.update(before)
-
-    def generate(inputs: Any = None, **kwargs: Any) -> Any:
-        tensors = {name: each for name, each in kwargs.items() if isinstance(each, torch.Tensor)}
-        rest = {name: each for name, each in kwargs.items() if name not in tensors}
-        put_back()
-        try:
-            return engine.generate(tensors if inputs is None else inputs, **(rest if inputs is None else kwargs))
-        finally:
-            attributes["generate"] = generate
-
-    if callable(getattr(engine.model, "generate", None)):
-        attributes["generate"] = generate
-    try:
-        yield
-    finally:
-        put_back()

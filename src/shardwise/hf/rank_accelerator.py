@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
@@ -21,8 +22,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
-from shardwise.errors import BatchError, ModelError
+from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.errors import BatchError, MismatchError, ModelError
 from shardwise.hf.rank_batches import BatchesOfRank, RankCollate, RankStream
+from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan
 
 
@@ -40,6 +43,8 @@ class DataRanks:
         """Whether this rank writes for its data rank."""
         # Of its own: what a loss gathers travels while the engine's transfers are under way.
         self._channel = channel.over(members) if self.count > 1 else None
+        copies = plan.mesh.peers(channel.rank, ("tp",))
+        self._copies = channel.over(copies) if len(copies) > 1 else None
 
     def sums(self, numbers: Sequence[float], *, purpose: str) -> list[float]:
         """Each number summed over the data ranks, in their order."""
@@ -51,17 +56,43 @@ class DataRanks:
             sum(each) for each in zip(*(struct.unpack(f"<{len(numbers)}d", bytes(one)) for one in told), strict=True)
         ]
 
+    def check_alike(self, own: torch.Tensor) -> None:
+        """Raise MismatchError, the same on all of them, where ranks along tp computed another tensor each."""
+        if self._copies is None:
+            return
+        values = own.detach().to("cpu", torch.float64).reshape(-1)
+        told = self._copies.exchange(values.numpy().tobytes(), purpose="what a loss gathers, along tp")
+        first, *others = (np.frombuffer(each) for each in told)
+        # Near: a small model that knows nothing has nearly the entropy of its part of the vocabulary everywhere.
+        if all(each.shape == first.shape and np.allclose(each, first, rtol=1e-5, equal_nan=True) for each in others):
+            return
+        raise MismatchError(
+            "ranks along tp have the same rows, and the loss gathers other values on each of them. Some module, or a "
+            "head whose weight the loss reads, has this rank's part where the whole is read. Leave lm_head whole, by "
+            "tensor.rules for the layers alone"
+        )
+
     def texts(self, own: str, *, purpose: str) -> list[str]:
         """A text of each data rank, in their order."""
         if self._channel is None:
             return [own]
         return [bytes(each).decode() for each in self._channel.exchange(own.encode(), purpose=purpose)]
 
-    def tensors(self, own: torch.Tensor | None, *, purpose: str) -> list[torch.Tensor]:
-        """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype."""
-        if self._channel is None:
+    def tensors(self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False) -> list[torch.Tensor]:
+        """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype.
+
+        of_speakers: all ranks of the world take those of the speakers, which may differ from their own along pp and tp.
+        """
+        channel = self.world if of_speakers and self.world.size > self.count else self._channel
+        if channel is None:
             return [] if own is None else [own]
-        told = [bytes(each) for each in self._channel.exchange(_described(own), purpose=purpose)]
+        back = channel.device if own is None else own.device
+        if channel is self.world and not self.is_speaker:
+            own = None
+        if isinstance(own, StageTensor):
+            # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
+            own = torch.tensor(own.detach().tolist(), dtype=own.dtype).reshape(own.shape)
+        told = [bytes(each) for each in channel.exchange(_described(own), purpose=purpose)]
         shapes = [_shape_in(each) for each in told]
         dtypes = {shape[0] for shape in shapes if shape is not None}
         if len(dtypes) > 1:
@@ -71,19 +102,18 @@ class DataRanks:
         (dtype,) = dtypes
         sizes = [torch.Size(() if shape is None else shape[1]) for shape in shapes]
         counts = [0 if shape is None else size.numel() for shape, size in zip(shapes, sizes, strict=True)]
-        device = self._channel.device
+        device = channel.device
         flat = torch.empty(0, dtype=dtype, device=device) if own is None else own.detach().to(device).reshape(-1)
         whole = torch.empty(sum(counts), dtype=dtype, device=device)
         # As bytes: transfers know fewer dtypes than models have.
         width = dtype.itemsize
-        self._channel.all_gather(
+        channel.all_gather(
             whole.view(torch.uint8),
             flat.contiguous().view(torch.uint8),
             counts=[count * width for count in counts],
             purpose=purpose,
         ).wait()
         parts = whole.split(counts)
-        back = device if own is None else own.device
         return [
             part.view(size).to(back)
             for part, size, shape in zip(parts, sizes, shapes, strict=True)
@@ -139,8 +169,14 @@ class PlanAccelerator(Accelerator):
     ranks: DataRanks
     is_computing: bool
     """Whether a loss or a prediction is computed: there is one process then, and the engine adds over the ranks."""
+    is_preparing: bool
+    """Whether all ranks prepare inputs together: ranks along pp and tp take what the first of them gives."""
     is_alone: bool
     """Whether what a loss gathers stays on its data rank: some other has no batch, and computes none."""
+    is_in_first: bool
+    """Whether losses of the first update are computed whose inputs were generated: they may be 0 whatever was read."""
+    is_in_last: bool | None
+    """Whether the loss of an update's last microbatch is computed; None: no loss of a step is."""
     step_was_skipped: bool
 
     @classmethod
@@ -150,6 +186,7 @@ class PlanAccelerator(Accelerator):
         accelerator.__class__ = cls
         accelerator.ranks = ranks
         accelerator.is_computing = accelerator.is_alone = accelerator.step_was_skipped = False
+        accelerator.is_preparing, accelerator.is_in_first, accelerator.is_in_last = False, False, None
 
     @property
     def num_processes(self) -> int:
@@ -187,21 +224,47 @@ class PlanAccelerator(Accelerator):
         return self.ranks.world.device
 
     @property
+    def sync_gradients(self) -> bool:
+        """Whether this is the last microbatch of an update."""
+        return bool(self.gradient_state.sync_gradients if self.is_in_last is None else self.is_in_last)
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether gradients of the last step were not finite, where losses are scaled."""
         return self.step_was_skipped
 
     @contextmanager
-    def computing(self, *, alone: bool) -> Iterator[None]:
-        """Inside, a loss or a prediction is computed; alone: see `is_alone`."""
-        self.is_computing, self.is_alone = True, alone
+    def computing(self, *, alone: bool, together: bool = False, first: bool = False) -> Iterator[None]:
+        """Inside, a loss or a prediction is computed; alone: see `is_alone`.
+
+        together: its inputs were prepared by all data ranks together, and it divides by what it counted over them all.
+        first: with `together`, in the first update.
+        """
+        self.is_computing, self.is_alone, self.is_in_first = not together, alone, together and first
         try:
             yield
         finally:
-            self.is_computing = self.is_alone = False
+            self.is_computing = self.is_alone = self.is_in_first = False
+            self.is_in_last = None
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Inside, all ranks prepare inputs together; see `is_preparing`."""
+        self.is_preparing = True
+        try:
+            yield
+        finally:
+            self.is_preparing = False
 
     def _found(self, tensor: torch.Tensor, purpose: str) -> list[torch.Tensor]:
-        return [tensor] if self.is_alone else self.ranks.tensors(tensor, purpose=purpose)
+        if self.is_alone:
+            return [tensor]
+        if self.is_in_first:
+            self.ranks.check_alike(tensor)
+        if not self.is_computing and self.ranks.world.size > self.ranks.count:
+            # Programs take this for a point that all processes come to: what one writes behind it was not there before.
+            self.ranks.world.exchange(b"", purpose=purpose)
+        return self.ranks.tensors(tensor, purpose=purpose, of_speakers=self.is_preparing)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Data loaders give this data rank's batches; the rest stays as it is."""
@@ -279,6 +342,15 @@ class PlanAccelerator(Accelerator):
         own = tensor.reshape(1) if tensor.ndim == 0 else tensor
         found = self._found(own, "tensors that a Trainer gathers")
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def gather_object(self, object: Any) -> Any:
+        """Lists of all data ranks, one after the other: of numbers, texts, tensors and what `sw.exchange` takes."""
+        if self.ranks.world.size == 1 or self.is_alone:
+            return object
+        told = exchange(
+            object if self.ranks.is_speaker else [], channel=self.ranks.world, purpose="objects that a Trainer gathers"
+        )
+        return [each for one in told for each in one]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the rows that a loader gave twice at its end."""

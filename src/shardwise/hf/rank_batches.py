@@ -9,6 +9,7 @@ the round's last batch in its place, and `gather_for_metrics` cuts its rows off,
 """
 
 from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ class BatchesOfRank(BatchSamplerShard):
 
     takes_uneven_rounds = False
     """Whether the loop over it knows an empty batch."""
+    shares_rows = False
+    """Whether all ranks get as many rows of the last round; see `shared_rows`."""
 
     def __len__(self) -> int:
         total, ranks = len(self.batch_sampler), self.num_processes
@@ -34,15 +37,23 @@ class BatchesOfRank(BatchSamplerShard):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Read anew: the Trainer sets num_processes to 1 for a sampler that knows its rank.
-        ranks, own = self.num_processes, self.process_index
+        ranks = self.num_processes
         group: list[list[int]] = []
+        first: list[int] = []
         for batch in self.batch_sampler:
+            first = first or batch
             group.append(batch)
             if len(group) == ranks:
-                yield group[own]
+                yield self._own_of(group, first)
                 group = []
         if group and not self._drops:
-            yield group[own] if own < len(group) else [] if self.takes_uneven_rounds else group[-1]
+            yield self._own_of(group, first)
+
+    def _own_of(self, group: list[list[int]], first: list[int]) -> list[int]:
+        ranks, own = self.num_processes, self.process_index
+        if self.shares_rows and [len(each) for each in group] != [len(group[0])] * ranks:
+            return shared_rows([row for batch in group for row in batch], first, ranks, own)
+        return group[own] if own < len(group) else [] if self.takes_uneven_rounds else group[-1]
 
 
 class RankStream(IterableDatasetShard):
@@ -50,6 +61,8 @@ class RankStream(IterableDatasetShard):
 
     takes_uneven_rounds = False
     """Whether the loop over it knows an empty batch."""
+    shares_rows = False
+    """Whether all ranks get as many rows of the last round; see `shared_rows`."""
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -57,12 +70,18 @@ class RankStream(IterableDatasetShard):
             generator.manual_seed(self.epoch)
         own = slice(self.process_index * self.batch_size, (self.process_index + 1) * self.batch_size)
         group: list[Any] = []
+        first: list[Any] = []
         for element in self.dataset:
             group.append(element)
+            if len(first) < self.batch_size:
+                first.append(element)
             if len(group) == self.batch_size * self.num_processes:
                 yield from group[own]
                 group = []
         if group and not self.drop_last:
+            if self.shares_rows:
+                yield from shared_rows(group, first, self.num_processes, self.process_index)
+                return
             yield from group[own] or ([_ABSENT] if self.takes_uneven_rounds else group[-self.batch_size :])
 
 
@@ -83,11 +102,26 @@ class RankCollate:
         return getattr(self._collate, name)
 
 
-def take_uneven_rounds(loader: Any) -> None:
-    """Have a prepared loader give {} in a round for which this rank has no batch."""
+def shared_rows(rows: list[Any], first: list[Any], ranks: int, own: int) -> list[Any]:
+    """This rank's share of the rows of a last round, as many as the others'.
+
+    Where they cannot be shared evenly, the first rows come again until the round is full, as accelerate does.
+    """
+    if len(rows) % ranks:
+        rows = [*rows, *islice(cycle(first), len(first) * ranks - len(rows))]
+    share = len(rows) // ranks
+    return rows[own * share : (own + 1) * share]
+
+
+def take_uneven_rounds(loader: Any, *, shares_rows: bool = False) -> None:
+    """Have a prepared loader give {} in a round for which this rank has no batch.
+
+    shares_rows: have it give all ranks as many rows in each round instead.
+    """
     for each in (*_nested(loader, "batch_sampler"), getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
         if isinstance(each, BatchesOfRank | RankStream):
             each.takes_uneven_rounds = True
+            each.shares_rows = shares_rows
 
 
 def _nested(value: Any, name: str) -> Iterator[Any]:

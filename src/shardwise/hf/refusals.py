@@ -5,6 +5,7 @@ from types import CodeType
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.plan import Plan
 
 _TRAINING = {
     "training_step": "and leave forward, backward and scaling to it; compute_loss is yours",
@@ -43,10 +44,8 @@ def check_overrides(trainer: type, last: type) -> None:
         raise ConfigError(*problems)
 
 
-def check_generation(trainer: type, last: type, num_ranks: int) -> None:
-    """Raise ConfigError, on several ranks, for a class before `last` that generates while it prepares inputs."""
-    if num_ranks == 1:
-        return
+def generates(trainer: type, last: type) -> bool:
+    """Whether a class before `last` generates while it prepares inputs."""
     for each in trainer.__mro__[: trainer.__mro__.index(last)]:
         seen: set[str] = set()
         ahead = {"_prepare_inputs"}
@@ -55,11 +54,40 @@ def check_generation(trainer: type, last: type, num_ranks: int) -> None:
             codes = [_code_of(vars(each).get(name)) for name in ahead]
             ahead = {name for code in codes if code is not None for name in _names_in(code)} - seen
         if "_prepare_inputs" in vars(each) and "generate" in seen:
-            raise ConfigError(
-                f"{each.__name__}._prepare_inputs generates with the model of one process, and gathers rewards past "
-                f"the plan; {num_ranks} ranks would train on wrong ones. Train in one process, or write the loop with "
-                "engine.generate: docs/guides/reinforcement.md and examples/grpo.py"
+            return True
+    return False
+
+
+_OTHER_GENERATORS = {
+    "use_vllm": "vLLM would be given this rank's parts of the weights",
+    "use_transformers_continuous_batching": "generate_batch of the model would compute with this rank's parts",
+}
+
+
+def check_generation(trainer: Any, plan: Plan) -> None:
+    """Raise ConfigError for what a trainer that generates what it trains on cannot do on the ranks of a plan."""
+    name = type(trainer).__name__
+    problems = []
+    if plan.mesh.pp > 1:
+        problems.append(
+            f"{name} under mesh.pp = {plan.mesh.pp}: its loss reads values of stages for its metrics. Set mesh.pp = 1 "
+            "with dp_shard or tp, or write the loop with engine.generate: docs/guides/reinforcement.md, "
+            "examples/grpo.py"
+        )
+    has_turns = getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None)
+    if has_turns and (plan.mesh.tp > 1 or plan.sharding.stage == 3):
+        problems.append(
+            f"{name} with tools or environments under mesh.tp = {plan.mesh.tp} and sharding.stage = "
+            f"{plan.sharding.stage}: ranks would generate unlike numbers of turns. Use mesh.tp = 1 and a stage below 3"
+        )
+    for field, why in _OTHER_GENERATORS.items():
+        if getattr(trainer.args, field, False):
+            problems.append(
+                f"{field} on {plan.mesh.size} ranks: {why}. Leave it out, and {name} generates by engine.generate with "
+                "the live weights"
             )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _code_of(method: Any) -> CodeType | None:

@@ -123,6 +123,18 @@ class Executor:
         stage, moved = _begin(flow, call, stage, inputs)
         return self._infer(flow, call, stage, inputs, moved, seen)
 
+    def answer(self, flow: MicrobatchFlow, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call reads from values, on all ranks: numbers, texts, and containers of these."""
+        inputs = _inputs_of(flow, call, None, args, kwargs)
+        stage, moved = _begin(flow, call, None, inputs)
+
+        def read() -> Any:
+            real_args, real_kwargs = inputs.filled(_tensors_here(inputs.tensors, moved), inputs.objects)
+            with self.aside():
+                return call.run_plainly(real_args, real_kwargs)
+
+        return flow.announce(stage, read)
+
     def _replay(
         self,
         flow: MicrobatchFlow,
@@ -221,8 +233,7 @@ class Executor:
         if call.is_user_code and inputs.objects:
             if flow.purpose == "generation":
                 return self._outcome_with_objects(flow, call, stage, inputs, moved)
-            if flow.purpose == "prediction":
-                flow.given_objects.update((id(each), each) for each in inputs.objects)
+            flow.give(call.name, inputs.objects)
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
             if entry is None:

@@ -75,10 +75,12 @@ class MicrobatchFlow:
         """Called before this rank works on a local stage that no action has begun yet."""
         self.steps_back = False
         """Whether some rank worked on one of its stages after a later one: then its actions are not apart."""
-        self.given_objects: dict[int, Any] = {}
-        """By id, in a prediction: each rank has what its stages did to them."""
+        self.given_objects: dict[int, tuple[Any, dict[str, int]]] = {}
+        """By id, those of unknown classes that modules were given, and how many reads came before by module."""
         self.has_news = False
         """Whether ranks waited in this forward for an announcement by the owner of a stage."""
+        self.num_reads, self.first_read = 0, ""
+        """Questions about elements of values that were answered for all ranks; the line that asked the first."""
         self.trace: BackwardTrace | None = None
         """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
@@ -391,6 +393,17 @@ class MicrobatchFlow:
         known = news()
         self._spread(stage, packed(known))
         return known
+
+    def give(self, name: str, objects: Sequence[Any]) -> None:
+        """A placed module is given objects of unknown classes: each rank has what its own stages did to them."""
+        for each in objects:
+            _, given = self.given_objects.setdefault(id(each), (each, {}))
+            if given.setdefault(name, self.num_reads) < self.num_reads:
+                raise ModelError(
+                    f"{user_site()}: {name!r} is given a {type(each).__name__} again, in a loop that reads values of "
+                    "a stage. Each rank has its own part of that object only. engine.generate(inputs) runs loops with "
+                    "a cache over stages; elsewhere go without one (use_cache=False)"
+                )
 
     def shape_known(self, tensor: StageTensor) -> Spec:
         """The description of a value with its real shape, which its owner announces where the others cannot know it."""

@@ -2,21 +2,24 @@
 
 An operation on values of stages is executed on the latest stage among them, to which the others are sent. Elsewhere
 only shape and dtype of its result are inferred. Operations on plain tensors (ids, masks, position tables), which all
-ranks have, are executed by all. What asks for elements is refused on every rank, so that none branches on what others
-lack.
+ranks have, are executed by all. What reads elements is executed on one rank, which announces the answer: the others
+wait for it there, and all go on with the same number.
 
     torch.add(h, g)    h on stage 0, g on stage 1     executed on stage 1; h crosses; inferred elsewhere
     h.shape[0]         any stage                      answered on all ranks from the description
     x[:, :1] > 0       x in the batch                 executed on all ranks
-    h.item()           any stage                      refused on all ranks
+    h.item()           any stage                      executed there, and announced to all ranks
+    h.data_ptr()       any stage                      refused on all ranks
     block(h)           a placed module                see `PipelineRunner`; operations inside it do not come here
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -69,10 +72,14 @@ _SET_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
 _IS_LEAF: Any = vars(torch._C.TensorBase)["is_leaf"].__get__
 _ITERATION: Any = _Tensor.__iter__
 _DESCRIPTIONS = _SHAPES | _KINDS | _DEVICES | {_REQUIRES_GRAD, _IS_LEAF}
-_READS = _getters(
-    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "numpy", "__array__"),
-    *("__repr__", "__format__", "__contains__", "is_nonzero", "data_ptr", "untyped_storage", "storage", "equal"),
-    *("allclose", "__reduce_ex__", "__deepcopy__", "__dlpack__", "share_memory_"),
+_ARRAYS = _getters("numpy", "__array__")
+_READS = _ARRAYS | _getters(
+    *("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "is_nonzero", "__contains__"),
+    *("__repr__", "__format__", "equal", "allclose"),
+)
+"""Give numbers and texts of the elements, which all ranks can have."""
+_MEMORIES = _getters(
+    *("data_ptr", "untyped_storage", "storage", "__reduce_ex__", "__deepcopy__", "__dlpack__", "share_memory_")
 )
 _GRAPH = _getters(
     "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", "_version"
@@ -101,14 +108,7 @@ _RANDOM = _getters(
 }
 
 
-_WORDS = {
-    "__bool__": "bool(): if, while, and, or, not, assert",
-    "__contains__": "in",
-    "__repr__": "print, repr",
-    "__format__": "print, an f-string",
-    "__array__": "numpy",
-    **{f"__{name}__": f"{name}()" for name in ("int", "float", "index", "complex", "deepcopy", "dlpack")},
-}
+_WORDS = {"__reduce_ex__": "pickle", "__deepcopy__": "copy.deepcopy", "__dlpack__": "dlpack"}
 """The words of a program that call these methods."""
 
 
@@ -206,8 +206,10 @@ class Glue(TorchFunctionMode):
                 # As a call it would give an iterator, an object that other ranks cannot look into.
                 return iter(self.on_call(_Tensor.unbind, (first, 0), {}))
             func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
-        if func in _READS or func in _GRAPH:
-            self._refuse_read(func, args, kwargs)
+        if func in _READS:
+            return self._read(flow, func, args, kwargs)
+        if func in _MEMORIES or func in _GRAPH:
+            self._refuse_access(func, args, kwargs)
         return self.executor.execute(flow, StagedOperation(func, draws=func in _RANDOM), None, args, kwargs)
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,7 +259,19 @@ class Glue(TorchFunctionMode):
                 return True
         return False
 
-    def _refuse_read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _read(
+        self, flow: MicrobatchFlow, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The answer to a question about elements, which all ranks get from the rank that has them."""
+        flow.num_reads += 1
+        flow.first_read = flow.first_read or user_site()
+        if func not in _ARRAYS:
+            return self.executor.answer(flow, StagedOperation(func, draws=False), args, kwargs)
+        # As bytes, which make an array that cannot be written to: the value would not show it on any other rank.
+        kind, shape, content = self.executor.answer(flow, StagedOperation(_parts_of(func), draws=False), args, kwargs)
+        return np.frombuffer(content, np.dtype(kind)).reshape(shape)
+
+    def _refuse_access(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         flow = self.flow
         assert flow is not None
         value = next(
@@ -270,23 +284,11 @@ class Glue(TorchFunctionMode):
             what = f"asks for the graph of a value ({name})"
             advice = "Backward is run by step(); put hooks that look at gradients on modules inside a placed one"
         else:
-            what = f"reads the elements of a value ({_WORDS.get(name, name)})"
-            advice = self._advice_on_reads()
+            what = f"asks for the memory of a value ({_WORDS.get(name, name)})"
+            advice = "Do it inside a module that is placed on a stage. Numbers may be read: item(), tolist(), numpy()"
         raise ModelError(
             f"{user_site()}: this {what} {_provenance(value)} on stage {value.stage}. Only the rank of that stage has "
             f"it, and all ranks run this line. {advice}"
-        )
-
-    def _advice_on_reads(self) -> str:
-        """Advice for the place in the user's code that reads a value."""
-        purpose = "" if self.flow is None else self.flow.purpose
-        if purpose != "generation" and (advice := advice_on_loops(self._stages.model)):
-            return advice
-        if purpose == "prediction" and not outermost_method(self._stages.model):
-            return "Return the tensor: engine.predict gives it to every rank, and its values can decide there"
-        return (
-            "Do it inside a module that is placed on a stage, or with torch operations such as torch.where. For logs "
-            "use the report of step()"
         )
 
     def _refuse_inside(self, func: Callable[..., Any]) -> None:
@@ -339,6 +341,17 @@ def advice_on_loops(model: nn.Module) -> str:
         f"{method}() decides by values, and cannot run over stages. Write its loop around engine.predict, which gives "
         "every rank the tensors of each turn. Or call it inside `with engine.whole():`, where the model has no stages"
     )
+
+
+def _parts_of(func: Callable[..., Any]) -> Callable[..., tuple[str, tuple[int, ...], bytes]]:
+    """What the array is made of that a function gives."""
+
+    @wraps(func)  # ranks compare the names of calls
+    def parts(*args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], bytes]:
+        array = func(*args, **kwargs)
+        return array.dtype.str, array.shape, array.tobytes()
+
+    return parts
 
 
 def _provenance(value: StageValue) -> str:

@@ -35,7 +35,7 @@ def user_site() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         module = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(_OURS) and module.partition(".")[0] not in ("torch", "contextlib", "threading"):
+        if not name.startswith(_OURS) and module.partition(".")[0] not in ("torch", "contextlib", "threading", "copy"):
             return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "outside of any file"

@@ -8,7 +8,8 @@ Which values cross is seen in a forward, not declared. So the first microbatch o
 its forwards are left out of the order that follows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, StageReadsWarning
 from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after
 from shardwise.plan.schedules import Action, Schedule, make_schedule
@@ -71,6 +72,8 @@ class PipelineRunner:
         """The schedule of the last step, as it was run."""
         self.peak_in_flight = 0
         """Most microbatches whose activations this rank held at a time."""
+        self.num_reads = 0
+        """Values that programs read between modules so far; the stage of each gave it to all ranks."""
         self._glue = Glue(self.stages, self.inference, self.replay, random)
         self.recorder = SpanRecorder(channel.rank, channel.device)
         """Records this rank's forwards, backwards and waits."""
@@ -83,6 +86,7 @@ class PipelineRunner:
         self._steps_back = False
         self._has_news = False
         self._trained = ALL
+        self._has_warned = False
         self._memories: dict[TrainedSet, tuple[Paths, bool, bool]] = {}
         """What was known of the forwards when another set of parameters was trained: they may take other paths."""
         self._equipment = Equipment(
@@ -185,6 +189,7 @@ class PipelineRunner:
         try:
             self._run(step, before_last_backward)
             self._end(list(step.flows.values()))
+            self._warn_of_reads(step.flows.values())
             if self._kinds is not None:
                 self._kinds.end()
         finally:
@@ -310,6 +315,7 @@ class PipelineRunner:
     def _end(self, flows: Sequence[MicrobatchFlow]) -> None:
         """Compare the programs of the ranks."""
         self.post.settle()
+        self.num_reads += sum(flow.num_reads for flow in flows)
         compare(
             self._channel,
             [
@@ -319,6 +325,22 @@ class PipelineRunner:
             subject="forwards",
             hint=f"{SAME_FORWARD[0].upper()}{SAME_FORWARD[1:]}.",
         )
+
+    def _warn_of_reads(self, flows: Collection[MicrobatchFlow]) -> None:
+        """Tell, once, what it costs that a training program reads values between modules."""
+        reads = sum(flow.num_reads for flow in flows)
+        if not reads or len(flows) == 1 or self._has_warned:
+            return
+        self._has_warned = True
+        if self._channel.rank == 0:
+            first = next(flow.first_read for flow in flows if flow.num_reads)
+            warnings.warn(
+                f"{first}: this reads a value of a stage (one of {reads} such reads in this step). All ranks wait "
+                "there until the microbatch has come to that stage, so that forwards overlap less. To keep the overlap "
+                "of mesh.pp, read in a placed module, or give the loss as a dict: report.losses has its entries",
+                StageReadsWarning,
+                stacklevel=4,
+            )
 
     # The model ------------------------------------------------------------------------------------------------------
 
