@@ -1,9 +1,15 @@
 """What loops do besides steps, against the same loop without it, in turns.
 
     python -m benchmarks.loops [--write] [--rows "NAME,NAME"] [--rounds 40] [--shapes 1x32,4x32] [--k 4]
+        [--ranks 1,2]
 
 Each row has two sides with a model each, from one seed and on the same rows. They take turns within one process, and
-within two that are joined by gloo, and swap who goes first. A ratio is that of one turn; the median counts.
+within two that are joined by gloo, and swap who goes first. A ratio is that of one turn; the median counts. It is given
+of the time that passes, and of the processor time of rank 0, which other programs on the machine disturb less.
+
+The metrics have a base that computes them as well: its loss function updates them, without ranks and exchanges. An
+average reads and writes 12 bytes per owned element in each update, where fused AdamW moves 28: so its share of a step
+falls with the tokens of an update. 2x128 with k = 4 is the size of the examples, as in `benchmarks.offload`.
 """
 
 import argparse
@@ -30,9 +36,10 @@ from benchmarks.workload import ADAMW, VOCABULARY, Batch, Shape, batches, llama
 from shardwise.comm import Channel, alone
 
 RESULTS = Path(__file__).parent / "results" / "loops.md"
-READING = """Goal: a list of microbatches costs nothing; what else is asked for adds 1 % of a step at most, each."""
+READING = """Goal: a list of microbatches costs nothing; what else is asked for adds 1 % of a step at most, each. Shares
+of a step are of the time that passes, and of the processor time of rank 0."""
 NUM_BATCHES = 8
-HEADER = ("what", "tokens of a microbatch", "ranks", "without, ms", "with, ms", "ratio")
+HEADER = ("what", "tokens of a microbatch", "ranks", "without, ms", "with, ms", "ratio", "ratio of processor time")
 
 Turn: TypeAlias = Callable[[Batch], object]
 Sides: TypeAlias = tuple[Turn, Turn]
@@ -85,17 +92,30 @@ def right(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def metrics(channel: Channel, k: int) -> Sides:
-    """Two metrics of torchmetrics and a function in an evaluation, against the loss alone."""
-    engine = engine_on(channel, k)
-    asked = {
+    """Two metrics of torchmetrics and a function in an evaluation, against a loss function that computes the same."""
+    pairs = {
         "accuracy": (MulticlassAccuracy(VOCABULARY, average="micro", validate_args=False), of_tokens),
         "perplexity": (Perplexity(), lambda output, batch: (output.logits[:, :-1], batch["labels"][:, 1:])),
-        "right": right,
     }
-    return (
-        lambda batch: engine.evaluate(batch.whole).loss,
-        lambda batch: engine.evaluate(batch.whole, metrics=asked).metrics,
-    )
+    own = [(metric.clone(), inputs) for metric, inputs in pairs.values()]
+    means: list[torch.Tensor] = []
+
+    def counting(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        for metric, inputs in own:
+            metric.update(*inputs(output, batch))
+        means.append(right(output, batch).mean())
+        return scalar_loss(output, batch)
+
+    def by_hand(batch: Batch) -> float:
+        loss = plain.evaluate(batch.whole).loss
+        _ = [float(metric.compute()) for metric, _ in own], float(torch.stack(means).mean())
+        for metric, _ in own:
+            metric.reset()
+        means.clear()
+        return loss
+
+    plain, engine = engine_on(channel, k, loss=counting), engine_on(channel, k, loss=scalar_loss)
+    return by_hand, lambda batch: engine.evaluate(batch.whole, metrics={**pairs, "right": right}).metrics
 
 
 def averages(channel: Channel, k: int) -> Sides:
@@ -117,20 +137,25 @@ ROWS: dict[str, Callable[[Channel, int], Sides]] = {
 }
 
 
-def in_turns(sides: Sides, drawn: Sequence[Batch], num_rounds: int, *, num_warm: int = 3) -> list[tuple[float, float]]:
-    """Milliseconds of both sides, for each round."""
-    found: list[tuple[float, float]] = []
+Turns: TypeAlias = list[tuple[float, float, float, float]]
+"""For each round the milliseconds of both sides, and those of a processor."""
+
+
+def in_turns(sides: Sides, drawn: Sequence[Batch], num_rounds: int, *, num_warm: int = 3) -> Turns:
+    """What both sides take in each round."""
+    found: Turns = []
     for number in range(num_warm + num_rounds):
         if number == num_warm:
             gc.collect()
             gc.freeze()
-        taken = [0.0, 0.0]
+        taken, used = [0.0, 0.0], [0.0, 0.0]
         for at in (0, 1) if number % 2 else (1, 0):
-            begun = time.perf_counter()
+            begun, begun_use = time.perf_counter(), time.process_time()
             sides[at](drawn[number % len(drawn)])
             taken[at] = (time.perf_counter() - begun) * 1e3
+            used[at] = (time.process_time() - begun_use) * 1e3
         if number >= num_warm:
-            found.append((taken[0], taken[1]))
+            found.append((*taken, *used))  # type: ignore[arg-type]  # four of them
     gc.unfreeze()
     return found
 
@@ -143,9 +168,10 @@ def measure(
     for name, shape in product(names, shapes):
         drawn = batches(Shape.parse(shape), k, rank=channel.rank, count=NUM_BATCHES)
         found = in_turns(ROWS[name](channel, k), drawn, num_rounds)
-        without, given = (statistics.median(each) for each in zip(*found, strict=True))
-        ratio = statistics.median(given / without for without, given in found)
-        rows.append((name, shape, str(channel.size), f"{without:.2f}", f"{given:.2f}", f"{ratio:.3f}"))
+        without, given, *_ = (statistics.median(each) for each in zip(*found, strict=True))
+        ratio, of_use = (statistics.median(each[at + 1] / each[at] for each in found) for at in (0, 2))
+        figures = f"{without:.2f}", f"{given:.2f}", f"{ratio:.3f}", f"{of_use:.3f}"
+        rows.append((name, shape, str(channel.size), *figures))
     return rows
 
 
@@ -161,7 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loops", description=__doc__)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"some of: {', '.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--shapes", default="1x32,4x32", help="rows x tokens of a microbatch")
+    parser.add_argument("--shapes", default="1x32,4x32,2x128", help="rows x tokens of a microbatch")
+    parser.add_argument("--ranks", default="1,2", help="1, 2, or both")
     parser.add_argument("--k", type=int, default=4)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     arguments = parser.parse_args()
@@ -170,11 +197,13 @@ def main() -> None:
         parser.error(f"no row is named {', '.join(unknown)}; there are {', '.join(ROWS)}")
     torch.set_num_threads(1)
     before = os.getloadavg()[0]
-    rows = measure(alone(), names, shapes, arguments.k, arguments.rounds)
+    ranks = arguments.ranks.split(",")
+    rows = measure(alone(), names, shapes, arguments.k, arguments.rounds) if "1" in ranks else []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as name:
         work = partial(of_rank, names=names, shapes=shapes, k=arguments.k, num_rounds=arguments.rounds)
-        in_processes(work, Path(name))
-        rows += map(tuple, json.loads((Path(name) / "rows.json").read_text()))
+        if "2" in ranks:
+            in_processes(work, Path(name))
+            rows += map(tuple, json.loads((Path(name) / "rows.json").read_text()))
     table = markdown(HEADER, rows)
     print(table)
     if arguments.write:

@@ -1,11 +1,12 @@
 """A step with masters and moments in the host's memory over one without, at the size of the examples; in turns.
 
-    python -m benchmarks.offload [--write] [--rounds 15] [--ranks 1,2] [--k 1,4]
+    python -m benchmarks.offload [--write] [--rounds 15] [--ranks 1,2] [--k 1,4] [--devices fake,cpu]
 
 Simulated ranks train the Llama of `workload.py` in bfloat16 with float32 masters and AdamW (fused, on all sides). On
 the fake accelerator of the tests both sides compute with the kernels of the CPU: what is added is the copies, the wait
 of the host for gradients, and its clip. That the processors of a host are slower is not seen there. On CPU ranks there
-is nothing to move. Every round takes one update of each side; a ratio is that within a round.
+is nothing to move. Every round takes one update of each side; a ratio is that within a round, of the time that passes
+and of the processor time of all ranks, which are threads of one process.
 """
 
 import argparse
@@ -20,8 +21,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import date
 from functools import partial
+from operator import truediv
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -43,7 +45,12 @@ SIDES: dict[str, tuple[int, Any]] = {
 }
 """Stage and offload; each is compared with the side before it that has none."""
 
-HEADER: Row = ("device", "ranks", "k", "side", "step, ms", "over the one without", "on the device, MiB", "host, MiB")
+HEADER: Row = (
+    *("device", "ranks", "k", "side", "step, ms", "over the one without", "of processor time"),
+    *("on the device, MiB", "host, MiB"),
+)
+Found: TypeAlias = dict[str, tuple[list[float], list[float], int, int]]
+"""For each side the seconds of its updates, those of a processor, and what the device and the host hold."""
 
 
 def engine_of(channel: Channel, side: str, k: int, layers: int) -> sw.Engine:
@@ -69,23 +76,25 @@ def sides_of(channel: Channel) -> list[str]:
     return [side for side, (stage, _) in SIDES.items() if channel.size > 1 or stage < 3]
 
 
-def measure(channel: Channel, k: int, rounds: int, layers: int) -> dict[str, tuple[list[float], int, int]]:
-    """For each side the seconds of its updates, and what the device and the host hold."""
+def measure(channel: Channel, k: int, rounds: int, layers: int) -> Found:
+    """What one rank sees of all sides."""
     engines = {side: engine_of(channel, side, k, layers) for side in sides_of(channel)}
     shape = Shape(num_sequences=2, num_tokens=128)
     drawn = batches(shape, k, rank=channel.rank, count=3)
     seconds: dict[str, list[float]] = {side: [] for side in engines}
+    used: dict[str, list[float]] = {side: [] for side in engines}
     for number in range(-2, rounds):
         for side, engine in engines.items():
             gc.collect()
             channel.exchange(b"", purpose="all begin")
-            begun = time.perf_counter()
+            begun, begun_use = time.perf_counter(), time.process_time()
             engine.step(drawn[number % 3].whole)
             if channel.device.type != "cpu":
                 torch.accelerator.synchronize(channel.device)
             channel.exchange(b"", purpose="all have ended")
             if number >= 0:
                 seconds[side].append(time.perf_counter() - begun)
+                used[side].append(time.process_time() - begun_use)
     found = {}
     for side, engine in engines.items():
         planned, moments = engine.footprint(), 8 * engine.footprint().owned_elements
@@ -93,33 +102,38 @@ def measure(channel: Channel, k: int, rounds: int, layers: int) -> dict[str, tup
         is_offloaded = planned.host_bytes > 0
         found[side] = (
             seconds[side],
+            used[side],
             device + planned.gathered_bytes + (0 if is_offloaded else moments),
             planned.host_bytes + (moments if is_offloaded else 0),
         )
     return found
 
 
-def rows_of(device: str, ranks: int, k: int, found: dict[str, tuple[list[float], int, int]]) -> list[Row]:
+def rows_of(device: str, ranks: int, k: int, found: Found) -> list[Row]:
     """Medians, and medians of ratios within a round."""
     rows: list[Row] = []
-    base: list[float] = []
-    for side, (seconds, held, on_host) in found.items():
+    bases: tuple[list[float], list[float]] = [], []
+    for side, (seconds, used, held, on_host) in found.items():
         if SIDES[side][1] is None:
-            base = seconds
-        ratio = statistics.median(one / other for one, other in zip(seconds, base, strict=True))
-        shown = "" if seconds is base else f"{ratio:.3f}"
+            bases = seconds, used
+        ratios = [
+            "" if own is base else f"{statistics.median(map(truediv, own, base)):.3f}"
+            for own, base in zip((seconds, used), bases, strict=True)
+        ]
         sizes = f"{held / 2**20:.0f}", f"{on_host / 2**20:.0f}"
-        rows.append((device, str(ranks), str(k), side, f"{statistics.median(seconds) * 1e3:.0f}", shown, *sizes))
+        rows.append((device, str(ranks), str(k), side, f"{statistics.median(seconds) * 1e3:.0f}", *ratios, *sizes))
     return rows
 
 
-def table(ranks: Sequence[int], merges: Sequence[int], rounds: int, layers: int = 8) -> list[Row]:
+def table(
+    ranks: Sequence[int], merges: Sequence[int], rounds: int, layers: int = 8, devices: Sequence[str] = ("fake", "cpu")
+) -> list[Row]:
     """All rows of a run."""
     from tests.fake_device.accelerator import NAME, load, present
 
     load()
     rows: list[Row] = []
-    for device in (NAME, "cpu"):
+    for device in devices:
         with present() if device == NAME else nullcontext():
             for size in ranks:
                 for k in merges:
@@ -135,10 +149,12 @@ def main() -> None:
     asked.add_argument("--rounds", type=int, default=15)
     asked.add_argument("--ranks", default="1,2")
     asked.add_argument("--k", default="1,4")
+    asked.add_argument("--devices", default="fake,cpu")
+    asked.add_argument("--layers", type=int, default=8)
     asked.add_argument("--write", action="store_true")
     arguments = asked.parse_args()
     ranks, merges = ([int(each) for each in given.split(",")] for given in (arguments.ranks, arguments.k))
-    rows = table(ranks, merges, arguments.rounds)
+    rows = table(ranks, merges, arguments.rounds, arguments.layers, arguments.devices.split(","))
     worst = max(float(row[5]) for row in rows if row[3].endswith("state"))
     found = f"{markdown(HEADER, rows)}\n\nThe worst ratio of `state`: {worst:.3f}; asked: {ASKED}."
     print(found)

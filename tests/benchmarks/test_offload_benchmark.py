@@ -13,8 +13,8 @@ def test_sides_hold_what_they_say(fake: str, ranks: int) -> None:
     rows = rows_of(fake, ranks, 1, found)
     assert {len(row) for row in rows} == {len(HEADER)}
     assert [row[5] == "" for row in rows] == [SIDES[side][1] is None for side in found]
-    for side, (seconds, on_device, on_host) in found.items():
-        assert len(seconds) == 1
+    for side, (seconds, used, on_device, on_host) in found.items():
+        assert len(seconds) == len(used) == 1
         assert (on_host > 0) == (SIDES[side][1] is not None)
         if on_host:
-            assert on_device < found[side.partition(",")[0]][1]
+            assert on_device < found[side.partition(",")[0]][2]

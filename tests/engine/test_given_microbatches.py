@@ -167,6 +167,44 @@ def test_each_data_rank_may_have_another_number_of_microbatches(stage: int, coun
         assert found[3] == counts[rank]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "stage", "schedule", "counts"),
+    [
+        ("pp=2,dp_shard=2", 3, "1f1b", [(2, 4), (0, 1), (2, 2)]),
+        ("pp=2,dp_shard=2", 3, "interleaved", [(4, 2), (2, 0)]),
+        pytest.param("pp=2,dp_shard=2,dp_replicate=2", 2, "interleaved", [(2, 0, 2, 4)], marks=pytest.mark.stress),
+        pytest.param("pp=2,dp_shard=2,tp=2", 3, "1f1b", [(1, 2)], marks=pytest.mark.stress),
+    ],
+)
+def test_data_ranks_of_stages_may_have_other_numbers_and_shapes_of_microbatches(
+    mesh: str, stage: int, schedule: str, counts: Sequence[Sequence[int]]
+) -> None:
+    sizes = sw.Mesh.parse(mesh)
+    steps = [
+        [[words(100 * step + 10 * rank + at, 1 + (at + rank) % 3, 2 + (step + at + rank) % 5) for at in range(count)]
+         for rank, count in enumerate(each)]
+        for step, each in enumerate(counts)
+    ]  # fmt: skip
+
+    def run(channel: sw.Channel) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+        plan = plan_of(sizes, stage=stage, k=2, schedule=schedule)
+        engine = sw.parallelize(
+            decoder(), plan, optimizer=adamw, loss=word_loss, loss_weight=count_words, channel=channel
+        )
+        rank = data_rank(sizes, channel.rank)
+        reports = [engine.step(each[rank]) for each in steps]
+        found = {name: tensor.clone() for name, tensor in sw.full(engine)}
+        return [report.loss for report in reports], [report.grad_norm for report in reports], found
+
+    together = [[part for parts in each for part in parts] for each in steps]
+    losses, norms, parameters = accumulated(decoder(), together, weigh=count_words)
+    for found in sw.simulate(sizes.size, run):
+        assert found[0] == pytest.approx(losses, rel=1e-10)
+        assert found[1] == pytest.approx(norms, rel=1e-10)
+        for name, value in found[2].items():
+            torch.testing.assert_close(value, parameters[name], rtol=1e-7, atol=1e-7)
+
+
 def test_a_list_of_the_same_rows_gives_the_bits_of_one_batch() -> None:
     def run(channel: sw.Channel, listed: bool) -> tuple[list[float], torch.Tensor]:
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), merge=sw.Merge(microbatches=3))

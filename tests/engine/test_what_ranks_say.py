@@ -41,7 +41,6 @@ def test_weights_of_all_ranks_are_those_of_a_loop_over_them(by_rank: list[list[f
     assert weighting.num_microbatches == len(of_all)
     assert weighting.is_same_count == (len({*map(len, by_rank)}) == 1)
     computed = [{at for at, weight in enumerate(own) if weight} for own in by_rank]
-    assert weighting.is_even == all(each == computed[0] for each in computed)
     counts = [sum(at in each for each in computed) for at in range(max(map(len, by_rank)))]
     joint = [Joint.ALL if count == len(by_rank) else Joint.SOME if count else Joint.NONE for count in counts]
     assert weighting.joint == joint

@@ -11,8 +11,9 @@ from shardwise import checkpoint
 from shardwise.data import DataPlace, first_batches
 from shardwise.errors import ConfigError
 from shardwise.train import RunConfig
-from shardwise.train.run_build import build_loss, build_model, optimizer_factory
+from shardwise.train.run_build import build_model, optimizer_factory
 from shardwise.train.run_data import build_data
+from shardwise.train.turns import build_loss
 from tests.train.runs import Finished, finished, laid_out, small_run
 
 PLAIN = ("train.decay=constant", "train.warmup_steps=0", "train.clip_grad_norm=null")
@@ -24,7 +25,8 @@ GROUPS = (
 
 def plain_losses(config: RunConfig, groups: dict[str, dict[str, float]], steps: int) -> list[float]:
     """A loop over the same global batches, with torch's AdamW over these groups of one parameter each."""
-    model, loss = build_model(config), cast("Callable[..., torch.Tensor]", build_loss(config))
+    model = build_model(config)
+    loss = cast("Callable[..., torch.Tensor]", build_loss(config, model))
     trained = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([{"params": [trained[name]], **settings} for name, settings in groups.items()])
     for name, parameter in trained.items():
@@ -150,7 +152,8 @@ def test_a_run_goes_on_after_its_groups_were_changed(
     resumed, state = parts(tmp_path, then, now, *layouts)
     assert "optimizers have other groups than in the saved run: lr and weight_decay are those of now" in resumed.printed
     config = small_run(tmp_path, *SAVES, now)
-    model, loss = build_model(config), cast("Callable[..., torch.Tensor]", build_loss(config))
+    model = build_model(config)
+    loss = cast("Callable[..., torch.Tensor]", build_loss(config, model))
     optimizer: Any = optimizer_factory(config, model)(list(model.parameters()))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

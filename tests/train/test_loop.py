@@ -53,7 +53,7 @@ class NotingEngine:
         self.asked.append(stop)
         return lambda: self.asked.remove(stop)
 
-    def step(self, batch: Mapping[str, Any]) -> Report:
+    def step(self, batch: Mapping[str, Any], **turn: Any) -> Report:
         self.seconds += 1.0
         wishes = [each() for each in self.asked]
         self.asked_to_stop = any(wishes)
@@ -170,7 +170,7 @@ def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
 
 def test_a_run_whose_steps_are_all_skipped_names_the_scale_of_its_losses() -> None:
     class Skipping(NotingEngine):
-        def step(self, batch: Mapping[str, Any]) -> Report:
+        def step(self, batch: Mapping[str, Any], **turn: Any) -> Report:
             return replace(NotingEngine.step(self, batch), skipped=True, loss_scale=2.0**20)
 
     with pytest.raises(DivergedError, match=r"Losses were scaled by 1048576: see precision.loss_scale"):

@@ -17,8 +17,9 @@ from PIL import Image
 from shardwise.data.permutation import shuffled
 from shardwise.errors import ConfigError, DataError
 from shardwise.train import RunConfig, check_references
-from shardwise.train.run_build import build_loss, build_model
+from shardwise.train.run_build import build_model
 from shardwise.train.run_data import build_data
+from shardwise.train.turns import build_loss
 from tests.train.runs import finished, laid_out
 
 NETS = """
@@ -229,7 +230,8 @@ def order(num_updates: int, *, size: int = len(TRAINED), seed: int = 5, rows: in
 
 def plain_losses(config: RunConfig, batches: Sequence[dict[str, torch.Tensor]]) -> list[float]:
     """A loop over whole batches of 12 rows, each row a microbatch."""
-    model, loss = build_model(config), cast("Callable[..., torch.Tensor]", build_loss(config))
+    model = build_model(config)
+    loss = cast("Callable[..., torch.Tensor]", build_loss(config, model))
     matrices = [each for each in model.parameters() if each.ndim > 1]
     others = [each for each in model.parameters() if each.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])

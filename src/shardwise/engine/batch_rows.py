@@ -65,8 +65,8 @@ class BatchRows:
         if dim is not None and leaf.ndim <= dim:
             raise BatchError(
                 f"the batch's entry {name!r} has the shape {list(leaf.shape)}, and no dim {dim} with rows. Say where "
-                f"its rows are: parallelize(..., rows={{{name!r}: 0}}), or None for all rows; or turn it in "
-                "data.collate"
+                f"its rows are: parallelize(..., rows={{{name!r}: 0}}), or None for all rows; data.rows in a "
+                "configuration"
             )
         return dim
 

@@ -100,7 +100,7 @@ def _counted_rows(batch: Batch, leaves: Sequence[tuple[str, Any]], rows: BatchRo
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
         raise BatchError(
             f"all tensors of a batch have the same number of rows ({rows.described}), but {listed}. Name what has its "
-            "rows elsewhere, or none: parallelize(..., rows={name: dim or None}); or turn it in data.collate. "
+            "rows elsewhere, or none: parallelize(..., rows={name: dim or None}), data.rows in a configuration. "
             "Or give microbatches of any shapes as a list, with a loss_weight"
         )
     return next(iter(counts.values())), dims
@@ -169,6 +169,14 @@ def split_batch(
                 for at, counted in zip(places, _counted_apart([part[at] for at in places]), strict=True):
                     part[at] = counted
     return [_filled(batch, part) for part in parts]
+
+
+def rows_of(batch: Batch, wanted: range, rows: BatchRows = DIM_0) -> Batch:
+    """Some rows of a batch, as views; what has no rows goes along."""
+    leaves = named_leaves(batch)
+    dims = rows.dims_of(leaves)
+    parts = [leaf if dim is None else _cut(leaf, dim, wanted) for (_, leaf), dim in zip(leaves, dims, strict=True)]
+    return _filled(batch, parts)
 
 
 def first_microbatch(batch: Batch, plan: Plan, device: torch.device, rows: BatchRows) -> Microbatch:

@@ -34,12 +34,12 @@ from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.span_recorder import SpanRecorder
-from shardwise.engine.step_exchange import Weight, Weighting, scaled_loss
+from shardwise.engine.step_exchange import Weight, scaled_loss
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import module_noted
 from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
-from shardwise.errors import BatchError, ModelError
+from shardwise.errors import ModelError
 from shardwise.plan import Precision
 
 
@@ -127,18 +127,6 @@ class Computation:
             yield
         finally:
             self._running = around
-
-    def check_even(self, weighting: Weighting) -> None:
-        """Raise BatchError, the same on all ranks, where data ranks cannot go through a schedule in step."""
-        if self.runner is None or not self._passes.moves_in_step or weighting.is_even:
-            return
-        if self.runner.stages.num_chunks > 1 or self._passes.gathers:
-            raise BatchError(
-                "data ranks compute different microbatches, because some ranks have fewer of them, or some of weight 0 "
-                f"(the weights are {[*map(weighting.of_rank, range(len(weighting.counts)))]}). Under pp with stage 3, "
-                "or with several stages per rank, they gather and reduce in step with the schedule. Give every rank "
-                "the same number of microbatches with weight, or use sharding stage 1"
-            )
 
     def train(
         self,

@@ -120,12 +120,6 @@ class Weighting:
             for weight in self._values.tolist():
                 check_weight(weight)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all data ranks compute microbatches of the same numbers."""
-        are_computed = self.table != 0
-        return bool((are_computed == are_computed[0]).all())
-
     def factors(self, rank: int) -> list[float]:
         """What each loss of `rank` is multiplied by, so that the plain mean over all is the weighted mean."""
         weights = self.of_rank(rank)

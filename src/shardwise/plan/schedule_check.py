@@ -304,15 +304,17 @@ def one_by_one_after(schedule: Schedule, microbatch: int) -> Schedule:
 
         1f1b      rank 0   F0 F1 B0 F2 B1 F3 B2 B3         rank 1   F0 B0 F1 B1 F2 B2 F3 B3
         changed   rank 0   F0 F1 | B0 B1 F2 B2 F3 B3       rank 1   F0 B0 F1 | B1 F2 B2 F3 B3
+
+    microbatch: -1: from the beginning.
     """
     k = schedule.num_microbatches
     orders = []
     for order in schedule.orders:
-        last = max(at for at, action in enumerate(order) if action.kind == "F" and action.microbatch == microbatch)
-        done = order[: last + 1]
-        rest = sorted(set(order[last + 1 :]), key=lambda action: (action.microbatch, *_rank_in_microbatch(action)))
+        ends = [at + 1 for at, action in enumerate(order) if (action.kind, action.microbatch) == ("F", microbatch)]
+        done = order[: max(ends, default=0)]
+        rest = sorted(set(order[len(done) :]), key=lambda action: (action.microbatch, *_rank_in_microbatch(action)))
         orders.append((*done, *rest))
-    name = f"{schedule.name}, one by one after forward {microbatch}"
+    name = f"{schedule.name}, one by one{f' after forward {microbatch}' if microbatch >= 0 else ''}"
     return Schedule(name, schedule.num_stages, k, tuple(orders))
 
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from shardwise.errors import ConfigError, PlanError
+from shardwise.errors import ConfigError, PlanError, few_of
 from shardwise.plan import Merge, Plan
+from shardwise.plan.names import nearest
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import make_schedule
 from shardwise.plan.specs import read_strategy, unknown_setting
@@ -47,10 +48,27 @@ class ModelTable(Table):
     """A callable f(output, batch) -> scalar, named like `factory`, or a class of such callables. Left out: the model's
     output carries `.loss`."""
     loss_options: dict[str, object] = Field(default_factory=dict)
-    """Further keyword arguments of `loss`; of the constructor, where it is a class."""
+    """Further keyword arguments of `loss`; of the constructor, where it is a class. One that takes a `model` gets the
+    model."""
     loss_weight: str | None = None
     """A callable f(batch) -> by what a microbatch counts in the mean, such as its target tokens, named like `factory`.
     Left out: its rows."""
+    groups: dict[str, str | list[str]] = Field(default_factory=dict)
+    """Name -> names or globs of parameters, or of modules that contain them: groups that `train.turns` train alone, and
+    that `train.clip_grad_norm` may name. They may overlap."""
+
+
+class TurnTable(Table):
+    """[[train.turns]]: a kind of update. They take turns, in their order and from the beginning again."""
+
+    only: str | list[str] | None = None
+    """The group of `model.groups` that is updated, or several; left out: all parameters."""
+    loss: str | None = None
+    """Its loss function, named like `model.loss`; left out: that of [model]."""
+    loss_options: dict[str, object] = Field(default_factory=dict)
+    """Further keyword arguments of `loss`, as `model.loss_options`."""
+    steps: int = Field(default=1, ge=1)
+    """Updates of this kind in a row. Each takes the next rows, and counts as one of `train.steps`."""
 
 
 class GroupTable(Table):
@@ -139,6 +157,8 @@ class TrainTable(Table):
     """Ports on which ranks listen, such as "20000-20100". SHARDWISE_PORTS of the environment comes first. Left out:
     free ones that the kernel chooses.
     """
+    turns: list[TurnTable] = Field(default_factory=list)
+    """Several losses in turns, each for a group of parameters, as [[train.turns]]: see below."""
     groups: list[GroupTable] = Field(default_factory=list)
     """Learning rate and weight decay by name, as [[train.groups]]: see below."""
     schedule: str | None = None
@@ -213,6 +233,24 @@ def file_problems(model: ModelTable | None, data: DataTable | None, folder: Path
         vocabulary = None if model is None else model.config.get("vocab_size")
         if data.tokenizer == BYTES and isinstance(vocabulary, int) and vocabulary < 256:
             problems.append(f"model.config.vocab_size: {vocabulary} given; bytes need at least 256")
+    return problems
+
+
+def turn_problems(model: ModelTable | None, train: TrainTable | None) -> list[str]:
+    """Turns of groups that there are not, or of no group."""
+    if model is None or train is None:
+        return []
+    problems = []
+    for at, turn in enumerate(train.turns):
+        only = [turn.only] if isinstance(turn.only, str) else turn.only
+        for name in (each for each in only or () if each not in model.groups):
+            near = nearest(name, list(model.groups))
+            known = "has none" if near is None else f"has {few_of(list(model.groups))}; the nearest is {near!r}"
+            problems.append(f"train.turns.{at}.only: {name!r} is no group; model.groups {known}")
+        if only == []:
+            problems.append(f"train.turns.{at}.only: [] trains nothing; name a group, or leave it out")
+        if turn.loss_options and turn.loss is None:
+            problems.append(f"train.turns.{at}.loss_options: given without train.turns.{at}.loss")
     return problems
 
 
@@ -347,7 +385,7 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     clashes = dataset_problems(data)
     # What the files have is asked only where it is clear which are meant.
     problems += clashes + file_problems(model, None if clashes else data, path.parent)
-    problems += schedule_problems(train)
+    problems += schedule_problems(train) + turn_problems(model, train)
     if data is not None and generate is not None and "generate" in tables:
         problems += _generation_problems(data, generate)
     problems += _device_problems(train, num_processes or 1)

@@ -72,9 +72,19 @@ class DataTable(Table):
     """Names of classes, for columns that hold names; the first one is 0. Left out: the folders of "images"."""
     images: ImageTable = Field(default_factory=ImageTable)
     """How images become tensors."""
+    rows: int | dict[str, int | Literal["all"]] = 0
+    """The dim of the tensors of a batch that has its rows: a number from 0 on, or numbers by names and globs, such as
+    { frames = 1, table = "all" }. "all": a tensor for all rows. What no name means has dim 0."""
     collate_options: dict[str, object] = Field(default_factory=dict)
     """Further keyword arguments of `collate`; of the constructor, where it is a class. One that takes a `tokenizer`
     gets that of `tokenizer`."""
+
+    @property
+    def row_dims(self) -> int | dict[str, int | None]:
+        """`rows`, as `parallelize` takes them."""
+        if isinstance(self.rows, int):
+            return self.rows
+        return {name: None if dim == "all" else int(dim) for name, dim in self.rows.items()}
 
     @property
     def unit(self) -> str:
@@ -145,6 +155,8 @@ def dataset_problems(data: DataTable | None) -> list[str]:
         problems.append("data.columns.input_ids: data.text or data.messages makes it; leave one out")
     if twice := [name for name, number in Counter(data.classes or ()).items() if number > 1]:
         problems.append(f"data.classes: {twice[0]!r} stands there twice, and a class has one number; leave one out")
+    dims = data.rows.values() if isinstance(data.rows, dict) else [data.rows]
+    problems += [f"data.rows: {each} is no dim; give 0, 1, .." for each in dims if isinstance(each, int) and each < 0]
     names = [name for name in ("held_out_dataset", "held_out_source", "held_out_options") if name in given]
     if names and "held_out" in given:
         problems.append(f"data.held_out: given with data.{names[0]}; leave one out")

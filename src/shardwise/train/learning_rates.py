@@ -61,6 +61,8 @@ def decaying(train: TrainTable) -> SchedulerMaker:
 
 def advance(scheduler: LRScheduler) -> None:
     """The rates of the next update. Raises ConfigError where a schedule has no more."""
+    # Of several optimizers, one may have had no turn yet. Torch would warn of that.
+    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
     try:
         scheduler.step()
     except Exception as error:  # such as OneCycleLR behind its total_steps

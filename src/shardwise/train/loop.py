@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.engine.batches import Batch
+from shardwise.engine.batches import Batch, LossFunction
 from shardwise.errors import DivergedError
 from shardwise.train.callbacks import Evaluated, Stepped, TrainingLoop, values_of
 from shardwise.train.config import TrainTable
 from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
+from shardwise.train.turns import Turns
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
 # updates do not change those.
@@ -34,8 +35,10 @@ class Trainee(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """The optimizers that `step` runs."""
 
-    def step(self, batch: Batch) -> Stepped:
-        """One update from this data rank's rows."""
+    def step(
+        self, batch: Batch, *, only: str | Sequence[str] | None = None, loss: LossFunction | None = None
+    ) -> Stepped:
+        """One update from this data rank's rows; of a group of parameters, by another loss than the engine's."""
 
     def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> Evaluated:
         """The loss over the rows of all data ranks, and metrics by name; this rank may have no rows."""
@@ -51,6 +54,7 @@ def fit(
     tokens_per_row: int,
     scheduler: SchedulerMaker | None = None,
     by_step: bool = True,
+    turns: Turns | None = None,
     metrics: Mapping[str, Any] | None = None,
     now_s: Callable[[], float] = time.perf_counter,
 ) -> None:
@@ -58,8 +62,8 @@ def fit(
 
     batches: this data rank's rows of each update, from `loop.position` on. held_out: its rows of each batch of an
     evaluation. loop: entered; its engine holds the values of its position, and groups have the full learning rate as
-    `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. metrics: of
-    evaluations, by name. The last update is evaluated, but for one after a signal.
+    `initial_lr` where that is no beginning. scheduler: None for the decay of [train]. turns: of the updates.
+    metrics: of evaluations, by name. The last update is evaluated, but for one after a signal.
     """
 
     def evaluated() -> dict[str, float]:
@@ -81,7 +85,7 @@ def fit(
     tokens_per_update = train.global_batch * tokens_per_row
     for step in range(begin.step + 1, train.steps + 1):
         update_began_s = now_s()
-        report = engine.step(next(batches))
+        report = engine.step(next(batches), **(turns.of(step) if turns else {}))
         num_skipped = loop.position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
             raise DivergedError(

@@ -39,10 +39,11 @@ from shardwise.train.loop import fit
 from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
 from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.quantities import count, size
-from shardwise.train.run_build import build_loss, build_loss_weight, build_metrics, build_model, optimizer_factory
+from shardwise.train.run_build import build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
+from shardwise.train.turns import Turns, build_loss, build_turns
 
 
 def run(
@@ -88,6 +89,7 @@ class _PreparedRun:
     scheduler: SchedulerMaker
     by_step: bool
     """Whether schedules are functions of the step; else callbacks decide."""
+    turns: Turns
     metrics: Mapping[str, Any]
     """What evaluations compute besides losses."""
     callbacks: Sequence[Callback]
@@ -117,6 +119,7 @@ def _prepare(
         data, model, sample, held_out = _built(config, channel.rank)
         optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
         metrics, plateau = build_metrics(config), plateau_of(config)
+        loss, turns = build_loss(config, model), build_turns(config, model)
         callbacks = [*([] if plateau is None else [plateau]), *build_callbacks(config)]
         goes_on = data.corpus is not None or config.generate.prompts
         continuations = Continuations(config, data, model, console) if goes_on else None
@@ -125,11 +128,13 @@ def _prepare(
         model,
         config.plan,
         optimizer=optimizer,
-        loss=build_loss(config),
+        loss=loss,
         loss_weight=build_loss_weight(config),
         channel=channel,
         seed=config.train.seed,
         sample=sample,
+        rows=config.data.row_dims,
+        groups=config.model.groups,
     )
     # Before `take_up`: loading puts the settings of the save in the place of those that the configuration made.
     settings = settings_of(engine)
@@ -149,6 +154,7 @@ def _prepare(
         held_out=held_out,
         scheduler=scheduler,
         by_step=plateau is None,
+        turns=turns,
         metrics=metrics,
         callbacks=callbacks,
         begin=begin,
@@ -213,6 +219,7 @@ def _train(
                 tokens_per_row=run.data.tokens_per_row,
                 scheduler=run.scheduler,
                 by_step=run.by_step,
+                turns=run.turns,
                 metrics=run.metrics,
             )
         # After the keeper's end, which waits for the save under way: its message may then say that the run is saved.

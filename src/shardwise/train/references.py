@@ -108,8 +108,20 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
             options=model.loss_options,
             options_key="model.loss_options",
             num_given=2,
+            given=frozenset({"model"}),
             of_objects=True,
         )
+    for at, turn in enumerate(train.turns):
+        if turn.loss is not None:
+            yield NamedCallable(
+                key=f"train.turns.{at}.loss",
+                reference=turn.loss,
+                options=turn.loss_options,
+                options_key=f"train.turns.{at}.loss_options",
+                num_given=2,
+                given=frozenset({"model"}),
+                of_objects=True,
+            )
     if model.loss_weight is not None:
         yield NamedCallable(key="model.loss_weight", reference=model.loss_weight)
     yield NamedCallable(
@@ -200,6 +212,14 @@ def made(reference: str, options: Mapping[str, object], *, folder: Path, key: st
         return found(**options)  # type: ignore[no-any-return]  # a callable of unknown signature
     except Exception as error:  # a foreign class may raise anything
         raise ConfigError(f"{key}: {reference} raised {in_words(error)}") from error
+
+
+def arguments_of(found: Callable[..., Any]) -> list[str]:
+    """The names of the arguments of a callable or a class; none where it is written in C and does not say."""
+    try:
+        return list(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def makes_callables(found: object) -> bool:

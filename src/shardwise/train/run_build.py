@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.devices import named_device
-from shardwise.engine.batches import LossFunction, LossWeight
+from shardwise.engine.batches import LossWeight
 from shardwise.engine.meta_init import Initialisation, forget_initialised
 from shardwise.engine.optimizers import OptimizerFunction
 from shardwise.errors import ConfigError, ModelError, PlanError
@@ -93,14 +93,6 @@ def device_of(config: RunConfig) -> torch.device | None:
         return named_device(config.train.device)
     except PlanError as error:
         raise ConfigError(f"train.device: {error}") from error
-
-
-def build_loss(config: RunConfig) -> LossFunction | None:
-    """The loss function that [model] names, if it names one."""
-    reference = config.model.loss
-    if reference is None:
-        return None
-    return made(reference, config.model.loss_options, folder=config.folder, key="model.loss")
 
 
 def build_loss_weight(config: RunConfig) -> LossWeight | None:

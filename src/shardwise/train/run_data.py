@@ -8,17 +8,17 @@
 `sw.Data` reads what is trained on. It knows nothing of texts and rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import default_collate
 
 from shardwise.data import Data, DataPlace, EngineOfData, first_batches
 from shardwise.data.row_sources import as_opened, has_items
-from shardwise.engine.batches import Batch
+from shardwise.engine.batch_rows import DIM_0, BatchRows
+from shardwise.engine.batches import Batch, rows_of
 from shardwise.errors import DataError
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus, TextSamples, corpus_of, evaluation_rows, packed, read_corpus, text_batch
@@ -49,6 +49,8 @@ class RunData:
     """1 where rows are no text."""
     corpus: Corpus | None
     """The text; None for a dataset that the configuration names."""
+    rows: BatchRows = DIM_0
+    """Where the rows of a batch are."""
 
     def evaluation(self, place: DataPlace, global_batch: int) -> list[Batch]:
         """The rows of one rank, of each `global_batch` rows of an evaluation; a rank may have none of the last ones.
@@ -60,7 +62,7 @@ class RunData:
             rows = place.rows(min(global_batch, len(self.held_out) - start))
             # A collator makes nothing of no samples; a batch without rows has the entries of one with some.
             batch = self.collate([self.held_out[start + at] for at in rows or range(1)])
-            batches.append(batch if rows else _without_rows(batch))
+            batches.append(batch if rows else rows_of(batch, rows, self.rows))
         return batches
 
 
@@ -74,6 +76,7 @@ def build_data(config: RunConfig) -> RunData:
             samples=Samples.of(config, corpus),
             held_out=evaluation_rows(corpus, num_rows),
             collate=text_batch,
+            rows=BatchRows(config.data.row_dims),
             tokens_per_row=corpus.sequence_length,
             corpus=corpus,
         )
@@ -99,6 +102,7 @@ def build_data(config: RunConfig) -> RunData:
         samples=OtherSamples.of(config, num_samples=data.num_samples),
         held_out=_evaluated(held_out, num_rows),
         collate=rows.collate or default_collate,
+        rows=BatchRows(config.data.row_dims),
         tokens_per_row=1,
         corpus=None,
     )
@@ -173,15 +177,3 @@ def _evaluated(dataset: Any, max_rows: int) -> SampleSequence:
     if not len(rows):
         raise DataError(f"data.held_out_dataset: a {type(dataset).__name__} gives no samples to evaluate on")
     return rows
-
-
-def _without_rows(batch: Any) -> Any:
-    """The same nesting of tensors, without rows."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:0] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return {name: _without_rows(value) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        parts = map(_without_rows, batch)
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch

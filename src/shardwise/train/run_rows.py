@@ -4,7 +4,6 @@ read_rows       training rows, held-out rows if there are any, and how they beco
 columns, text   -> `RowEncoder`; without both, rows go to `data.collate` as they are
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from shardwise.data.row_sources import TensorRows, as_opened, has_items
 from shardwise.errors import ConfigError, DataError, ShardwiseError, in_words
 from shardwise.train.config import RunConfig
 from shardwise.train.data_settings import PACKING, PADDING, DataTable
-from shardwise.train.references import made, resolve
+from shardwise.train.references import arguments_of, made, resolve
 from shardwise.train.row_encoding import EncodedRows, EncodedStream, Padding, RowEncoder
 from shardwise.train.row_files import (
     NEEDS_DATASETS,
@@ -191,13 +190,6 @@ def _collator(config: RunConfig, tokenizer: RunTokenizer | None, *, is_encoded: 
         return Padding(0 if tokenizer is None else tokenizer.pad) if pads else None
     reference, options = str(data.collate), dict(data.collate_options)
     found = resolve(reference, folder=config.folder, key="data.collate")
-    if isinstance(found, type) and tokenizer is not None and "tokenizer" in _arguments_of(found):
+    if isinstance(found, type) and tokenizer is not None and "tokenizer" in arguments_of(found):
         options.setdefault("tokenizer", tokenizer.inner)
     return made(reference, options, folder=config.folder, key="data.collate")
-
-
-def _arguments_of(kind: type) -> list[str]:
-    try:
-        return list(inspect.signature(kind).parameters)
-    except (TypeError, ValueError):  # written in C
-        return []

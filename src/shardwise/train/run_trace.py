@@ -24,7 +24,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, understood
 from shardwise.comm.timed import CallSpan, Timed
 from shardwise.engine import Engine
-from shardwise.engine.batches import Batch
+from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
@@ -89,7 +89,9 @@ class Tracer:
         """See `loop.Trainee`."""
         return self._engine.optimizers
 
-    def step(self, batch: Batch) -> StepReport:
+    def step(
+        self, batch: Batch, *, only: str | Sequence[str] | None = None, loss: LossFunction | None = None
+    ) -> StepReport:
         """One update, recorded on this rank."""
         # Lists switch the recording on. Evaluations are not recorded, for they have no backward to compare with.
         spans: list[TimeSpan] = []
@@ -101,7 +103,7 @@ class Tracer:
             self._units.notes = notes
         start_s = self._recorder.now_s()
         try:
-            report = self._engine.step(batch)
+            report = self._engine.step(batch, only=only, loss=loss)
             stop_s = self._recorder.now_s()
         finally:
             self._recorder.spans = self._recorder.updates = self._channel.log.spans = None

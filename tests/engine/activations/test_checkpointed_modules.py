@@ -58,7 +58,7 @@ def plan(mesh: str = "", *, stage: int = 1, **settings: Any) -> sw.Plan:
         (SAVING, "tp=2", {"k": 2}),
         (SAVING, "pp=2", {"k": 2, "schedule": "interleaved"}),
         (SAVING, "dp_shard=2", {"stage": 3}),
-        (WHOLE, "pp=2", {"k": 2}),
+        (replace(WHOLE, save=SAVING.save), "pp=2", {"k": 2}),
         (WHOLE, "dp_shard=2", {"stage": 3, "k": 2}),
     ],
 )
@@ -84,6 +84,33 @@ def test_buffers_move_once_and_arguments_are_as_they_were(make: Callable[[], nn.
 
 def test_buffers_of_several_stages_move_once_in_one_region() -> None:
     assert_changes_nothing(statistics, plan("pp=2"), BATCHES, WHOLE)
+
+
+class Scaled(nn.Module):
+    """Computes with a parameter of its own between modules of two stages, and by a custom function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.second(Doubled.apply(torch.tanh(self.first(input * self.scale))))  # type: ignore[no-untyped-call]
+        return scaled * self.scale
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+def test_a_region_of_several_stages_reads_parameters_outside_of_them() -> None:
+    assert_changes_nothing(Scaled, plan("pp=2,dp_shard=2", stage=3), BATCHES, replace(WHOLE, save=SAVING.save))
 
 
 def test_an_object_with_tensors_is_kept_and_named_once() -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.errors import BatchError
 from tests.engine.expected import adamw
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import Trained, rows_of
@@ -117,6 +116,14 @@ def test_data_ranks_of_one_stage_each_may_skip_microbatches_under_stage_2() -> N
     assert_same_bits(got, trained(plain, "", batches, words_to_predict))
 
 
-def test_under_stage_3_all_go_through_the_schedule_in_step() -> None:
-    with pytest.raises(BatchError, match="data ranks compute different microbatches"):
-        trained(plan_of(3, "1f1b", 2), "", [with_gaps(batch) for batch in BATCHES], words_to_predict)
+@pytest.mark.parametrize(("stage", "schedule"), [(3, "1f1b"), (3, "interleaved"), (2, "interleaved")])
+def test_data_ranks_that_skip_microbatches_follow_the_others_through_them(stage: int, schedule: str) -> None:
+    batches = [with_gaps(batch) for batch in BATCHES]
+    plain = sw.Plan(
+        mesh=sw.Mesh(dp_shard=2),
+        sharding=sw.Sharding(stage=2, bucket_bytes=600),
+        merge=sw.Merge(microbatches=2),
+        clip_grad_norm=0.3,
+    )
+    got = trained(plan_of(stage, schedule, 2), "", batches, words_to_predict)
+    assert_same_bits(got, trained(plain, "", batches, words_to_predict))

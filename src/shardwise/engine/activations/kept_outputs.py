@@ -4,13 +4,15 @@
     second run    kept 0          gelu      kept 1
 
 Torch's own pair of modes numbers every operator, and refuses a second run that calls one more or less: a cast that
-autocast remembers, say. Here only the chosen ones count.
+autocast remembers, say. Here only the chosen ones count, and none that is tried
+on fake tensors: between stages, the first run of a call infers what it gives, and the second one knows.
 """
 
 from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -36,7 +38,7 @@ class KeptOutputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in self._operators:
+        if func in self._operators and not _is_tried(made):
             # Apart from what autograd hangs the graph on.
             self.outputs.setdefault(func, []).append((tree_map(_detached, made), _version_of(made)))
         return made
@@ -52,7 +54,7 @@ class TakenOutputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = self._outputs.get(func)
-        if outputs is None:
+        if outputs is None or _is_tried((args, kwargs)):
             return func(*args, **(kwargs or {}))
         at = self._taken.setdefault(func, 0)
         self._taken[func] += 1
@@ -68,6 +70,11 @@ class TakenOutputs(TorchDispatchMode):
 
 
 _ADVICE = "leave the operator out of activations.save, or the module out of activations.checkpoint"
+
+
+def _is_tried(nested: Any) -> bool:
+    """Whether these are the tensors of a call that computes no values."""
+    return any(each.is_meta or isinstance(each, FakeTensor) for each in tensors_in(nested))
 
 
 def _detached(leaf: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, transform
 from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
+from shardwise.engine.pipeline.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
@@ -67,6 +68,7 @@ class Recomputed(OfEngine):
             self._warn(given.objects, self._warned)
         versions = self._versions()
         states = self._random.states() if self._draws else None
+        seeing = seeing_modes()
         kept = self._buffers.kept()
         # Not by closure: what is kept for the second run must not hold the arguments of the first.
         first = [(args, kwargs)]
@@ -77,7 +79,11 @@ class Recomputed(OfEngine):
                 args, kwargs = first.pop()
                 return forward(*args, **kwargs)
             args, kwargs = given.again(tensors)
-            with nullcontext() if states is None else self._random.going_on_from(states), kept.in_place():
+            with (
+                nullcontext() if states is None else self._random.going_on_from(states),
+                kept.in_place(),
+                nullcontext() if not seeing else seen_again(seeing),
+            ):
                 return forward(*args, **kwargs)
 
         modes = outputs_kept(self._operators) if self._operators else None

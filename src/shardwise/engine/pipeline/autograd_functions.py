@@ -6,8 +6,8 @@ keep `apply = Custom.apply`, and the compiler of torch knows `Function.apply` it
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from torch.autograd.function import _SingleLevelFunction
@@ -16,6 +16,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 class SeesFunctions(Protocol):
     """A mode that gives the results of custom autograd functions."""
+
+    is_inside: bool
+    """Whether it lets all operations pass."""
 
     def on_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the call."""
@@ -39,6 +42,21 @@ def functions_seen(mode: SeesFunctions) -> Iterator[None]:
             _running.remove(mode)
             if not _running:
                 del _SingleLevelFunction.apply  # type: ignore[attr-defined]  # what it inherits is plain
+
+
+def seeing_modes() -> list[Any]:
+    """The modes over stages that see what this thread computes now."""
+    return [each for each in _get_current_function_mode_stack() if each in _running and not each.is_inside]
+
+
+@contextmanager
+def seen_again(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, a part of a forward runs again in backward, where these modes do not stand: they see it as before."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+            stack.enter_context(functions_seen(mode))
+        yield
 
 
 def _apply(kind: Any, *args: Any, **kwargs: Any) -> Any:

@@ -257,15 +257,16 @@ class PipelineRunner:
 
     def _run(self, step: TrainingStep, before_last_backward: Callable[[], None]) -> None:
         """All actions of this rank in a step."""
-        rank, k = self.stages.rank, len(step.losses)
+        rank, k, in_turn = self.stages.rank, len(step.losses), step.goes_one_by_one
         stages = range(rank, self.placement.num_stages, self.stages.num_ranks)
         # The first forward of all shows which values cross.
-        done = {Action("F", 0, stage) for stage in stages if not self._paths}
+        done = {Action("F", 0, stage) for stage in stages if not self._paths and not in_turn}
         for action in sorted(done, key=lambda each: each.stage):
             step.forward(0, action.stage)
         if done:
             self._observe([step.flows[0]])
-        fitting = self.schedule = self._schedule_for(k, self._paths, self._steps_back)
+        fitting = self._schedule_for(k, self._paths, self._steps_back)
+        self.schedule = fitting = one_by_one_after(fitting, -1) if in_turn else fitting
         order = [action for action in fitting.orders[rank] if action not in done]
         num_backwards = len(stages) * k
         while order:
@@ -278,7 +279,7 @@ class PipelineRunner:
                     order = [each for each in order if each.microbatch < action.microbatch]
                     num_backwards = sum(each.kind == "B" for each in order)
                     continue
-                if action.stage == stages[-1] and self.schedule is fitting:
+                if action.stage == stages[-1] and self.schedule is fitting and not in_turn:
                     # What a forward needs that took another path is known to all ranks at its end, without a message.
                     paths, steps_back = self._with(step.flows[action.microbatch])
                     if self._schedule_for(k, paths, steps_back).orders != fitting.orders:

@@ -191,6 +191,8 @@ class TrainingStep:
         self._streams = streams
         self._gradient_of = gradient_of
         self._rounds = rounds
+        self.goes_one_by_one = rounds.go_one_by_one(equipment.stages.num_chunks)
+        """Whether microbatches are computed one after the other, whatever the schedule says."""
         self._turns: dict[int, Turn] = {}
         """The forwards that park between the stages of this rank."""
         # Autograd wants one of the right form for each root, and a departure ignores it.
@@ -200,6 +202,8 @@ class TrainingStep:
         """The forward of a microbatch up to the end of its work on a stage."""
         if number not in self.flows:
             self._given[number] = self._parts[number]
+        if self.goes_one_by_one:
+            self._rounds.begin(number)
         with self._equipment.recorder.noting("F", number, stage):
             if number not in self.flows:
                 self._start(number)

@@ -274,6 +274,8 @@ class GradPerMicrobatch(Passes):
         self._touched: set[str] = set()
         self._is_collecting = False
         self._trains = False
+        self._waits = False
+        """Whether no bucket is reduced before the end of a backward."""
         self._flights: deque[_Flight] = deque()
         self._most_flights = 0
         """Those that go on while the next one is started."""
@@ -429,6 +431,11 @@ class GradPerMicrobatch(Passes):
         """See `Passes`."""
         self._trains = trains
 
+    def begin_microbatch(self, *, is_joint: bool) -> None:
+        """See `Passes`."""
+        # A backward of several stages at once may complete their buckets in any order, and who skips it knows one.
+        self._waits = not is_joint and len(self._by_stage) > 1
+
     def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Passes`."""
         self._trains = False
@@ -442,7 +449,8 @@ class GradPerMicrobatch(Passes):
         """See `Passes`: what is left of the microbatch is reduced."""
         if not self._trains:
             return
-        stages = sorted(self._by_stage) if stage is None else [stage]
+        # As their backwards go, which is how ranks that skip the microbatch have to do it.
+        stages = sorted(self._by_stage, reverse=True) if stage is None else [stage]
         for pending in [each for at in stages for each in self._by_stage.get(at, ())]:
             if not pending.is_launched:
                 self._launch(pending)
@@ -483,7 +491,7 @@ class GradPerMicrobatch(Passes):
         pending.missing.discard(name)
         if not pending.missing and pending.num_rounds == 0 and pending.index not in self._place:
             self._completed.append(pending.index)
-        if self._starts_when_complete and not pending.missing:
+        if self._starts_when_complete and not pending.missing and not self._waits:
             self._launch_complete(pending.stage)
 
     def _launch_complete(self, stage: int) -> None:

@@ -126,6 +126,12 @@ class UnevenMicrobatches:
             self._skip_to(len(self._joint))
         self._passes.end_pass(has_failed=kind is not None)
 
+    def go_one_by_one(self, num_chunks: int) -> bool:
+        """Whether a pipeline leaves its schedule. Data ranks that skip a microbatch follow the others in it, and know
+        no other order than one microbatch after the other. num_chunks: stages of each rank."""
+        moves = self._passes.gathers or (self._passes.moves_in_step and num_chunks > 1)
+        return moves and Joint.SOME in self._joint
+
     def begin(self, number: int) -> None:
         """The rank goes on to the `number`-th microbatch that it computes: to its forward, or (with stages) to a
         backward."""

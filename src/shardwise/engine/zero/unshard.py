@@ -52,7 +52,7 @@ from shardwise.plan.gathers import Use, count_gathers, one_by_one
 from shardwise.plan.units import Unit
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
-_END = b"end"
+_DONE = "done"
 
 
 class Unshard(Passes):
@@ -90,6 +90,8 @@ class Unshard(Passes):
         self._bucket_at = {bucket.plan.slots[0].name: at for at, bucket in enumerate(params.sharded)}
         """The number of a bucket, by its first parameter."""
         self.units = tuple(self._unit(number, plan, parameters, stage_of) for number, plan in enumerate(units))
+        self._first_stage = min((unit.stage for unit in self.units), default=sys.maxsize)
+        """Of those of this rank that have units."""
         self._resident: list[GatheredUnit] = []
         self._spans: tuple[tuple[int, int, UnitCall], ...] = ()
         """Of the calls whose forward runs now, from the inside out: where the memory of their units begins and ends."""
@@ -187,6 +189,16 @@ class Unshard(Passes):
             for unit in call.close():
                 self.drop(unit, BACKWARD)
         self._open.clear()
+        if self.is_followed:
+            self._exchange(json.dumps([_DONE, stage]).encode())
+            self.is_followed = not self._is_last(stage)
+        self._finish(stage)
+
+    def _is_last(self, stage: int | None) -> bool:
+        """Whether the backward of a microbatch on this stage is the last one of this rank."""
+        return stage is None or stage <= self._first_stage
+
+    def _finish(self, stage: int | None) -> None:
         # What is outstanding now never comes: outputs that the loss does not use. Of this stage only: the other stages
         # of this rank may have their backwards of the same microbatch still to come.
         calls = self._outstanding.get(self._microbatch(), {})
@@ -195,9 +207,6 @@ class Unshard(Passes):
                 calls.pop(unit.number, None)
         if self._trains:
             self._order = self._uses.pop(self._microbatch(), self._order)
-        if self.is_followed:
-            self._exchange(_END)
-            self.is_followed = False
         self._gradients.microbatch_done(stage)
 
     def joint_of(self, num_microbatches: int) -> Sequence[Joint]:
@@ -215,12 +224,20 @@ class Unshard(Passes):
         """See `Passes`: gather and reduce what the others do, as they say it."""
         if self._has_followers:
             self._follow()
-        self.microbatch_done()
+        else:
+            self._finish(None)
 
     def _follow(self) -> None:
         """Gather and reduce what other ranks announce, until they end, or none announces any more."""
-        while (message := next(filter(None, self._exchange(b"")), _END)) != _END:
-            what, phase, number = json.loads(message)
+        while message := next(filter(None, self._exchange(b"")), b""):
+            what, *about = json.loads(message)
+            if what == _DONE:
+                (stage,) = about
+                self._finish(stage)
+                if self._is_last(stage):
+                    return
+                continue
+            phase, number = about
             unit = self.units[number]
             # The same calls as on the ranks that compute: collectives are matched by their order.
             if what == "reduce":
@@ -270,9 +287,10 @@ class Unshard(Passes):
         return answers
 
     def _in_words(self, message: bytes) -> str:
-        if message == _END:
+        what, *about = json.loads(message)
+        if what == _DONE:
             return "the microbatch ends"
-        what, phase, number = json.loads(message)
+        phase, number = about
         return f"{what} unit {self.units[number].plan.name!r} in {phase}"
 
     def number_by(self, microbatch: Callable[[], int]) -> None:

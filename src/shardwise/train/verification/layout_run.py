@@ -28,7 +28,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.step_exchange import weigh
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.run_recording import GradientKey, Noted, NotedLoss, Notes, OutputKey, Recorder
+from shardwise.train.verification.run_recording import GradientKey, Noted, NotedLosses, Notes, OutputKey, Recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,29 +93,29 @@ def run_layout(program: Program, channel: Channel, folder: Path) -> None:
     """Train under the plan, on this rank. All ranks of `channel` call it, with a folder that all see."""
     model = program.build()
     shares = [program.share(batch, channel.rank) for batch in program.batches]
-    loss = None if program.loss is None else NotedLoss(program.loss)
+    noted, turns = NotedLosses(), program.turns_for(model)
     # What the proof of tensor.rules would refuse is what is to be found and named here, and its calls are no step's.
     plan = replace(program.plan, tensor=replace(program.plan.tensor, prove=False))
     engine = parallelize(
         model,
         plan,
         optimizer=program.optimizer_for(model),
-        loss=loss,
+        loss=noted.of(program.loss_for(model)),
         loss_weight=program.loss_weight,
         channel=channel,
         seed=program.seed,
         sample=shares[0],
+        rows=program.row_dims,
+        groups=program.groups,
     )
-    recorder = Recorder(model, engine.pipeline)
-    if loss is not None:
-        loss.recorder = recorder
+    noted.recorder = recorder = Recorder(model, engine.pipeline)
     schedulers = [program.scheduler(each) for each in engine.optimizers] if program.scheduler else []
     save(state_folder(folder, 0), engine, channel=channel)
     try:
         for step, share in enumerate(shares):
             counted = _counted(program, share)
             recorder.begin()
-            report = engine.step(share)
+            report = engine.step(share, **noted.turn(turns.of(step + 1)))
             notes = recorder.take()
             # Before the schedulers and the next step: the engine's gradients are views that the next update
             # overwrites.
@@ -140,8 +140,9 @@ def run_layout(program: Program, channel: Channel, folder: Path) -> None:
 
 
 def _counted(program: Program, share: dict[str, Any]) -> tuple[int, ...]:
-    parts = split_batch(share, min(program.plan.merge.microbatches, count_rows(share)), torch.device("cpu"))
-    return tuple(at for at, weight in enumerate(weigh(parts, program.loss_weight)) if weight)
+    count = min(program.plan.merge.microbatches, count_rows(share, program.rows))
+    parts = split_batch(share, count, torch.device("cpu"), program.rows)
+    return tuple(at for at, weight in enumerate(weigh(parts, program.loss_weight, rows=program.rows)) if weight)
 
 
 def _chained(engine: Engine, num_microbatches: int) -> dict[str, int]:

@@ -29,7 +29,7 @@ from shardwise.engine.wrapping import in_backward
 from shardwise.space import Portion
 from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
-from shardwise.train.verification.run_recording import NotedLoss, Notes, Recorder, wide
+from shardwise.train.verification.run_recording import NotedLosses, Notes, Recorder, wide
 
 
 @dataclass(kw_only=True)
@@ -70,19 +70,19 @@ class OneProcess:
         self.model = program.build()
         # Before `parallelize`: which parameters tp cuts is read from the plain model.
         portions = portions_along_tp(self.model, program)
-        loss = None if program.loss is None else NotedLoss(program.loss)
+        self._noted, self._turns, self._num_steps = NotedLosses(), program.turns_for(self.model), 0
         self._engine = parallelize(
             self.model,
             program.one_process_plan,
             optimizer=program.optimizer_for(self.model),
-            loss=loss,
+            loss=self._noted.of(program.loss_for(self.model)),
             loss_weight=program.loss_weight,
             channel=self._channel,
             seed=program.seed,
+            rows=program.row_dims,
+            groups=program.groups,
         )
-        self._recorder = Recorder(self.model, portions=portions)
-        if loss is not None:
-            loss.recorder = self._recorder
+        self._noted.recorder = self._recorder = Recorder(self.model, portions=portions)
         self._schedulers = [program.scheduler(each) for each in self._engine.optimizers] if program.scheduler else []
         self._terms: dict[str, Terms] = {}
         self._squares: dict[str, float] = {}
@@ -114,7 +114,8 @@ class OneProcess:
         buffers = self._digests_of_buffers()
         self._terms, self._squares, self._digests, self._theirs = {}, {}, {}, gradients
         self._recorder.begin()
-        report = self._engine.step(batch)
+        self._num_steps += 1
+        report = self._engine.step(batch, **self._noted.turn(self._turns.of(self._num_steps)))
         notes = self._recorder.take()
         self._theirs = None
         if not report.skipped:
@@ -205,6 +206,6 @@ def portions_along_tp(model: nn.Module, program: Program) -> list[Mapping[str, P
     plan = program.plan
     if plan.mesh.tp == 1 or plan.tensor.rules is None:
         return []
-    loss = LossOfModel(model, program.loss)
+    loss = LossOfModel(model, program.loss_for(model), program.rows)
     decision = decide(model, plan, loss=loss, sample=program.share(program.batches[0], 0))
     return [decision.plan.portions(rank) for rank in range(plan.mesh.tp)]

@@ -7,6 +7,7 @@ plan               one_process_plan          the batch of an update, 8 rows
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.data import DataPlace, first_batches
-from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows
+from shardwise.engine.batch_rows import BatchRows, RowDims
+from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows, rows_of
 from shardwise.engine.optimizers import OptimizerFunction
 from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
@@ -22,8 +24,9 @@ from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
 from shardwise.train.learning_rates import scheduler_maker
 from shardwise.train.plateau_rates import plateau_of
-from shardwise.train.run_build import build_loss, build_loss_weight, build_model, optimizer_factory
+from shardwise.train.run_build import build_loss_weight, build_model, optimizer_factory
 from shardwise.train.run_data import build_data
+from shardwise.train.turns import Turns, build_loss, build_turns
 
 Scheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 """f(an optimizer) -> its learning-rate scheduler."""
@@ -47,6 +50,13 @@ class Program:
     seed: int = 0
     optimizer_of: Callable[[nn.Module], OptimizerFunction] | None = None
     """f(the model) -> its optimizer function, where that has to know the names of parameters."""
+    loss_of: Callable[[nn.Module], LossFunction | None] | None = None
+    """f(the model) -> its loss function, where that may call parts of it; else `loss` is."""
+    turns_of: Callable[[nn.Module], Turns] | None = None
+    """f(the model) -> the turns of its updates."""
+    groups: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    row_dims: RowDims = 0
+    """Where rows are, as `rows` of `parallelize`."""
     left_out: tuple[str, ...] = field(init=False, default=())
     """Settings of the plan that the verification leaves out, or does not look at."""
 
@@ -55,6 +65,19 @@ class Program:
         found = self.optimizer if self.optimizer_of is None else self.optimizer_of(model)
         assert found is not None, "`check` has looked"
         return found
+
+    def loss_for(self, model: nn.Module) -> LossFunction | None:
+        """The loss function for a model that `make_model` has made."""
+        return self.loss if self.loss_of is None else self.loss_of(model)
+
+    def turns_for(self, model: nn.Module) -> Turns:
+        """The turns of the updates of a model."""
+        return Turns() if self.turns_of is None else self.turns_of(model)
+
+    @property
+    def rows(self) -> BatchRows:
+        """Where rows are."""
+        return BatchRows(self.row_dims)
 
     def __post_init__(self) -> None:
         # Gradients are compared as they are before these clips, which would hide faults: a value at its limit is right
@@ -121,7 +144,7 @@ class Program:
             raise BatchError("there is no batch to verify with; give one for each update")
         for step, batch in enumerate(self.batches):
             # Unequal microbatches would be cut at other rows in one process than on the data ranks.
-            if (num_rows := count_rows(batch)) % self.num_microbatches or not num_rows:
+            if (num_rows := count_rows(batch, self.rows)) % self.num_microbatches or not num_rows:
                 raise BatchError(
                     f"batch {step} has {num_rows} rows, and cannot be cut into {self.num_microbatches} equal "
                     f"microbatches ({self.plan.merge.microbatches} for each of {self.num_data_ranks} data ranks); "
@@ -130,22 +153,15 @@ class Program:
 
     def share(self, batch: Batch, rank: int) -> dict[str, Any]:
         """The rows of a batch that a rank sees."""
-        num_rows = count_rows(batch) // self.num_data_ranks
+        num_rows = count_rows(batch, self.rows) // self.num_data_ranks
         start = self.plan.mesh.data_rank(rank) * num_rows
-        return rows_of(batch, start, start + num_rows)
+        share: dict[str, Any] = rows_of(batch, range(start, start + num_rows), self.rows)
+        return share
 
     def build(self) -> nn.Module:
         """The model, with the same initial parameters each time."""
         torch.manual_seed(self.seed)
         return self.make_model()
-
-
-def rows_of(batch: Batch, start: int, stop: int) -> dict[str, Any]:
-    """Some rows of a batch; entries without rows go along."""
-    return {
-        name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim else value
-        for name, value in batch.items()
-    }
 
 
 def configured(config: RunConfig, *, steps: int) -> Program:
@@ -156,9 +172,12 @@ def configured(config: RunConfig, *, steps: int) -> Program:
         plan=config.plan,
         batches=first_batches(build_data(config).data, DataPlace(), steps),
         optimizer_of=lambda model: optimizer_factory(config, model),
-        loss=build_loss(config),
+        loss_of=partial(build_loss, config),
         loss_weight=build_loss_weight(config),
         # Without evaluations a plateau changes nothing.
         scheduler=(lambda optimizer: make_scheduler(optimizer, 0)) if plateau_of(config) is None else None,
         seed=config.train.seed,
+        turns_of=partial(build_turns, config),
+        groups=config.model.groups,
+        row_dims=config.data.row_dims,
     )
