@@ -187,7 +187,8 @@ def test_a_conversion_casts_what_was_trained_next_to_bytes_and_names_what_it_lea
             self.register_buffer("mean", torch.ones(6))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.scale + self.palette + self.mean
+            palette, mean = self.get_buffer("palette"), self.get_buffer("mean")
+            return x * self.scale + palette + mean
 
     def loss(output: torch.Tensor, batch: object) -> torch.Tensor:
         return output.square().mean()
