@@ -104,3 +104,28 @@ def test_an_optimizer_may_keep_gradients_and_replace_values(
         expected.append(loss.item())
     found = sw.simulate(mesh.size, run)[0]
     assert found == (expected if mesh.size == 1 else pytest.approx(expected, rel=1e-5))
+
+
+def test_a_hook_of_the_user_may_replace_values() -> None:
+    """Torch's own optimizers write in place; code around their steps need not."""
+
+    def shrinking(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.data = parameter.data * 0.9
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(shrinking)
+        return optimizer
+
+    model, other = build(), build()
+    engine = sw.parallelize(
+        model, sw.Plan(), optimizer=sgd(model), loss=lambda output, batch: (output - 1).square().mean()
+    )
+    plain = sgd(other)
+    for step in range(2):
+        plain.zero_grad()
+        (other(rows_of(step)) - 1).square().mean().backward()
+        plain.step()
+        engine.step({"input": rows_of(step)})
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_numbers_kept
 from shardwise.engine.optimizer_doubles import Case, cases_of, run_double, trial_tensors
+from shardwise.engine.plain_calls import counts_steps
 
 _STEPS = 12
 """Some look back every few steps only."""
@@ -31,7 +32,7 @@ class OptimizerStep:
 
     def __call__(self) -> None:
         """Step on what is in its groups now."""
-        if self._is_trusted:
+        if self._is_trusted and not counts_steps(self._optimizer):  # nor has it code of the user around its step
             self._optimizer.step()
             return
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
