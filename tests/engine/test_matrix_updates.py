@@ -334,6 +334,7 @@ def test_devices_update_one_round_while_another_travels(
 
 @given(touched=st.sets(st.integers(0, 8)))
 @example(touched={0, 3})
+@example(touched={0, 6})
 @tried(40)
 def test_all_ranks_meet_before_memory_takes_the_next_round(touched: set[int]) -> None:
     """A slow rank may read updated masters until the next exchange: nothing may come to that memory before it."""
