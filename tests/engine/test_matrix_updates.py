@@ -7,13 +7,15 @@ losses are compared with those of one process here.
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.optim import _muon
 
@@ -26,6 +28,7 @@ from tests.covering import covering
 from tests.engine.channels import SharesMemory
 from tests.engine.test_optimizers import Normed
 from tests.fake_device.accelerator import behind
+from tests.properties import tried
 
 RULES = {"mix": "packed_colwise", "down": "row"}
 """`mix` is cut into two boxes on a rank, unevenly; `first` and `unused` are whole on all ranks along tp."""
@@ -327,6 +330,47 @@ def test_devices_update_one_round_while_another_travels(
     plan = plan_of(layout, sharding=setting, precision=sw.Precision(compute="bfloat16"))
     with behind(0):
         assert_updates_are_those_of_torch(train([plan] * 2, device=fake), are_fused="offload" in setting)
+
+
+@given(touched=st.sets(st.integers(0, 8)))
+@example(touched={0, 3})
+@example(touched={0, 6})
+@tried(40)
+def test_all_ranks_meet_before_memory_takes_the_next_round(touched: set[int]) -> None:
+    """A slow rank may read updated masters until the next exchange: nothing may come to that memory before it."""
+    events: list[str] = []
+
+    class Noting:
+        def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
+            events.append("all meet")
+            return [value]
+
+    class Noted(list[Any]):
+        """Copies of nothing."""
+
+        def __init__(self, event: str) -> None:
+            super().__init__()
+            self.event = event
+
+        def __iter__(self) -> Iterator[Any]:
+            events.append(self.event)
+            return super().__iter__()
+
+    names = [str(at) for at in range(9)]
+    rooms = object.__new__(SharedMatrices)
+    rooms._channel = cast("sw.Channel", Noting())
+    rooms._gradients = {}
+    rooms._masters = {name: Noted(f"put {name}") for name in names}
+    rooms._updated = {name: Noted(f"take {name}") for name in names}
+    rounds = [[name] if int(name) in touched else [] for name in names]
+    for number in range(-1, len(rounds) + rooms.num_behind):
+        rooms.bring(rounds, number)
+    for at in sorted(touched):
+        put, take = events.index(f"put {at}"), events.index(f"take {at}")
+        assert "all meet" in events[put:take]
+        for later in touched & {at + 3, at + 6}:
+            assert "all meet" in events[take : events.index(f"put {later}")]
+    assert events.count("all meet") <= len(touched) * 3
 
 
 def test_one_optimizer_may_have_groups_of_both_kinds() -> None:

@@ -176,6 +176,45 @@ def test_a_converted_save_goes_on_and_files_of_another_dtype_keep_the_packed_bit
             assert cast[name].dtype == (torch.float16 if each.is_floating_point() else each.dtype), name
 
 
+def test_a_conversion_casts_what_was_trained_next_to_bytes_and_names_what_it_leaves(tmp_path: Path) -> None:
+    """A table of bytes may be no code of a packed weight: nothing is left in silence."""
+
+    class Coloured(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(6))
+            self.register_buffer("palette", torch.arange(6, dtype=torch.uint8))
+            self.register_buffer("mean", torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            palette, mean = self.get_buffer("palette"), self.get_buffer("mean")
+            return x * self.scale + palette + mean
+
+    def loss(output: torch.Tensor, batch: object) -> torch.Tensor:
+        return output.square().mean()
+
+    engine = sw.parallelize(Coloured(), sw.Plan(), optimizer=torch.optim.AdamW, loss=loss)
+    engine.step({"x": torch.ones(2, 6)})
+    sw.save(tmp_path / "saved", engine)
+    report = sw.checkpoint.export_hf(tmp_path / "saved", tmp_path / "files", dtype="bfloat16")
+    assert (report.cast, report.uncast) == (("scale",), ("mean",))
+    found = load_file(tmp_path / "files" / "model.safetensors")
+    assert {name: each.dtype for name, each in found.items()} == {
+        "scale": torch.bfloat16,
+        "palette": torch.uint8,
+        "mean": torch.float32,
+    }
+    again = sw.checkpoint.convert(
+        tmp_path / "saved",
+        tmp_path / "all",
+        to="hf",
+        dtype="bfloat16",
+        rewrite=sw.Rewrite(["mean -> mean, dtype='bfloat16'"]),
+    )
+    assert again.uncast == ()
+    assert load_file(tmp_path / "all" / "model.safetensors")["mean"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(("before", "after"), [("stage 3", "pp"), ("pp", "stage 3"), ("stage 2", "stage 3")])
 def test_a_packed_base_is_laid_out_anew(before: str, after: str) -> None:
     def run(channel: Channel) -> list[float]:

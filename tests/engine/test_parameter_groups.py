@@ -386,6 +386,7 @@ def test_an_error_in_a_loss_leaves_the_flags_of_all_parameters_on() -> None:
     ("groups", "words"),
     [
         ({"painter": "brush.*"}, r"groups\['painter'\]: 'brush.\*' matches none of the 9 parameters; the nearest"),
+        ({"painter": []}, "groups: 'painter' names no parameter; give it names or globs, or leave it out"),
         ({"painter": 3}, "is not a name with globs of parameters; write groups="),
     ],
 )

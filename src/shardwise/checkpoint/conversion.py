@@ -7,7 +7,7 @@ the tensors are.
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, get_args
 
@@ -46,7 +46,7 @@ from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.checkpoint.whole_folders import check_folder
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import COMPUTE_DTYPES, itemsize_bytes
-from shardwise.plan.names import MASTER, holds_weights, plain_names, state_name
+from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state_name, state_name
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.compiled_ops import QUANTISED
@@ -106,6 +106,8 @@ class ConvertReport:
     """Masters that were written, in the place of working copies of lower precision (`dtype`)."""
     cast: tuple[str, ...] = ()
     """Tensors that were cast, since `dtype` or `like` wanted it."""
+    uncast: tuple[str, ...] = ()
+    """Floats that were not, although `dtype` wanted it: codes of packed weights may need them as they are."""
     files: tuple[str, ...] = ()
     """Other files of the destination, or files that the save keeps."""
     missing: tuple[str, ...] = ()
@@ -289,6 +291,8 @@ class Conversion:
     """Masters that are written in the place of working copies."""
     cast: tuple[str, ...] = ()
     """Outputs that are cast to what `dtype` or `like` ask for."""
+    uncast: tuple[str, ...] = ()
+    """Outputs that are not, see `ConvertReport`."""
     places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """In which files of Hugging Face tensors are, see `shards_of`."""
 
@@ -332,7 +336,9 @@ class Conversion:
             return view_for_conversion(source, rewrite, parameters, model_only=model_only)
 
         view = viewed(source, rewrite)
-        wanted = _wanted_dtypes(model_of(source) if view is None else view.contents, dtype, like)
+        shown = model_of(source) if view is None else view.contents
+        packed = _packed(shown, source, view) if like is None and dtype is not None else set()
+        wanted = _wanted_dtypes(shown, packed, dtype, like)
         # Values come out of masters, which hold more than the working copies.
         source, more = _with_masters(source, wanted, view)
         view = viewed(source, rewrite) if more else view
@@ -355,6 +361,7 @@ class Conversion:
             original=original,
             masters=(*masters, *more),
             cast=tuple(casts),
+            uncast=tuple(name for name in sorted(packed) if shown.tensors[name].dtype in {*COMPUTE_DTYPES} - {dtype}),
             places={} if like is None else like.file_of,
         )
 
@@ -492,6 +499,7 @@ class Conversion:
             notes=() if outputs.view is None else outputs.view.checked.notes,
             from_masters=self.masters,
             cast=self.cast,
+            uncast=self.uncast,
             files=files,
             missing=missing,
             certificate=certificate,
@@ -506,14 +514,16 @@ def check_dtype(dtype: str) -> None:
         )
 
 
-def _wanted_dtypes(outputs: Contents, dtype: str | None, like: Likeness | None) -> dict[str, str]:
+def _wanted_dtypes(
+    outputs: Contents, packed: Collection[str], dtype: str | None, like: Likeness | None
+) -> dict[str, str]:
     """The dtypes that are wanted of floats among the outputs: name -> dtype.
 
-    Raises CheckpointError for outputs that cannot take the form.
+    packed: those that keep theirs. Raises CheckpointError for outputs that cannot take the form.
     """
     if like is not None:
         like.check(outputs)
-    asked = dict.fromkeys(outputs.tensors.keys() - _packed(outputs), dtype) if like is None else like.dtypes
+    asked = dict.fromkeys(outputs.tensors.keys() - packed, dtype) if like is None else like.dtypes
     return {
         name: wanted
         for name, each in outputs.tensors.items()
@@ -523,8 +533,11 @@ def _wanted_dtypes(outputs: Contents, dtype: str | None, like: Likeness | None) 
     }
 
 
-def _packed(outputs: Contents) -> set[str]:
-    """Codes, and what may belong to them: under their names, or in their module. A cast would change what they mean."""
+def _packed(outputs: Contents, source: Contents, view: RewriteView | None) -> set[str]:
+    """Codes, and what may belong to them: under their names, or in their module. A cast would change what they mean.
+
+    What an optimizer has state for was trained, so it is none of them.
+    """
     held = outputs.tensors
     above = {name: {name[:at] for at, each in enumerate(name) if each == "."} for name in held}
     codes = {name for names in above.values() for name in names & held.keys()}
@@ -533,7 +546,9 @@ def _packed(outputs: Contents) -> set[str]:
         for name, each in held.items()
         if each.dtype != "bool" and itemsize_bytes(each.dtype) == 1
     }
-    return {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
+    found = {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
+    trained = {split[0] for name in source.tensors if (split := split_state_name(name)) is not None}
+    return {name for name in found if trained.isdisjoint([name] if view is None else view.checked.sources_of(name))}
 
 
 def _with_masters(

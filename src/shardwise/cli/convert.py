@@ -243,6 +243,11 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
         lines.append(f"{plural(len(report.from_masters), 'tensor')} out of masters, in the place of working copies")
     if report.cast:
         lines.append(f"{plural(len(report.cast), 'tensor')} cast to the wanted dtype: {_some(report.cast)}")
+    if report.uncast:
+        lines.append(
+            f"{plural(len(report.uncast), 'float')} in modules with one-byte codes not cast: {_some(report.uncast)}. "
+            "A --rewrite with dtype= casts them"
+        )
     if report.dropped:
         lines.append(f"dropped by the rewrite: {_some(report.dropped)}")
     if report.aliases:

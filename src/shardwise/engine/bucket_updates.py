@@ -13,7 +13,7 @@ that the optimizer keeps.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, compress
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.matrix_updates import MatrixUpdates
+from shardwise.engine.optimizer_steps import OptimizerStep
 from shardwise.engine.optimizer_trials import updates_apart
 from shardwise.engine.optimizers import KnownOptimizer, on_host
 from shardwise.engine.reports import Counters
@@ -44,6 +45,12 @@ class BucketUpdates:
         self, optimizers: Sequence[KnownOptimizer], buffers: FlatParams, matrices: MatrixUpdates | None
     ) -> None:
         self._known = optimizers
+        device = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
+        # The doubles of its trials are made while no parameter has a gradient.
+        with on_host([each.optimizer for each in optimizers]) if buffers.is_offloaded else nullcontext():
+            self._steps = {
+                each.optimizer: OptimizerStep(each.optimizer, device or torch.device("cpu")) for each in optimizers
+            }
         self._buffers = buffers
         self._matrices = matrices
         self._parts: dict[TrainedSet, dict[_Place, _Part] | None] = {}
@@ -90,7 +97,7 @@ class BucketUpdates:
     ) -> None:
         def step(_: int) -> None:
             for optimizer in optimizers:
-                optimizer.step()
+                self._steps[optimizer]()
 
         if self._matrices is None:
             step(0)
@@ -109,11 +116,11 @@ class BucketUpdates:
         for optimizer in optimizers:
             # As always once per update, also where this rank has nothing for it: it may count them.
             if id(optimizer) not in held:
-                optimizer.step()
+                self._steps[optimizer]()
 
         def step(kind: str, number: int) -> None:
             for optimizer, groups in parts.get((kind, number), ()):
-                _step_on(optimizer, groups)
+                _step_on(optimizer, groups, self._steps[optimizer])
 
         if self._matrices is None:
             return partial(step, "bucket"), iter(())
@@ -181,13 +188,13 @@ def _chosen(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, list[
     return {key: list(compress(group[key], chosen)) for key in ("params", "param_names") if key in group}
 
 
-def _step_on(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:
+def _step_on(optimizer: torch.optim.Optimizer, groups: _Groups, step: OptimizerStep) -> None:
     """Step on some of the parameters of an optimizer."""
     # The groups stay the same objects, for schedulers; so do their lists of parameters afterwards.
     before = [{key: group[key] for key in part} for group, part in zip(optimizer.param_groups, groups, strict=True)]
     _put(optimizer, groups)
     try:
-        optimizer.step()
+        step()
     finally:
         _put(optimizer, before)
 

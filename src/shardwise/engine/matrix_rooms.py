@@ -119,7 +119,10 @@ class SharedMatrices:
             for places, each in self._gradients.get(name, ()):
                 _copy(zip(places, parts_of(self._sources[each.source], each.moves), strict=True))
             _copy(self._masters.get(name, ()))
-        if coming or going:
+        # Rounds to come take the memory of the one before these two, which slower ranks may still read. An exchange is
+        # between, except where the update has nothing of these two.
+        memory_goes_on = names_of(rounds, number - 2) and any(rounds[number + 1 :])
+        if coming or going or memory_goes_on:
             self._channel.exchange(b"", purpose="matrices of a round")
         for name in going:
             _copy(self._updated.get(name, ()))

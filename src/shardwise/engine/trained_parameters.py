@@ -72,6 +72,8 @@ def groups_in(given: GivenGroups | None, specs: Sequence[Parameter], *, setting:
                 f"{setting}: {name!r}: {globs!r} is not a name with globs of parameters; write "
                 f"{setting}={{'generator': 'g.*', 'critic': ('d.*', 'shared.*')}}"
             )
+        if not globs:
+            raise PlanError(f"{setting}: {name!r} names no parameter; give it names or globs, or leave it out")
         groups[name] = NamedGroup(globs=tuple(globs), names=meant_by_globs(globs, specs, role=f"{setting}[{name!r}]"))
     return groups
 
