@@ -161,6 +161,35 @@ def told(k: int, steps: int = 2) -> list[str]:
     return [str(each.message) for each in seen if each.category is StageReadsWarning]
 
 
+class Choosing(Chain):
+    """Takes values apart whose number of rows depends on other values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[1](self.blocks[0](self.first(x)))
+        for row in (h[:, 0] > 0.1).nonzero():
+            h = h + h[row[0]] / 8
+        h = h + sum(piece.sum(0) for piece in h[h[:, 1] > 0].split(2))
+        at = (h[:, 2] > 0.1).nonzero().squeeze()  # without dims, where it is one
+        h = h + h[at].sum()
+        out: torch.Tensor = self.last(self.blocks[3](self.blocks[2](h)))
+        return out
+
+
+@pytest.mark.filterwarnings(BOUND_TO_WAIT)
+@pytest.mark.parametrize(
+    "plan", [plan_of("pp=2", "interleaved", 4, chunks=2), plan_of("pp=4", "1f1b", 4)], ids=["interleaved", "1f1b"]
+)
+def test_the_number_of_pieces_of_a_value_may_depend_on_values(plan: sw.Plan) -> None:
+    case = Case(make=seeded(Choosing), batches=[vectors(seed) for seed in range(4)], stages=CHAIN, loss=square)
+    wanted = expected(case, 4)
+
+    def run(channel: sw.Channel) -> None:
+        engine = sw.parallelize(case.make(), plan, optimizer=adamw, loss=square, channel=channel)
+        assert [engine.step(batch).loss for batch in case.batches] == wanted.losses
+
+    sw.simulate(plan.mesh.size, run)
+
+
 def test_what_reads_cost_is_said_once_and_not_where_nothing_overlaps() -> None:
     (text,) = told(3)
     assert f"{__file__}:" in text
