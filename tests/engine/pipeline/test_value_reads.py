@@ -260,6 +260,57 @@ def test_a_recomputation_reads_what_is_on_its_own_stage(is_wide: bool) -> None:
         assert sw.simulate(4, run) == expected(case, 1).losses * 4
 
 
+class Scale:
+    """An object of which the engine knows nothing."""
+
+    value = 2.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, scale: Scale) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * scale.value)
+
+
+class GivenAgain(nn.Module):
+    """Its layers are given an object, and are computed again after the last read, which itself is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(), Scaled()])
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = Scale()
+
+        def run(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+            h: torch.Tensor = layer(x, scale)
+            return h * h.sum().item()
+
+        for layer in self.layers:
+            x = checkpoint(run, x, layer, use_reentrant=False)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.filterwarnings(BOUND_TO_WAIT)
+def test_modules_that_are_computed_again_get_their_objects_and_count_no_reads() -> None:
+    stages = {"layers.0": 0, "layers.1": 1, "last": 1}
+    case = Case(make=seeded(GivenAgain), batches=[vectors(0), vectors(1)], stages=stages, num_stages=2, loss=halved)
+    plan = sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2), pipeline=sw.Pipeline(stages=stages))
+
+    def run(channel: sw.Channel) -> tuple[list[float], int]:
+        engine = sw.parallelize(case.make(), plan, optimizer=adamw, loss=halved, channel=channel)
+        losses = [engine.step(batch).loss for batch in case.batches]
+        assert engine.pipeline is not None
+        return losses, engine.pipeline.num_reads
+
+    assert sw.simulate(2, run) == [(expected(case, 2).losses, 2 * 2 * 3)] * 2
+
+
 @pytest.mark.filterwarnings(BOUND_TO_WAIT)
 @pytest.mark.parametrize(
     "alone", [True, pytest.param(False, marks=pytest.mark.stress)], ids=["progresses alone", "waits"]

@@ -396,6 +396,8 @@ class MicrobatchFlow:
 
     def give(self, name: str, objects: Sequence[Any]) -> None:
         """A placed module is given objects of unknown classes: each rank has what its own stages did to them."""
+        if not self.is_forward:  # activations are computed again, by what the forward gave
+            return
         for each in objects:
             _, given = self.given_objects.setdefault(id(each), (each, {}))
             if given.setdefault(name, self.num_reads) < self.num_reads:

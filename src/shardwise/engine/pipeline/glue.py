@@ -283,8 +283,9 @@ class Glue(TorchFunctionMode):
         self, flow: MicrobatchFlow, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The answer to a question about elements, which all ranks get from the rank that has them."""
-        flow.num_reads += 1
-        flow.first_read = flow.first_read or user_site()
+        if flow.is_forward:  # where activations are computed again, other ranks do not count
+            flow.num_reads += 1
+            flow.first_read = flow.first_read or user_site()
         if func not in _ARRAYS:
             return self.executor.answer(flow, StagedOperation(func, draws=False), args, kwargs)
         # As bytes, which make an array that cannot be written to: the value would not show it on any other rank.
