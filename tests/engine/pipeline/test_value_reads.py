@@ -17,6 +17,22 @@ from tests.engine.expected import seeded
 from tests.engine.pipeline.models import CHAIN, Chain, square, vectors
 from tests.engine.pipeline.oracle import Case, adamw, expected
 
+
+def caught(h: torch.Tensor) -> str:
+    """What a program goes on with that tries to read."""
+    try:
+        return str(h.item())
+    except RuntimeError as error:
+        return str(error)
+
+
+def caught_number(h: torch.Tensor) -> int:
+    try:
+        return int(h[0, 0] / 0)
+    except OverflowError:
+        return 1
+
+
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda h: h[0, 0].item(),
     "float": lambda h: float(h.detach().mean()),
@@ -36,6 +52,8 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allclose": lambda h: torch.allclose(h, h),
     "index": lambda h: [0, 1][(h[0, 0] > 0).long()],
     "contains": lambda h: 1.0 in h,
+    "an error": caught,
+    "another error": caught_number,
     "infinite": lambda h: ((h - h) / 0).tolist()[0][0] != 0 and (h / 0).abs().max().item(),
 }
 
