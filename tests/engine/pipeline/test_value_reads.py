@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.errors import ModelError, ShardwiseError, StageReadsWarning
+from shardwise.errors import CallMismatchError, ModelError, ShardwiseError, StageReadsWarning
 from tests.engine.channels import GoesOnAlone
 from tests.engine.expected import seeded
 from tests.engine.pipeline.models import CHAIN, Chain, square, vectors
@@ -177,6 +177,19 @@ def told(k: int, steps: int = 2) -> list[str]:
         warnings.simplefilter("always")
         sw.simulate(2, run)
     return [str(each.message) for each in seen if each.category is StageReadsWarning]
+
+
+@pytest.mark.filterwarnings(BOUND_TO_WAIT)
+def test_reads_on_one_data_rank_that_change_the_order_of_reductions_are_refused_with_the_way_out() -> None:
+    plan = plan_of("pp=2,dp_shard=2", "interleaved", 4, chunks=2, stage=2)
+
+    def run(channel: sw.Channel) -> None:
+        engine = sw.parallelize(seeded(Peeking)(), plan, optimizer=adamw, loss=square, channel=channel)
+        for seed in (0, 1):
+            engine.step(peeks(seed * plan.mesh.data_rank(channel.rank)))
+
+    with pytest.raises(CallMismatchError, match="to 1f1b, or sharding"):
+        sw.simulate(4, run)
 
 
 class Choosing(Chain):
