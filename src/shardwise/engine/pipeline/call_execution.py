@@ -47,11 +47,6 @@ from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
 
-_ERRORS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (ValueError, TypeError, IndexError, OverflowError, NotImplementedError)
-}
-"""What reads of elements raise, apart from RuntimeError."""
-
 _OF_ANOTHER_STAGE = (
     "{name!r} computes with a parameter or a buffer of a module on another stage: an argument or an attribute "
     "({site}). Place both modules on one stage, or pass the tensor through forward"
@@ -129,29 +124,20 @@ class Executor:
         return self._infer(flow, call, stage, inputs, moved, seen)
 
     def answer(self, flow: MicrobatchFlow, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call reads from values, on all ranks: numbers, texts, and containers of these.
-
-        Raises its error on all ranks: a program may go on after it.
-        """
+        """What a call reads from values, on all ranks: numbers, texts, and containers of these."""
         inputs = _inputs_of(flow, call, None, args, kwargs)
         stage, moved = _begin(flow, call, None, inputs)
-        raised: list[Exception] = []
 
-        def read() -> tuple[str | None, Any]:
+        def read() -> Any:
             real_args, real_kwargs = inputs.filled(_tensors_here(inputs.tensors, moved), inputs.objects)
-            try:
-                with self.aside():
-                    return None, call.run_plainly(real_args, real_kwargs)
-            except Exception as error:
-                raised.append(error)
-                return type(error).__name__, str(error)
+            with self.aside():
+                return call.run_plainly(real_args, real_kwargs)
 
-        kind, found = flow.announce(stage, read)
-        if kind is None:
-            return found
-        error = raised[0] if raised else _ERRORS.get(kind, RuntimeError)(found)
-        _note_place(error, flow, call, stage)
-        raise error
+        try:
+            return flow.answer(stage, read)
+        except Exception as error:
+            _note_place(error, flow, call, stage)
+            raise
 
     def _replay(
         self,
