@@ -42,6 +42,12 @@ from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicro
 from shardwise.errors import ModelError
 from shardwise.plan import Precision
 
+_ADVICE_ON_CHUNKS = (
+    "with several stages per rank, data ranks reduce gradients in the order of their schedules. Forwards that read "
+    "values, or take another path, on some data ranks only change that order there. Set pipeline.schedule to 1f1b, or "
+    "sharding.stage to 1"
+)
+
 
 class Computation:
     """What a rank computes of each batch.
@@ -90,6 +96,8 @@ class Computation:
         self._passes = passes
         self.advice = passes.advice
         """See `Passes`."""
+        if runner is not None and runner.stages.num_chunks > 1 and passes.moves_in_step:
+            self.advice = "\n".join(filter(None, [_ADVICE_ON_CHUNKS, passes.advice]))
         self._on_loss = on_loss
         self.proof = proof
         self.activations = activations

@@ -60,6 +60,7 @@ def plan(mesh: str = "", *, stage: int = 1, **settings: Any) -> sw.Plan:
         (SAVING, "dp_shard=2", {"stage": 3}),
         (replace(WHOLE, save=SAVING.save), "pp=2", {"k": 2}),
         (WHOLE, "dp_shard=2", {"stage": 3, "k": 2}),
+        (replace(WHOLE, save=SAVING.save), "pp=2", {"k": 2, "schedule": "interleaved"}),
     ],
 )
 def test_every_plan_has_the_bits_that_it_has_without(

@@ -11,11 +11,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.errors import ModelError, ShardwiseError, StageReadsWarning
+from shardwise.errors import CallMismatchError, ModelError, ShardwiseError, StageReadsWarning
 from tests.engine.channels import GoesOnAlone
 from tests.engine.expected import seeded
 from tests.engine.pipeline.models import CHAIN, Chain, square, vectors
 from tests.engine.pipeline.oracle import Case, adamw, expected
+
+
+def caught(h: torch.Tensor) -> str:
+    """What a program goes on with that tries to read."""
+    try:
+        return str(h.item())
+    except RuntimeError as error:
+        return str(error)
+
+
+def caught_number(h: torch.Tensor) -> int:
+    try:
+        return int(h[0, 0] / 0)
+    except OverflowError:
+        return 1
+
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda h: h[0, 0].item(),
@@ -36,6 +52,8 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allclose": lambda h: torch.allclose(h, h),
     "index": lambda h: [0, 1][(h[0, 0] > 0).long()],
     "contains": lambda h: 1.0 in h,
+    "an error": caught,
+    "another error": caught_number,
     "infinite": lambda h: ((h - h) / 0).tolist()[0][0] != 0 and (h / 0).abs().max().item(),
 }
 
@@ -161,6 +179,48 @@ def told(k: int, steps: int = 2) -> list[str]:
     return [str(each.message) for each in seen if each.category is StageReadsWarning]
 
 
+@pytest.mark.filterwarnings(BOUND_TO_WAIT)
+def test_reads_on_one_data_rank_that_change_the_order_of_reductions_are_refused_with_the_way_out() -> None:
+    plan = plan_of("pp=2,dp_shard=2", "interleaved", 4, chunks=2, stage=2)
+
+    def run(channel: sw.Channel) -> None:
+        engine = sw.parallelize(seeded(Peeking)(), plan, optimizer=adamw, loss=square, channel=channel)
+        for seed in (0, 1):
+            engine.step(peeks(seed * plan.mesh.data_rank(channel.rank)))
+
+    with pytest.raises(CallMismatchError, match="to 1f1b, or sharding"):
+        sw.simulate(4, run)
+
+
+class Choosing(Chain):
+    """Takes values apart whose number of rows depends on other values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[1](self.blocks[0](self.first(x)))
+        for row in (h[:, 0] > 0.1).nonzero():
+            h = h + h[row[0]] / 8
+        h = h + sum(piece.sum(0) for piece in h[h[:, 1] > 0].split(2))
+        at = (h[:, 2] > 0.1).nonzero().squeeze()  # without dims, where it is one
+        h = h + h[at].sum()
+        out: torch.Tensor = self.last(self.blocks[3](self.blocks[2](h)))
+        return out
+
+
+@pytest.mark.filterwarnings(BOUND_TO_WAIT)
+@pytest.mark.parametrize(
+    "plan", [plan_of("pp=2", "interleaved", 4, chunks=2), plan_of("pp=4", "1f1b", 4)], ids=["interleaved", "1f1b"]
+)
+def test_the_number_of_pieces_of_a_value_may_depend_on_values(plan: sw.Plan) -> None:
+    case = Case(make=seeded(Choosing), batches=[vectors(seed) for seed in range(4)], stages=CHAIN, loss=square)
+    wanted = expected(case, 4)
+
+    def run(channel: sw.Channel) -> None:
+        engine = sw.parallelize(case.make(), plan, optimizer=adamw, loss=square, channel=channel)
+        assert [engine.step(batch).loss for batch in case.batches] == wanted.losses
+
+    sw.simulate(plan.mesh.size, run)
+
+
 def test_what_reads_cost_is_said_once_and_not_where_nothing_overlaps() -> None:
     (text,) = told(3)
     assert f"{__file__}:" in text
@@ -229,6 +289,57 @@ def test_a_recomputation_reads_what_is_on_its_own_stage(is_wide: bool) -> None:
             sw.simulate(4, run)
     else:
         assert sw.simulate(4, run) == expected(case, 1).losses * 4
+
+
+class Scale:
+    """An object of which the engine knows nothing."""
+
+    value = 2.0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, scale: Scale) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * scale.value)
+
+
+class GivenAgain(nn.Module):
+    """Its layers are given an object, and are computed again after the last read, which itself is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(), Scaled()])
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = Scale()
+
+        def run(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+            h: torch.Tensor = layer(x, scale)
+            return h * h.sum().item()
+
+        for layer in self.layers:
+            x = checkpoint(run, x, layer, use_reentrant=False)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.filterwarnings(BOUND_TO_WAIT)
+def test_modules_that_are_computed_again_get_their_objects_and_count_no_reads() -> None:
+    stages = {"layers.0": 0, "layers.1": 1, "last": 1}
+    case = Case(make=seeded(GivenAgain), batches=[vectors(0), vectors(1)], stages=stages, num_stages=2, loss=halved)
+    plan = sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2), pipeline=sw.Pipeline(stages=stages))
+
+    def run(channel: sw.Channel) -> tuple[list[float], int]:
+        engine = sw.parallelize(case.make(), plan, optimizer=adamw, loss=halved, channel=channel)
+        losses = [engine.step(batch).loss for batch in case.batches]
+        assert engine.pipeline is not None
+        return losses, engine.pipeline.num_reads
+
+    assert sw.simulate(2, run) == [(expected(case, 2).losses, 2 * 2 * 3)] * 2
 
 
 @pytest.mark.filterwarnings(BOUND_TO_WAIT)

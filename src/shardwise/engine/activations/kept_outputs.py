@@ -9,7 +9,7 @@ on fake tensors: between stages, the first run of a call infers what it gives, a
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -52,6 +52,11 @@ class TakenOutputs(TorchDispatchMode):
         self._outputs = kept.outputs
         self._taken: dict[Operator, int] = {}
 
+    def __enter__(self) -> Self:
+        self._taken.clear()  # each backward through the module runs it again: one for each stage that it spans
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = self._outputs.get(func)
         if outputs is None or _is_tried((args, kwargs)):
@@ -62,8 +67,8 @@ class TakenOutputs(TorchDispatchMode):
             raise ModelError(f"a module calls {func} more often when it is run again in backward; {_ADVICE}")
         kept, version = outputs[at]
         outputs[at] = (None, 0)  # let go as soon as it was used
-        if kept is None:
-            raise ModelError(f"outputs of {func} that activations.save keeps serve one backward of their step")
+        if kept is None:  # by the backward of another stage
+            return func(*args, **(kwargs or {}))
         if _version_of(kept) != version:
             raise ModelError(f"the output of {func} was written to after it was kept; {_ADVICE}")
         return kept

@@ -133,7 +133,11 @@ class Executor:
             with self.aside():
                 return call.run_plainly(real_args, real_kwargs)
 
-        return flow.announce(stage, read)
+        try:
+            return flow.answer(stage, read)
+        except Exception as error:
+            _note_place(error, flow, call, stage)
+            raise
 
     def _replay(
         self,

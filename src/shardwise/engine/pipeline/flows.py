@@ -37,6 +37,12 @@ Paths = tuple[tuple[tuple[int, int], ...], ...]
 """The transfers of forwards that took different paths."""
 
 
+_ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each for each in (ValueError, TypeError, IndexError, OverflowError, NotImplementedError)
+}
+"""What reads of elements raise, apart from RuntimeError."""
+
+
 class MicrobatchFlow:
     """The forward of one microbatch, and the graphs for its backward."""
 
@@ -394,8 +400,26 @@ class MicrobatchFlow:
         self._spread(stage, packed(known))
         return known
 
+    def answer(self, stage: int, read: Callable[[], Any]) -> Any:
+        """What the rank of `stage` reads. Raises its error on all ranks: a program may catch it, and go on."""
+        raised: list[Exception] = []
+
+        def news() -> tuple[str | None, Any]:
+            try:
+                return None, read()
+            except Exception as error:
+                raised.append(error)
+                return type(error).__name__, str(error)
+
+        kind, found = self.announce(stage, news)
+        if kind is None:
+            return found
+        raise raised[0] if raised else _ERRORS.get(kind, RuntimeError)(found)
+
     def give(self, name: str, objects: Sequence[Any]) -> None:
         """A placed module is given objects of unknown classes: each rank has what its own stages did to them."""
+        if not self.is_forward:  # activations are computed again, by what the forward gave
+            return
         for each in objects:
             _, given = self.given_objects.setdefault(id(each), (each, {}))
             if given.setdefault(name, self.num_reads) < self.num_reads:

@@ -81,6 +81,11 @@ _READS = _ARRAYS | _getters(
 _MEMORIES = _getters(
     *("data_ptr", "untyped_storage", "storage", "__reduce_ex__", "__deepcopy__", "__dlpack__", "share_memory_")
 )
+_BY_SHAPE = _getters(
+    *("unbind", "chunk", "split", "unsafe_chunk", "unsafe_split", "tensor_split", "hsplit", "vsplit", "dsplit"),
+    *("squeeze", "squeeze_", "squeeze_copy", "unbind_copy"),
+)
+"""Give as many tensors, or dims, as the shape of their input says."""
 _GRAPH = _getters(
     "backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook", "grad", "grad_fn", "_version"
 ) | {torch.autograd.grad, torch.autograd.backward}
@@ -218,6 +223,8 @@ class Glue(TorchFunctionMode):
             if func == _ITERATION:
                 # As a call it would give an iterator, an object that other ranks cannot look into.
                 return iter(self.on_call(_Tensor.unbind, (first, 0), {}))
+            if func in _BY_SHAPE:
+                flow.shape_known(first)  # all ranks rely on these numbers
             func = _Tensor.requires_grad_ if func == _SET_REQUIRES_GRAD else func
         if func in _READS:
             return self._read(flow, func, args, kwargs)
@@ -276,8 +283,9 @@ class Glue(TorchFunctionMode):
         self, flow: MicrobatchFlow, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The answer to a question about elements, which all ranks get from the rank that has them."""
-        flow.num_reads += 1
-        flow.first_read = flow.first_read or user_site()
+        if flow.is_forward:  # where activations are computed again, other ranks do not count
+            flow.num_reads += 1
+            flow.first_read = flow.first_read or user_site()
         if func not in _ARRAYS:
             return self.executor.answer(flow, StagedOperation(func, draws=False), args, kwargs)
         # As bytes, which make an array that cannot be written to: the value would not show it on any other rank.
