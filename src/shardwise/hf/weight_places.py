@@ -154,9 +154,9 @@ def _box(part: TensorPart, whole: TensorPart) -> tuple[list[int], list[int | Non
         index[dim], rest = divmod(rest, whole.strides[dim])
     dims: list[int | None] = []
     for size, stride in zip(part.shape, part.strides, strict=True):
-        dim = next((dim for dim in wide if whole.strides[dim] == stride), None) if size > 1 else None
-        if size > 1 and (dim is None or dim in dims or index[dim] + size > whole.shape[dim]):
+        of = next((dim for dim in wide if whole.strides[dim] == stride), None) if size > 1 else None
+        if size > 1 and (of is None or of in dims or index[of] + size > whole.shape[of]):
             return None
-        dims.append(dim)
+        dims.append(of)
     is_inside = rest == 0 and all(0 <= at < size for at, size in zip(index, whole.shape, strict=True))
     return (index, dims) if is_inside else None
