@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -178,9 +179,8 @@ def norm_after_one_that_is_left(accelerator: Any, leaves: bool) -> float:
 
 @pytest.mark.parametrize("plan", ["pp", pytest.param("stage 3", marks=pytest.mark.stress)])
 def test_an_update_is_left_for_another_model_after_its_first_backwards(plan: str) -> None:
-    settings = {"gradient_accumulation_steps": 3}
-    found, expected = (
-        on_ranks(PLANS[plan], lambda each, leaves=leaves: norm_after_one_that_is_left(each, leaves), **settings)
+    left, expected = (
+        on_ranks(PLANS[plan], partial(norm_after_one_that_is_left, leaves=leaves), gradient_accumulation_steps=3)
         for leaves in (True, False)
     )
-    assert found == expected
+    assert left == expected

@@ -142,8 +142,8 @@ def test_a_run_goes_on_from_the_plain_trainer_and_back(name: str, tmp_path: Path
 
 def images() -> Any:
     """A model whose files have other names than itself."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3))
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_labels": 3}
+    return ViTForImageClassification(ViTConfig(**sizes, num_attention_heads=2, image_size=8, patch_size=4))
 
 
 PICTURES = [{"pixel_values": torch.full((3, 8, 8), number / 8).cos(), "labels": number % 3} for number in range(8)]
@@ -174,7 +174,7 @@ def test_weights_are_taken_over_from_files_that_rename_or_split_them(name: str, 
         assert_close([{"eval_loss": loss}], [{"eval_loss": each["eval_loss"]} for each in expected[3:4]])
 
 
-WRITERS: dict[str, Callable[[nn.Module, Path], object]] = {
+WRITERS: dict[str, Callable[[Any, Path], object]] = {
     "pickles": lambda model, path: torch.save(dict(model.named_parameters()), path),
     "texts": lambda model, path: path.write_text(str(model.lm_head.weight)),
     "arrays": lambda model, path: np.savez(path, model.lm_head.weight.detach().numpy()),
@@ -184,9 +184,9 @@ WRITERS: dict[str, Callable[[nn.Module, Path], object]] = {
 @pytest.mark.parametrize("name", some(WRITERS, "pickles"))
 def test_what_a_model_writes_with_its_values_has_them(name: str, tmp_path: Path) -> None:
     class Writing(LlamaForCausalLM):
-        def save_pretrained(self, folder: Any, **more: Any) -> None:
-            super().save_pretrained(folder, **more)
-            WRITERS[name](self, Path(folder) / "own.npz")
+        def save_pretrained(self, save_directory: Any, *args: Any, **more: Any) -> None:
+            super().save_pretrained(save_directory, *args, **more)
+            WRITERS[name](self, Path(save_directory) / "own.npz")
 
     this = partial(make, model=lambda: Writing(LlamaConfig(**SIZES)))
     under("stage 3", this, lambda trainer: [trainer.engine, trainer.save_model()], folder=str(tmp_path / "ours"))

@@ -1,4 +1,4 @@
-"""Which part of which tensor of a model each tensor of its files is, where `save_pretrained` renames or splits.
+"""Where a model has the tensors of its files, if `save_pretrained` renames or splits them.
 
 vit.encoder.layer.0.output.dense.weight     all of vit.layers.0.mlp.fc2.weight
 experts.1.gate_proj.weight (4, 8)           of experts.gate_up_proj (2, 8, 8): [1, 0:4, :]
