@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
 from shardwise.accelerate import Accelerator
+from shardwise.errors import ModelError
 from tests.accelerate.accelerate_loops import PLANS, ROWS, assert_same_run, train
 
 
@@ -148,3 +150,37 @@ def test_a_loop_that_is_left_gives_the_thread_back_and_goes_on(plan: str, ends: 
         assert seen == expected_seen
         if state:
             torch.testing.assert_close(state, expected, rtol=2e-5, atol=1e-6)
+
+
+def norm_after_one_that_is_left(accelerator: Any, leaves: bool) -> float:
+    """The norm of an update of three batches, maybe after another model's was left in its last one."""
+    for is_left in (True, False) if leaves else (False,):
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.step = 0
+        for number in range(3):
+            with accelerator.accumulate(model):
+                loss = functional.cross_entropy(model(ROWS[0][number::3]), ROWS[1][number::3])
+                if is_left and number == 2:
+                    if accelerator.plan.mesh.pp > 1:
+                        with pytest.raises(
+                            ModelError, match=r"after 2 batches whose stages wait .* before free_memory"
+                        ):
+                            accelerator.free_memory()
+                    accelerator.backward(loss)
+                    break
+                accelerator.backward(loss)
+                optimizer.step()
+        if is_left:
+            accelerator.free_memory()
+    return float(accelerator.report.grad_norm)
+
+
+@pytest.mark.parametrize("plan", ["pp", pytest.param("stage 3", marks=pytest.mark.stress)])
+def test_an_update_is_left_for_another_model_after_its_first_backwards(plan: str) -> None:
+    left, expected = (
+        on_ranks(PLANS[plan], partial(norm_after_one_that_is_left, leaves=leaves), gradient_accumulation_steps=3)
+        for leaves in (True, False)
+    )
+    assert left == expected

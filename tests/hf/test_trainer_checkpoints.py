@@ -9,12 +9,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainerState, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerState,
+    ViTConfig,
+    ViTForImageClassification,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 import shardwise as sw
@@ -128,6 +138,60 @@ def test_a_run_goes_on_from_the_plain_trainer_and_back(name: str, tmp_path: Path
         assert_close(found, expected)
     under("stage 3", this, folder=str(tmp_path / "again"))
     assert_close(plain(this, partial(resumed_from, tmp_path / "again" / "checkpoint-2")), expected)
+
+
+def images() -> Any:
+    """A model whose files have other names than itself."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_labels": 3}
+    return ViTForImageClassification(ViTConfig(**sizes, num_attention_heads=2, image_size=8, patch_size=4))
+
+
+PICTURES = [{"pixel_values": torch.full((3, 8, 8), number / 8).cos(), "labels": number % 3} for number in range(8)]
+
+
+@pytest.mark.parametrize("name", some(["renamed", "split"], "split"))
+def test_weights_are_taken_over_from_files_that_rename_or_split_them(name: str, tmp_path: Path) -> None:
+    asked = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+
+    def this(*args: Any, **ours: Any) -> Any:
+        trainer = make(*args, model=images if name == "renamed" else MODELS["experts"], asked=asked, **ours)
+        if name == "renamed":
+            trainer.train_dataset = trainer.eval_dataset = PICTURES
+        return trainer
+
+    expected = [each for each in plain(this, folder=str(tmp_path / "plain")) if "train_loss" not in each]
+    checkpoint = str(tmp_path / "plain" / "checkpoint-2")
+
+    def loaded(trainer: Any) -> Any:
+        trainer._load_from_checkpoint(checkpoint)
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.state.log_history.clear()
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return loss, [each for each in logged(trainer) if "train_loss" not in each]
+
+    for loss, found in under("stage 3", this, loaded, folder=str(tmp_path / "ours")):
+        assert_close(found, expected)
+        assert_close([{"eval_loss": loss}], [{"eval_loss": each["eval_loss"]} for each in expected[3:4]])
+
+
+WRITERS: dict[str, Callable[[Any, Path], object]] = {
+    "pickles": lambda model, path: torch.save(dict(model.named_parameters()), path),
+    "texts": lambda model, path: path.write_text(str(model.lm_head.weight)),
+    "arrays": lambda model, path: np.savez(path, model.lm_head.weight.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("name", some(WRITERS, "pickles"))
+def test_what_a_model_writes_with_its_values_has_them(name: str, tmp_path: Path) -> None:
+    class Writing(LlamaForCausalLM):
+        def save_pretrained(self, save_directory: Any, *args: Any, **more: Any) -> None:
+            super().save_pretrained(save_directory, *args, **more)
+            WRITERS[name](self, Path(save_directory) / "own.npz")
+
+    this = partial(make, model=lambda: Writing(LlamaConfig(**SIZES)))
+    under("stage 3", this, lambda trainer: [trainer.engine, trainer.save_model()], folder=str(tmp_path / "ours"))
+    plain(this, lambda trainer: trainer.save_model(), folder=str(tmp_path / "plain"))
+    assert (tmp_path / "ours" / "own.npz").read_bytes() == (tmp_path / "plain" / "own.npz").read_bytes()
 
 
 def test_shards_have_the_index_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import getcurrent, greenlet
 
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.autocast_regions import Region, kinds_of
 from shardwise.engine.batches import NoMoreMicrobatches
 from shardwise.engine.channels import StepLeft
+from shardwise.errors import ModelError
 
 
 class OpenStep:
@@ -37,6 +38,7 @@ class OpenStep:
         self._kinds = kinds_of(engine.channel.device)
         self._pause = ExitStack()
         self._is_last = False
+        self._is_left = False
         self.num_ended = 0
         """Batches whose backward is the engine's."""
         self.is_in_batch = False
@@ -76,11 +78,23 @@ class OpenStep:
         return found
 
     def leave(self) -> None:
-        """End it where it is, on all ranks alike."""
+        """End it without an update, on all ranks alike. Raises ModelError where a pipeline waits for a backward."""
+        is_under_way = self._engine.pipeline is not None and self.num_ended
+        if is_under_way and self.is_in_batch and not self.losses:
+            raise ModelError(
+                f"the update is left between a forward and its backward, after {self.num_ended} batches whose stages "
+                "wait for it under pp. Call accelerator.backward(loss) before free_memory()"
+            )
         self._pause.close()
-        # Where a pipeline has begun with backwards, its ranks have messages that nobody would take: the engine ends.
-        can_go_on = self._engine.pipeline is None or not self.num_ended
-        self._greenlet.throw(StepLeft if can_go_on else GreenletExit)
+        if not is_under_way:
+            self._greenlet.throw(StepLeft)
+            return
+        # Ranks of a pipeline have messages under way, which they take first.
+        self._is_last = self._is_left = True
+        if self.is_in_batch:
+            self._end()
+        else:
+            self._switch()
 
     def _end(self) -> Any:
         self._pause.close()
@@ -93,12 +107,17 @@ class OpenStep:
         first = {"weight": 1.0, "inputs": self._inputs}
         others: list[Any] = [{"weight": 1.0, "turn": _NextBatch(self)} for _ in range(self._num_batches - 1)]
         try:
-            return self._engine.step([first, *others], loss=self._loss)
+            return self._engine.step([first, *others], loss=self._loss, stop=self._before_update)
         except StepLeft:
             return None
 
     def _loss(self, _: Any) -> Any:
         return self._stop()
+
+    def _before_update(self) -> bool:
+        if self._is_left:
+            raise StepLeft
+        return False
 
     def _stop(self) -> Any:
         """In the engine: the loop goes on."""

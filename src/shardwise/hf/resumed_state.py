@@ -24,6 +24,7 @@ from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
 from shardwise.errors import CheckpointError
 from shardwise.hf.checkpoint_folders import OPTIMIZER, SAVE, SCALER
+from shardwise.hf.weight_places import placed, weight_places
 from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
 
 _MODELS = (
@@ -44,13 +45,15 @@ def load_weights(engine: Engine[nn.Module], folder: Path) -> None:
 
     All ranks call this together. Raises CheckpointError for a model that does not fit.
     """
-    source = folder / SAVE if (folder / SAVE).is_dir() else folder
-    load_seen(_weights_alone, source, engine, strict=_is_whole(engine), weights_alone=True)
+    is_save = (folder / SAVE).is_dir()
+    places = {} if is_save else weight_places(engine, folder)
 
+    def weights_alone(contents: Contents) -> Contents:
+        kept = {name: each for name, each in contents.tensors.items() if not is_state_name(name) or holds_weights(name)}
+        return placed(replace(contents, tensors=kept, settings={}), places)
 
-def _weights_alone(contents: Contents) -> Contents:
-    kept = {name: each for name, each in contents.tensors.items() if not is_state_name(name) or holds_weights(name)}
-    return replace(contents, tensors=kept, settings={})
+    source = folder / SAVE if is_save else folder
+    load_seen(weights_alone, source, engine, strict=_is_whole(engine), weights_alone=True)
 
 
 def _is_whole(engine: Engine[nn.Module]) -> bool:
@@ -75,7 +78,8 @@ def load_plain(engine: Engine[nn.Module], folder: Path) -> bool:
     if said is None:
         return False
     state = _NamedState(dict(said[0]), said[1])
-    load_seen(state.in_contents, folder, engine, strict=_is_whole(engine))
+    places = weight_places(engine, folder)
+    load_seen(lambda found: placed(state.in_contents(found), places), folder, engine, strict=_is_whole(engine))
     return True
 
 

@@ -40,6 +40,9 @@ _WRITERS = (
 )
 """Where libraries have the function that writes a safetensors file."""
 
+_READERS = ((torch.Tensor, "_reduce_ex_internal"), (torch._tensor_str, "_str"))
+"""What gives the pickle and the text of a tensor, also of one without values."""
+
 
 def save_model(engine: Engine[nn.Module], save: Callable[[], object]) -> None:
     """Call `save` on rank 0, with the engine's whole model in place; all ranks call this together.
@@ -71,7 +74,7 @@ def save_model(engine: Engine[nn.Module], save: Callable[[], object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorPart:
+class TensorPart:
     """A tensor as a part of a storage."""
 
     storage: int
@@ -80,21 +83,24 @@ class _TensorPart:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "_TensorPart":
+    def of(cls, tensor: torch.Tensor) -> "TensorPart":
+        """A tensor."""
         return cls(storage_of(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that has the storage."""
         return whole.as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class Made:
     """How a storage was filled: the output `at` of an operation."""
 
     operation: Callable[..., Any]
     inputs: Any
-    """(args, kwargs) with a `_TensorPart` for each tensor without values."""
+    """(args, kwargs) with a `TensorPart` for each tensor without values."""
     at: int
+    output: "TensorPart"
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -107,7 +113,7 @@ class MetaOperations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, _Made] = {}
+        self.made: dict[int, Made] = {}
         self.written: set[int] = set()
         """Storages that an operation wrote into: nothing says any more what they hold."""
         self._kept: list[torch.Tensor] = []  # no other storage gets the address of one that is known
@@ -120,10 +126,10 @@ class MetaOperations(TorchDispatchMode):
             inputs = {storage_of(each) for each in tree_leaves((args, kwargs)) if _has_no_values(each)}
             if func._schema.is_mutable:
                 self.written |= inputs
-            found = tree_map(lambda each: _TensorPart.of(each) if _has_no_values(each) else each, (args, kwargs))
+            found = tree_map(lambda each: TensorPart.of(each) if _has_no_values(each) else each, (args, kwargs))
             for at, each in enumerate(outputs):
                 if storage_of(each) not in inputs:
-                    self.made[storage_of(each)] = _Made(func, found, at)
+                    self.made[storage_of(each)] = Made(func, found, at, TensorPart.of(each))
             self._kept += outputs
         return result
 
@@ -156,6 +162,8 @@ class FileNotes:
     _operations: MetaOperations = field(default_factory=MetaOperations)
     _models: dict[int, tuple[str, torch.dtype]] = field(default_factory=dict)
     """The model's own tensors, by storage: name and dtype."""
+    _parts: dict[int, TensorPart] = field(default_factory=dict)
+    """The same as parts of their storages."""
     _last: dict[str, tuple[int, int]] = field(default_factory=dict)
     """File and place in it that need a tensor of the model for the last time."""
 
@@ -164,21 +172,36 @@ class FileNotes:
         try:
             for name, each in [*model.named_parameters(), *model.named_buffers()]:
                 self._models[storage_of(each)] = name, each.dtype
+                self._parts[storage_of(each)] = TensorPart.of(each)
             with self._operations, _writing_to(self._note):
                 save()
             self.needed = self._order()
-        except (NotImplementedError, RuntimeError):
-            # It reads values, or has tensors without one storage. What is wrong for another reason is so again in the
-            # whole model, and raises there.
+        except Exception:
+            # It reads values (numpy raises a TypeError), or has tensors without one storage. What is wrong for another
+            # reason is so again in the whole model, and raises there.
             self.needed = None
 
-    def _note(self, tensors: Mapping[str, torch.Tensor], path: Any, metadata: Mapping[str, str] | None = None) -> None:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What files have, by name."""
+        return {name: each for file in self._files for name, each in file.tensors.items()} if self.needed else {}
+
+    def own(self, part: TensorPart) -> tuple[str, TensorPart] | None:
+        """The model's own tensor in whose storage a part is, with its name."""
+        return (self._models[part.storage][0], self._parts[part.storage]) if part.storage in self._models else None
+
+    def made(self, part: TensorPart) -> Made | None:
+        """How the storage of a part was filled; None where that is not known."""
+        return None if part.storage in self._operations.written else self._operations.made.get(part.storage)
+
+    def _note(
+        self, tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None
+    ) -> None:
         stored = [
             StoredTensor(name=name, dtype=dtype_name(each.dtype), shape=tuple(each.shape), pieces=())
             for name, each in sorted(tensors.items())
         ]
         (shard,) = shards_of(stored, max_bytes=sys.maxsize, places={}, aliases={}, metadata=metadata or {})
-        self._files.append(_NotedFile(Path(path), dict(tensors), shard))
+        self._files.append(_NotedFile(Path(filename), dict(tensors), shard))
 
     def _order(self) -> list[str] | None:
         found: dict[str, None] = {}
@@ -199,7 +222,7 @@ class FileNotes:
         if storage in self._models:
             return {self._models[storage][0]}
         made = self._operations.made.get(storage)
-        parts = [each for each in tree_leaves(made.inputs) if isinstance(each, _TensorPart)] if made is not None else []
+        parts = [each for each in tree_leaves(made.inputs) if isinstance(each, TensorPart)] if made is not None else []
         if not parts:  # filled without the model, with what it had no values for
             return None
         found: set[str] = set()
@@ -225,7 +248,7 @@ class FileNotes:
                         for name in sorted(self._sources(storage_of(tensor)) or ()):
                             while name not in held:
                                 held[next(arrived)] = next(values)[1]
-                        tensor = self._value(_TensorPart.of(tensor), held)
+                        tensor = self._value(TensorPart.of(tensor), held)
                     if tensor.numel():
                         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                         writes.write(data.numpy().data)
@@ -233,16 +256,16 @@ class FileNotes:
                         del held[name]
                 writes.flush()
 
-    def _value(self, part: _TensorPart, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _value(self, part: TensorPart, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The part, of tensors with values."""
         if part.storage in self._models:
             name, dtype = self._models[part.storage]
             return part.within(held[name].to(dtype))
         made = self._operations.made[part.storage]
         args, kwargs = tree_map(
-            lambda each: self._value(each, held) if isinstance(each, _TensorPart) else each,
+            lambda each: self._value(each, held) if isinstance(each, TensorPart) else each,
             made.inputs,
-            is_leaf=lambda each: isinstance(each, _TensorPart),
+            is_leaf=lambda each: isinstance(each, TensorPart),
         )
         result = [each for each in tree_leaves(made.operation(*args, **kwargs)) if isinstance(each, torch.Tensor)]
         return part.within(result[made.at])
@@ -250,26 +273,29 @@ class FileNotes:
 
 @contextmanager
 def _writing_to(note: Callable[..., None]) -> Iterator[None]:
-    """Inside, what this thread writes as safetensors goes to `note`."""
+    """Inside, what this thread writes as safetensors goes to `note`; pickles and texts of no values are refused."""
     own = threading.get_ident()
-    before = [
-        (module, name, getattr(module, name))
-        for place, name in _WRITERS
-        if (module := sys.modules.get(place)) is not None
-    ]
 
-    def instead(original: Callable[..., Any]) -> Callable[..., Any]:
-        def write(tensors: Any, filename: Any, metadata: Any = None) -> Any:
-            if threading.get_ident() != own:
-                return original(tensors, filename, metadata)
-            return note(tensors, filename, metadata)
+    def instead(original: Callable[..., Any], own_call: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (own_call if threading.get_ident() == own else original)(*args, **kwargs)
 
-        return write
+        return call
 
-    for module, name, original in before:
-        setattr(module, name, instead(original))
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _has_no_values(tensor):
+                raise NotImplementedError("a tensor without values is written")
+            return original(tensor, *args, **kwargs)
+
+        return read
+
+    writers = [(module, name) for place, name in _WRITERS if (module := sys.modules.get(place)) is not None]
+    before = [(owner, name, getattr(owner, name)) for owner, name in (*writers, *_READERS)]
+    for owner, name, original in before:
+        setattr(owner, name, instead(original, note if (owner, name) in writers else refusing(original)))
     try:
         yield
     finally:
-        for module, name, original in before:
-            setattr(module, name, original)
+        for owner, name, original in before:
+            setattr(owner, name, original)
