@@ -154,6 +154,8 @@ def test_losses_and_weights_are_those_of_plain_trl(kind: str, name: str, tmp_pat
 
 STAGES: dict[str, tuple[str, sw.Plan, dict[str, Any]]] = {
     "packed": ("sft", PP, {"packing": True}),
+    # All of its weights follow on every rank, also those of other stages.
+    "a reference that follows": ("dpo", PP, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "with a reference": ("dpo", PP, {}),
     "one microbatch": ("sft", PP, {"k": 1}),
     "one pair": ("dpo", PP, {"k": 1}),

@@ -104,7 +104,8 @@ class _UpdateEvents(CallbackHandler):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """As in transformers; where a reference follows the weights in this step, the model has them whole."""
         every = args.ref_model_sync_steps if getattr(args, "sync_ref_model", False) else 0
-        is_cut = self.sw_engine.plan.sharding.stage == 3 or self.sw_engine.plan.mesh.tp > 1
+        plan = self.sw_engine.plan
+        is_cut = plan.sharding.stage == 3 or plan.mesh.tp > 1 or plan.mesh.pp > 1
         is_due = every and is_cut and state.global_step % every == 0
         with self.sw_engine.whole(optimizer=False, offload=False) if is_due else nullcontext():
             return super().on_step_end(args, state, control)
