@@ -100,6 +100,12 @@ class _UpdateEvents(CallbackHandler):
     """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
 
     sw_engine: Engine[nn.Module]
+    sw_ranks: DataRanks
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> Any:
+        """As in transformers, on all ranks with the numbers of rank 0: they choose a model, stop and set the rate."""
+        self.sw_ranks.take_numbers(metrics)
+        return super().on_evaluate(args, state, control, metrics)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """As in transformers; where a reference follows the weights in this step, the model has them whole."""
@@ -142,6 +148,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
+        events: Any = self.callback_handler
+        events.sw_ranks = self._sw_ranks
         self._sw_refuse_model()
 
     def _sw_refuse_model(self) -> None:
