@@ -205,6 +205,15 @@ def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest
         packages.need_packages()
 
 
+def test_a_class_of_trainers_is_made_of_any_that_derives_from_the_trainer_of_transformers() -> None:
+    assert hf.trainer_class(transformers.Trainer) is hf.Trainer
+    assert hf.trainer_class(hf.Seq2SeqTrainer) is hf.Seq2SeqTrainer
+    with pytest.raises(
+        ConfigError, match=r"derives from transformers.Trainer, such as trl.SFTTrainer, not <class 'dict'"
+    ):
+        hf.trainer_class(dict)
+
+
 def test_classes_of_other_libraries_train_under_a_plan(tmp_path: Path) -> None:
     class Other(transformers.Trainer):
         def __init__(self, *, rows: Any, **kwargs: Any) -> None:
