@@ -102,10 +102,10 @@ class _UpdateEvents(CallbackHandler):
     sw_engine: Engine[nn.Module]
     sw_ranks: DataRanks
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> Any:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As in transformers, on all ranks with the numbers of rank 0: they choose a model, stop and set the rate."""
         self.sw_ranks.take_numbers(metrics)
-        return super().on_evaluate(args, state, control, metrics)
+        return super().on_evaluate(args, state, control, metrics, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """As in transformers; where a reference follows the weights in this step, the model has them whole."""
