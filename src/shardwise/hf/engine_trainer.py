@@ -13,7 +13,7 @@ rows, the same losses, the same sum. So its loss curve is that of the plain Trai
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.channel import alone
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
-from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
+from shardwise.errors import ConfigError, ModelError, OptimizerError
 from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
@@ -250,17 +250,6 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
                 "self.accelerator.prepare(DataLoader(...))"
             )
         take_uneven_rounds(loader, shares_rows=self._sw_generates)
-        plan: Plan = self.plan
-        in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
-        sampler = getattr(loader, "batch_sampler", None)
-        if in_step and self._sw_ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
-            with suppress(TypeError, AttributeError):
-                if len(sampler.batch_sampler) % self._sw_ranks.count:
-                    raise BatchError(
-                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self._sw_ranks.count} data ranks "
-                        "cannot share evenly. Under pp with stage 3, or with several stages per rank, they go in "
-                        "step: set --dataloader_drop_last, or sharding.stage = 1 of the plan"
-                    )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an update: of all data ranks and microbatches."""
