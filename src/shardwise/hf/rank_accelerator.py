@@ -61,7 +61,7 @@ class DataRanks:
         ]
 
     def take_numbers(self, metrics: dict[str, Any]) -> None:
-        """Give every rank the numbers of rank 0 in the place of its own, which may differ."""
+        """Give every rank the numbers of rank 0; those that it counted may differ."""
         if self.world.size == 1:
             return
         own = {name: each for name, each in metrics.items() if isinstance(each, Real)} if self.world.rank == 0 else {}
