@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,17 +174,18 @@ def test_backward_outside_of_the_engine(tmp_path: Path) -> None:
         trainer.accelerator.clip_grad_norm_([], 1.0)
 
 
-def test_an_epoch_that_data_ranks_in_step_cannot_share(tmp_path: Path) -> None:
+def test_an_epoch_whose_batches_data_ranks_in_step_cannot_share_evenly(tmp_path: Path) -> None:
     plan = sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=3))
 
-    def run(channel: sw.Channel, drop_last: bool) -> Any:
-        args = arguments(str(tmp_path), 1, per_device_train_batch_size=4, dataloader_drop_last=drop_last)
-        trainer = hf.Trainer(build(), args, train_dataset=ROWS, plan=plan, channel=channel)
-        return trainer.train().global_step
+    def losses(of: Any, k: int, **given: Any) -> list[float]:
+        args = arguments(str(tmp_path), k, per_device_train_batch_size=4, logging_steps=1)
+        trainer = of(build(), args, train_dataset=ROWS, **given)
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
-    with pytest.raises(sw.ShardwiseError, match="an epoch has 3 batches, which 2 data ranks cannot share evenly"):
-        sw.simulate(4, partial(run, drop_last=False))
-    assert sw.simulate(4, partial(run, drop_last=True)) == [1] * 4
+    expected = losses(transformers.Trainer, 2)
+    for found in sw.simulate(4, lambda channel: losses(hf.Trainer, 1, plan=plan, channel=channel)):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +203,15 @@ def test_missing_packages_are_named_with_the_way_to_get_them(monkeypatch: pytest
     monkeypatch.setattr(packages, "import_module", lambda name: Old)
     with pytest.raises(ConfigError, match=r"extends Trainer._run_epoch, which transformers 4.0 does not have"):
         packages.need_packages()
+
+
+def test_a_class_of_trainers_is_made_of_any_that_derives_from_the_trainer_of_transformers() -> None:
+    assert hf.trainer_class(transformers.Trainer) is hf.Trainer
+    assert hf.trainer_class(hf.Seq2SeqTrainer) is hf.Seq2SeqTrainer
+    with pytest.raises(
+        ConfigError, match=r"derives from transformers.Trainer, such as trl.SFTTrainer, not <class 'dict'"
+    ):
+        hf.trainer_class(dict)
 
 
 def test_classes_of_other_libraries_train_under_a_plan(tmp_path: Path) -> None:

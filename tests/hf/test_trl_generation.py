@@ -23,8 +23,11 @@ from shardwise.hf.rank_batches import shared_rows
 from tests.hf.example_tasks import causal_language_model, tokenizer
 from tests.hf.test_trl_trainers import LAYERS, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_[a-z]*. is deprecated:FutureWarning")
-"""TRL calls transformers by names that end with its version 6."""
+pytestmark = [
+    # TRL calls transformers by names that end with its version 6.
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_[a-z]*. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning"),
+]
 
 ALL_OF_A_LENGTH = {"generation_kwargs": {"do_sample": False, "suppress_tokens": [2]}}
 """Where a loss divides by the tokens of a rank, as TRL has it: no answer ends before its last token."""
@@ -34,6 +37,10 @@ PLANS = {
     "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=2)),
     "stage 2 on 3 ranks": sw.Plan(mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(stage=2)),
     "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
+    "pp x stage 1": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2)),
+    "pp x stage 3": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "pp x tp": sw.Plan(mesh=sw.Mesh(pp=2, tp=2), tensor=sw.Tensor(rules=LAYERS)),
     # Its head reads the weight of lm_head itself, which stays whole.
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules=LAYERS)),
     "stage 3 x tp": sw.Plan(
@@ -203,6 +210,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "three ranks share two groups": ("stage 2 on 3 ranks", {"num_generations": 6, "build": with_adapter, "beta": 0.1}),
     "leave one out": ("tp", {"of": RLOO, "num_iterations": 2}),
     "microbatches": ("stage 1", {"rows_per_rank": 2, "gradient_accumulation_steps": 2, "num_generations": 2}),
+    "microbatches of stages": (
+        "pp",
+        {"gradient_accumulation_steps": 2, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    ),
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     **{
@@ -225,6 +236,22 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointed": ("stage 3 x tp", {"activation_checkpointing": True, "beta": 0.1}),
     "a reference under tp": ("tp", {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}),
     "gathered for each call": ("stage 3", {"ds3_gather_for_generation": False}),
+    "one microbatch of stages": (
+        "pp",
+        {"beta": 0.1, "num_iterations": 2, "eval_dataset": rows(["prompt"]).select(range(4))},
+    ),
+    "leave one out of stages": ("pp", {"of": RLOO, "num_iterations": 2, "beta": 0.1, "gradient_accumulation_steps": 2}),
+    "stages of two data ranks": ("pp x stage 1", {"gradient_accumulation_steps": 2, "beta": 0.1}),
+    "stages, cut and gathered": ("pp x stage 3", {"beta": 0.1, "num_iterations": 2, "num_generations": 8}),
+    "stages whose matrices are cut": (
+        "pp x tp",
+        {"gradient_accumulation_steps": 2, "build": with_adapter, "beta": 0.1},
+    ),
+    "adapters of stages": ("pp x stage 3", {"build": with_adapter, "beta": 0.1}),
+    "checkpointed stages": (
+        "pp",
+        {"activation_checkpointing": True, "top_entropy_quantile": 0.5, "loss_type": "cispo"},
+    ),
 }
 
 
@@ -252,7 +279,8 @@ def test_evaluations_have_whole_groups_in_every_round(num_prompts: int, tmp_path
         assert_alike(found, expected)
 
 
-def test_ranks_along_tp_take_the_rewards_of_the_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tp", pytest.param("pp", marks=pytest.mark.stress)])
+def test_ranks_of_one_data_rank_take_the_rewards_of_the_first(name: str, tmp_path: Path) -> None:
     def trained(plan: sw.Plan | None, channel: sw.Channel | None = None) -> Any:
         def drawn(completions: list[str], **_: Any) -> list[float]:
             own = 0 if channel is None else channel.rank
@@ -261,7 +289,7 @@ def test_ranks_along_tp_take_the_rewards_of_the_first(tmp_path: Path) -> None:
         return outcome(tmp_path, plan, channel, data_ranks=1, rewarding=drawn)
 
     expected = trained(None)
-    for found in sw.simulate(2, lambda channel: trained(PLANS["tp"], channel)):
+    for found in sw.simulate(2, lambda channel: trained(PLANS[name], channel)):
         assert_alike(found, expected)
 
 
@@ -285,11 +313,17 @@ def test_a_reward_that_fails_on_one_rank_stops_all(tmp_path: Path) -> None:
     assert "ValueError in what a trainer generates: no judge answers" in stopped[0]
 
 
-def test_answers_drawn_by_the_model_are_alike_along_tp_and_differ_over_data_ranks(tmp_path: Path) -> None:
-    both = sw.simulate(4, lambda channel: drawn(tmp_path, "stage 3 x tp", channel))
+@pytest.mark.parametrize(
+    ("plan", "first"),
+    [("stage 3 x tp", (0, 0, 2, 2)), pytest.param("pp x stage 1", (0, 1, 0, 1), marks=pytest.mark.stress)],
+)
+def test_answers_drawn_by_the_model_are_alike_but_over_data_ranks(
+    plan: str, first: tuple[int, ...], tmp_path: Path
+) -> None:
+    both = sw.simulate(4, lambda channel: drawn(tmp_path, plan, channel))
     assert all(each[0] == both[0][0] for each in both)
-    assert [each[1] for each in both] == [both[at][1] for at in (0, 0, 2, 2)]
-    assert both[0][1] != both[2][1]
+    assert [each[1] for each in both] == [both[at][1] for at in first]
+    assert len({str(each[1]) for each in both}) == 2
 
 
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
@@ -307,8 +341,6 @@ def test_what_cannot_be_is_refused_before_anything_trains(tmp_path: Path) -> Non
     def refused(plan: sw.Plan, **changed: Any) -> Any:
         return sw.simulate(plan.mesh.size, lambda channel: made(tmp_path, plan, channel, **changed))
 
-    with pytest.raises(ConfigError, match=r"GRPOTrainer under mesh.pp = 2: its loss reads values of stages"):
-        refused(sw.Plan(mesh=sw.Mesh(pp=2)))
     with pytest.raises(ConfigError, match=r"are 8 answers, and num_generations = 3 does not divide them"):
         refused(PLANS["stage 1"], num_generations=3)
     with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching on 2 ranks"):
@@ -328,7 +360,7 @@ def test_tools_are_refused_where_ranks_would_take_unlike_numbers_of_turns(tmp_pa
             super().create_accelerator_and_postprocess()
 
     of = (WithTools, trl.GRPOConfig)
-    with pytest.raises(ConfigError, match=r"with tools or environments under mesh.tp = 1 and sharding.stage = 3"):
+    with pytest.raises(ConfigError, match=r"under mesh.pp = 1, mesh.tp = 1 and sharding.stage = 3"):
         sw.simulate(2, lambda channel: made(tmp_path, PLANS["stage 3"], channel, of=of))
 
 

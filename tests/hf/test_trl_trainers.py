@@ -154,6 +154,8 @@ def test_losses_and_weights_are_those_of_plain_trl(kind: str, name: str, tmp_pat
 
 STAGES: dict[str, tuple[str, sw.Plan, dict[str, Any]]] = {
     "packed": ("sft", PP, {"packing": True}),
+    # All of its weights follow on every rank, also those of other stages.
+    "a reference that follows": ("dpo", PP, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
     "with a reference": ("dpo", PP, {}),
     "one microbatch": ("sft", PP, {"k": 1}),
     "one pair": ("dpo", PP, {"k": 1}),
@@ -223,6 +225,48 @@ def test_a_run_under_stages_goes_on_in_plain_trl_and_back(kind: str, tmp_path: P
     found, whole = run("again", resume=str(tmp_path / "plan" / "checkpoint-2"))
     assert losses_in(found)[2:] == pytest.approx(losses_in(history)[2:], rel=1e-5)
     assert_same_weights(whole, weights)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.StageReadsWarning")
+@pytest.mark.parametrize(
+    "mesh", [sw.Mesh(dp_shard=2), pytest.param(sw.Mesh(pp=2, dp_shard=2), marks=pytest.mark.stress)]
+)
+def test_ranks_choose_one_best_model_though_each_counts_its_last_batch_alone(mesh: sw.Mesh, tmp_path: Path) -> None:
+    def chosen(channel: sw.Channel) -> Any:
+        names = ["prompt", "completion"]
+        steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        trainer = trainer_class(trl.SFTTrainer)(
+            model=causal_language_model().build(),
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path),
+                use_cpu=True,
+                bf16=False,
+                activation_checkpointing=False,
+                max_steps=3,
+                learning_rate=3e-2,
+                per_device_train_batch_size=2,
+                per_device_eval_batch_size=1,
+                load_best_model_at_end=True,
+                metric_for_best_model="eval_mean_token_accuracy",
+                disable_tqdm=True,
+                report_to="none",
+                **steps,
+            ),
+            train_dataset=rows(names),
+            eval_dataset=rows(names).select(range(3)),
+            processing_class=tokenizer(),
+            plan=sw.Plan(mesh=mesh),
+            channel=channel,
+        )
+        trainer.train()
+        logged = [each["eval_mean_token_accuracy"] for each in trainer.state.log_history if "eval_loss" in each]
+        return trainer.state.best_global_step, trainer.state.best_metric, logged
+
+    both = sw.simulate(mesh.size, chosen)
+    assert both[0][2].index(max(both[0][2])) != both[1][2].index(max(both[1][2]))
+    for step, metric, _ in both:
+        assert metric == max(both[0][2])
+        assert step == 1 + both[0][2].index(metric)
 
 
 @pytest.mark.stress

@@ -13,7 +13,7 @@ rows, the same losses, the same sum. So its loss curve is that of the plain Trai
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.channel import alone
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
-from shardwise.errors import BatchError, ConfigError, ModelError, OptimizerError
+from shardwise.errors import ConfigError, ModelError, OptimizerError
 from shardwise.hf.arguments import check_arguments
 from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
@@ -100,11 +100,18 @@ class _UpdateEvents(CallbackHandler):
     """The events of a loop whose update comes with the last backward: the one before it has been called by then."""
 
     sw_engine: Engine[nn.Module]
+    sw_ranks: DataRanks
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As in transformers, on all ranks with the numbers of rank 0: they choose a model, stop and set the rate."""
+        self.sw_ranks.take_numbers(metrics)
+        return super().on_evaluate(args, state, control, metrics, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """As in transformers; where a reference follows the weights in this step, the model has them whole."""
         every = args.ref_model_sync_steps if getattr(args, "sync_ref_model", False) else 0
-        is_cut = self.sw_engine.plan.sharding.stage == 3 or self.sw_engine.plan.mesh.tp > 1
+        plan = self.sw_engine.plan
+        is_cut = plan.sharding.stage == 3 or plan.mesh.tp > 1 or plan.mesh.pp > 1
         is_due = every and is_cut and state.global_step % every == 0
         with self.sw_engine.whole(optimizer=False, offload=False) if is_due else nullcontext():
             return super().on_step_end(args, state, control)
@@ -141,6 +148,8 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         self._sw_has_own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
         super().__init__(*args, **kwargs)
         self.callback_handler.__class__ = _UpdateEvents
+        events: Any = self.callback_handler
+        events.sw_ranks = self._sw_ranks
         self._sw_refuse_model()
 
     def _sw_refuse_model(self) -> None:
@@ -241,17 +250,6 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
                 "self.accelerator.prepare(DataLoader(...))"
             )
         take_uneven_rounds(loader, shares_rows=self._sw_generates)
-        plan: Plan = self.plan
-        in_step = plan.mesh.pp > 1 and (plan.sharding.stage == 3 or plan.pipeline.num_chunks > 1)
-        sampler = getattr(loader, "batch_sampler", None)
-        if in_step and self._sw_ranks.count > 1 and not self.args.dataloader_drop_last and sampler is not None:
-            with suppress(TypeError, AttributeError):
-                if len(sampler.batch_sampler) % self._sw_ranks.count:
-                    raise BatchError(
-                        f"an epoch has {len(sampler.batch_sampler)} batches, which {self._sw_ranks.count} data ranks "
-                        "cannot share evenly. Under pp with stage 3, or with several stages per rank, they go in "
-                        "step: set --dataloader_drop_last, or sharding.stage = 1 of the plan"
-                    )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of an update: of all data ranks and microbatches."""

@@ -7,10 +7,12 @@
 Nothing here wraps a model or an optimizer, or talks over torch.distributed.
 """
 
+import json
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,15 @@ class DataRanks:
         return [
             sum(each) for each in zip(*(struct.unpack(f"<{len(numbers)}d", bytes(one)) for one in told), strict=True)
         ]
+
+    def take_numbers(self, metrics: dict[str, Any]) -> None:
+        """Give every rank the numbers of rank 0; those that it counted may differ."""
+        if self.world.size == 1:
+            return
+        own = {name: each for name, each in metrics.items() if isinstance(each, Real)} if self.world.rank == 0 else {}
+        told = self.world.exchange(json.dumps(own, default=float).encode(), purpose="metrics of an evaluation")
+        if self.world.rank:
+            metrics.update(json.loads(bytes(told[0])))
 
     def check_alike(self, own: torch.Tensor) -> None:
         """Raise MismatchError, the same on all of them, where ranks along tp computed another tensor each."""

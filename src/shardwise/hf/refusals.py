@@ -69,17 +69,12 @@ def check_generation(trainer: Any, plan: Plan) -> None:
     """Raise ConfigError for what a trainer that generates what it trains on cannot do on the ranks of a plan."""
     name = type(trainer).__name__
     problems = []
-    if plan.mesh.pp > 1:
-        problems.append(
-            f"{name} under mesh.pp = {plan.mesh.pp}: its loss reads values of stages for its metrics. Set mesh.pp = 1 "
-            "with dp_shard or tp, or write the loop with engine.generate: docs/guides/reinforcement.md, "
-            "examples/grpo.py"
-        )
     has_turns = getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None)
-    if has_turns and (plan.mesh.tp > 1 or plan.sharding.stage == 3):
+    if has_turns and (plan.mesh.pp > 1 or plan.mesh.tp > 1 or plan.sharding.stage == 3):
         problems.append(
-            f"{name} with tools or environments under mesh.tp = {plan.mesh.tp} and sharding.stage = "
-            f"{plan.sharding.stage}: ranks would generate unlike numbers of turns. Use mesh.tp = 1 and a stage below 3"
+            f"{name} with tools or environments under mesh.pp = {plan.mesh.pp}, mesh.tp = {plan.mesh.tp} and "
+            f"sharding.stage = {plan.sharding.stage}: ranks would generate unlike numbers of turns. Use mesh.pp = 1, "
+            "mesh.tp = 1 and a stage below 3"
         )
     for field, why in _OTHER_GENERATORS.items():
         if getattr(trainer.args, field, False):

@@ -6,6 +6,7 @@ from typing import Any
 import transformers
 
 from shardwise.comm import Channel
+from shardwise.errors import ConfigError
 from shardwise.hf.engine_trainer import EngineTrainer
 from shardwise.plan import Plan
 
@@ -41,5 +42,15 @@ def trainer_class(of: type) -> type:
 
     It takes `plan` and `channel` besides the arguments of the class. `of` derives from `transformers.Trainer`.
     The same as `class SFTTrainer(PlanTaking, trl.SFTTrainer, EngineTrainer): ...`.
+    Raises ConfigError for other classes.
     """
+    if not (isinstance(of, type) and issubclass(of, transformers.Trainer)):
+        raise ConfigError(
+            f"trainer_class takes a class that derives from transformers.Trainer, such as trl.SFTTrainer, not {of!r}. "
+            "For another loop, give the model to shardwise.parallelize"
+        )
+    if issubclass(of, PlanTaking):
+        return of
+    if of is transformers.Trainer:
+        return Trainer
     return type(of.__name__, (PlanTaking, of, EngineTrainer), {"__doc__": f"{of.__name__} under a plan."})
