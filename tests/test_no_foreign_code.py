@@ -89,7 +89,7 @@ def test_no_file_of_the_library_could_run_what_a_peer_or_a_file_says() -> None:
         for node in ast.walk(ast.parse((SOURCES / file).read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
     ]
-    assert len(loads) == 2
+    assert loads
     assert all("weights_only=True" in each for each in loads)
 
 

@@ -106,6 +106,7 @@ def test_a_relayout_between_processes_is_that_of_simulated_ranks(pool: Pool, tra
 def break_in_the_middle(channel: Channel) -> str:
     """Rank 2 fails while the others wait for it."""
     engine = sw.parallelize(decoder(), plan_of("pp=2,tp=2"), optimizer=adamw, loss=word_loss, seed=3, channel=channel)
+    channel.exchange(b"", purpose="all have an engine")
     if channel.rank == 2:
 
         def fail() -> dict[str, Any]:
