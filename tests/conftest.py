@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from threading import Thread
 
@@ -51,9 +52,10 @@ def device(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a test, or a package that it calls, exports (torchrun's RANK, say) is no part of the next test's world."""
-    before = dict(os.environ)
+    """What a test, or a package that it calls, exports (torchrun's RANK, say) or does at Ctrl-C ends with the test."""
+    before, interrupt = dict(os.environ), signal.getsignal(signal.SIGINT)
     yield
+    signal.signal(signal.SIGINT, interrupt)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -6,7 +6,7 @@ import shardwise as sw
 from benchmarks.offload import HEADER, SIDES, measure, rows_of
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.stress)])
 def test_sides_hold_what_they_say(fake: str, ranks: int) -> None:
     found = sw.simulate(ranks, lambda channel: measure(channel, 1, 1, layers=1), device=fake)[0]
     assert list(found) == [side for side, (stage, _) in SIDES.items() if ranks > 1 or stage < 3]

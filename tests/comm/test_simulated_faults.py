@@ -272,6 +272,7 @@ def test_the_last_rank_may_compute_as_long_as_it_likes() -> None:
 
 
 def test_an_interrupt_of_the_caller_stops_all_ranks() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the shell of the tests ignores it
     main = threading.main_thread()
     told: list[str] = []
 
