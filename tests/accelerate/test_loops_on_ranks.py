@@ -108,7 +108,7 @@ def draws() -> Any:
 
 
 def loop_that_is_left(accelerator: Any, ends: str) -> Any:
-    """Two epochs, the first of which is left in the midst of an update; what the thread had then, and the weights."""
+    """Two epochs, and the first is left during an update; what the thread had then, and the weights."""
     torch.manual_seed(3)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

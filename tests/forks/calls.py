@@ -18,7 +18,7 @@ _CALLED = "from tests.forks.calls import called; called()"
 
 
 class Call:
-    """A process that calls `function(connection, *arguments)`, of which pickle knows the names and values.
+    """A process that calls `function(connection, *arguments)`. Pickle takes the names and values.
 
     The connection is its standard input; it prints where the tests print.
     """

@@ -136,7 +136,7 @@ def test_all_ranks_read_what_one_process_reads(plan: sw.Plan) -> None:
 
 
 class Peeking(Chain):
-    """Reads in microbatches that the batch says, of which the first is none."""
+    """Reads in the microbatches that the batch names; the first is not among them."""
 
     def forward(self, x: torch.Tensor, looks: torch.Tensor | None = None) -> torch.Tensor:
         h = self.blocks[1](self.blocks[0](self.first(x)))
@@ -292,7 +292,7 @@ def test_a_recomputation_reads_what_is_on_its_own_stage(is_wide: bool) -> None:
 
 
 class Scale:
-    """An object of which the engine knows nothing."""
+    """An object of a class that the engine does not know."""
 
     value = 2.0
 
