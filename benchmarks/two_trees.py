@@ -67,20 +67,16 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 least(lambda model: sw.parallelize(model, plan, optimizer=sgd, loss=lambda o, b: o.sum()), before=build)
 """,
-    "step, 2 simulated ranks, stage 2, k = 4": COMMON
-    + """
+    **{
+        f"step, 2 simulated ranks, {name}": COMMON
+        + f"""
 def train(channel):
     torch.manual_seed(0)
     engine = sw.parallelize(
         torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50))),
-        sw.Plan(
-            mesh=sw.Mesh(dp_shard=2),
-            sharding=sw.Sharding(stage=2),
-            merge=sw.Merge(microbatches=4),
-            precision=sw.Precision(compute="bfloat16"),
-        ),
+        sw.Plan({plan}, merge=sw.Merge(microbatches=4), precision=sw.Precision(compute="bfloat16")),
         optimizer=lambda p: torch.optim.AdamW(p), loss=lambda o, b: o.float().square().mean(), channel=channel)
-    batch = {"input": torch.ones(8, 64)}
+    batch = {{"input": torch.ones(8, 64)}}
     found = []
     for _ in range(12):
         start = time.perf_counter()
@@ -88,7 +84,14 @@ def train(channel):
         found.append(time.perf_counter() - start)
     return min(found[2:])
 print(max(sw.simulate(2, train)))
-""",
+"""
+        for name, plan in {
+            "stage 2": "mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2)",
+            "stage 3": "mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)",
+            "pp": "mesh=sw.Mesh(pp=2)",
+            "tp": "mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={str(n): ('column', 'row')[n % 2] for n in range(50)})",
+        }.items()
+    },
     "plan_reshard, 2,000 different tensors, 8 ranks": COMMON
     + """
 from shardwise.plan.reshard import plan_reshard
