@@ -303,7 +303,8 @@ class LossOfModel:
         """Where the rows of its batches are."""
         self._model = model
         self._loss: Callable[..., Any] | None = loss
-        self._takes_output = _takes_output(loss)
+        self.takes_output = _takes_output(loss)
+        """Whether its loss is of an output, which it makes before."""
         inner = model
         while (wrapped := inner._modules.get("_orig_mod")) is not None:  # torch.compile's wrapper names no arguments
             inner = wrapped
@@ -335,7 +336,7 @@ class LossOfModel:
         if loss is None:
             return self
         other = copy(self)
-        other._loss, other._takes_output = loss, _takes_output(loss)
+        other._loss, other.takes_output = loss, _takes_output(loss)
         return other
 
     def __call__(self, microbatch: Microbatch) -> torch.Tensor:
@@ -348,13 +349,13 @@ class LossOfModel:
         see: is shown the model's output.
         """
         output = None
-        if self._takes_output or see is not None:
+        if self.takes_output or see is not None:
             output = self.output(microbatch)
         if see is not None:
             see(output, microbatch)
         if self._loss is None:
             return MicrobatchLoss(_scalar(_loss_in(output), "the model's output"), {})
-        found = self._loss(output, microbatch) if self._takes_output else self._of_microbatch(microbatch)
+        found = self._loss(output, microbatch) if self.takes_output else self._of_microbatch(microbatch)
         if not isinstance(found, Mapping):
             return MicrobatchLoss(_scalar(found, _OF_FUNCTION), {})
         others = {name: _number(name, value) for name, value in found.items() if name != "loss"}

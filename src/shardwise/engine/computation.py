@@ -29,6 +29,7 @@ from shardwise.engine.batches import (
     See,
 )
 from shardwise.engine.generation import Generation, GenerationCall
+from shardwise.engine.loss_parameters import LossParameters
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.precision import dtypes_explained
@@ -71,6 +72,7 @@ class Computation:
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
         proof: Proof,
         activations: KeptActivations,
+        loss_parameters: LossParameters,
     ) -> None:
         """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `passes`: what the
         data ranks do together around microbatches. `on_loss`: see each loss before its backward, where the whole model
@@ -101,6 +103,8 @@ class Computation:
         self._on_loss = on_loss
         self.proof = proof
         self.activations = activations
+        self.loss_parameters = loss_parameters
+        """What is trained beside the model."""
         """What becomes of the tensors that forwards save for backward."""
         self._running = ""
         """The call of the engine that goes on."""
@@ -169,7 +173,11 @@ class Computation:
             self._explained(),
             self.activations.measuring(len(counted), trained),
         ):
-            loss_of = self._loss_inside if loss is None else self.autocast.inside(self.loss.with_loss(loss).measured)
+            asked = self.loss.with_loss(loss)
+            loss_of = self.loss_parameters.watching(
+                self._loss_inside if loss is None else self.autocast.inside(asked.measured),
+                sees_output=asked.takes_output and self.runner is None,
+            )
             computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)
         if len(computed) == len(parts):
             return computed

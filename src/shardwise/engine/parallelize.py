@@ -41,6 +41,7 @@ from shardwise.engine.inventory import (
     take_over,
     with_values,
 )
+from shardwise.engine.loss_parameters import LossParameters
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.norm_parts import clipped_parts
@@ -486,6 +487,7 @@ def _build(
             on_loss=watchers,
             proof=proof,
             activations=activations,
+            loss_parameters=LossParameters(model, channels),
         ),
         loss_weight=loss_weight,
         channels=channels,

@@ -172,6 +172,7 @@ class StepClosing:
         self._ties.begin(num_microbatches, trained)
         self._writes.begin()
         self._summed.turn_to(trained)
+        self._computation.loss_parameters.begin()
 
     def _divisors(self, weighting: Weighting) -> tuple[int, torch.Tensor | None]:
         """What makes a mean of the sum of all gradients, and what losses were multiplied by."""
@@ -250,12 +251,14 @@ class StepClosing:
             # The first step reads, to see what else is written without a count.
             changed_buffers=self._model_buffers.changed(reads_device=not self._updated),
             written=self._writes.found(),
+            outside=self._computation.loss_parameters.flags(),
             stop=stop,
             steps_at_once=any(counts_steps(known.optimizer) for known in self.optimizers),
         )
         figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
         self._writes.check(closing.written)
+        self._computation.loss_parameters.reduce(closing.outside, *self._divisors(own.weighting))
         return closing, figures
 
     def judge(self, *, last: Figures | None = None) -> None:

@@ -6,8 +6,8 @@
             batch      digest of its lines, where ranks share it, and in the first steps
 
     close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards,
-                       stop, whether optimizers step at once
-                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 2 = 11 bits in 2 bytes
+                       parameters outside of the model, stop, whether optimizers step at once
+                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 + 2 = 12 bits in 2 bytes
             figures    loss and norm of this rank (`step_figures`)
             times      of this rank up to here (`rank_times`)
 
@@ -397,6 +397,8 @@ class StepExchange:
     """Buffers of the model, by number, that a forward wrote to, and the first rank where one did."""
     written: list[int]
     """Parameters of the model, by number, that a forward wrote to on some rank."""
+    outside: list[bool]
+    """See `LossParameters.flags`; of all ranks."""
     stop: bool
     """Whether some rank asked to stop."""
     steps_at_once: bool
@@ -411,12 +413,13 @@ def exchange_step(
     touched: Sequence[bool],
     changed_buffers: Sequence[bool],
     written: Sequence[bool],
+    outside: Sequence[bool] = (),
     stop: bool,
     steps_at_once: bool = False,
 ) -> StepExchange:
     """Exchange what this rank touched, and what it gives to the figures of the step."""
     # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
-    flags = np.array([*touched, *changed_buffers, *written, stop, steps_at_once], dtype=np.bool_)
+    flags = np.array([*touched, *changed_buffers, *written, *outside, stop, steps_at_once], dtype=np.bool_)
     packed = np.packbits(flags, bitorder="little").tobytes()
     bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose=_CLOSING)
     # Of ranks in a row: what they have touched is mostly the same.
@@ -424,6 +427,7 @@ def exchange_step(
     anywhere: list[bool] = _flags(np.bitwise_or.reduce(table, axis=0), len(flags)).tolist()
     # Parameters and buffers have the same numbers on all ranks: those of the whole model, whatever part is here.
     first_buffer, first_written = len(touched), len(touched) + len(changed_buffers)
+    first_outside = first_written + len(written)
     changed = [at for at in range(len(changed_buffers)) if anywhere[first_buffer + at]]
     # With the rank, not as a flag: the values of one that changed it will hold for all.
     first_runs = _flags(table, first_written)[:, first_buffer:].argmax(axis=0).tolist() if changed else []
@@ -432,7 +436,8 @@ def exchange_step(
         times=others[len(figures) :],
         touched=anywhere[:first_buffer],
         changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
-        written=list(compress(range(len(written)), anywhere[first_written:])),
+        written=list(compress(range(len(written)), anywhere[first_written:first_outside])),
+        outside=anywhere[first_outside:-2],
         stop=anywhere[-2],
         steps_at_once=anywhere[-1],
     )

@@ -292,11 +292,13 @@ def _producers(node: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def sum_over_ranks(gradients: Sequence[torch.Tensor], channel: Channel) -> None:
+def sum_over_ranks(
+    gradients: Sequence[torch.Tensor], channel: Channel, what: str = "parameters that are whole along tp"
+) -> None:
     """Replace each gradient by its sum over the ranks of `channel`, which all give the same ones in the same order."""
     if channel.size == 1 or not gradients:
         return
-    collectives = TpCollectives(channel, "gradients of parameters that are whole along tp")
+    collectives = TpCollectives(channel, f"gradients of {what}")
     # One message per dtype, not one per gradient: norms of heads are many and small, and latency would dominate.
     # Neighbours only, so that the order of messages is that of the gradients on every rank.
     for _, group in groupby(gradients, key=lambda gradient: gradient.dtype):

@@ -48,7 +48,7 @@ class Collectors:
         # The collector itself in a hook would be kept, and with it all gradients, for as long as the model lives.
         reference = weakref.ref(collector)
         self._parameters = parameters
-        self._hooks = {name: _hook(reference, name) for name in parameters}
+        self._hooks = {name: _Giving(reference, name) for name in parameters}
         self._handles = {name: self._put_on(name) for name in parameters}
 
     def stay_last(self) -> None:
@@ -64,13 +64,22 @@ class Collectors:
         return handle
 
 
-# A function and not a lambda in the loop of `__init__`: each hook needs a `name` of its own.
-def _hook(reference: "weakref.ref[Collector]", name: str) -> Callable[[torch.Tensor], None]:
-    def give(parameter: torch.Tensor) -> None:
-        if (collector := reference()) is not None:
-            collector.collect(name, parameter)
+class _Giving:
+    """The hook of one parameter."""
 
-    return give
+    def __init__(self, reference: "weakref.ref[Collector]", name: str) -> None:
+        self.collector = reference
+        self._name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (collector := self.collector()) is not None:
+            collector.collect(self._name, parameter)
+
+
+def is_of_engine(parameter: torch.Tensor) -> bool:
+    """Whether an engine takes the gradients of a parameter."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(each, _Giving) and each.collector() is not None for each in hooks)
 
 
 class Collector(Protocol):
