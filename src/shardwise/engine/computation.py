@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
+from shardwise.engine.batch_statistics import synchronised_in
 from shardwise.engine.batches import (
     LossFunction,
     LossOfModel,
@@ -116,6 +117,14 @@ class Computation:
             raise ModelError(
                 f"{call} was called inside of {self._running}, by a loss function or another function that it runs. "
                 "Ranks go through one call at a time: make the inner call first, and give its result with the batch"
+            )
+
+    def check_joint(self, joint: Sequence[Joint]) -> None:
+        """Raise ModelError where data ranks would wait for each other's rows; alike on all ranks."""
+        if Joint.SOME in joint and synchronised_in(self._model):
+            raise ModelError(
+                "some data ranks skip a microbatch (it has no weight, or the list is shorter), and SyncBatchNorm takes "
+                "the rows of all. Give all data ranks as many microbatches with a weight, or use BatchNorm"
             )
 
     @contextmanager

@@ -280,6 +280,7 @@ class Engine(Generic[Model_co]):
         if self._contents.unfrozen or self._added:
             self._refit(self)
             return self.step(batch, microbatches=microbatches, stop=stop, only=only, loss=loss, norms=norms)
+        self._computation.check_joint(weighting.joint)
         scaling = self._computation.loss_scale
         scale = None if scaling is None else scaling.value
         region = self._computation.autocast.left(steps=True, warns=self.channel.rank == 0)

@@ -28,6 +28,7 @@ from shardwise.comm.agreement import a_list, aborting, agreed, compare, digest_o
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
 from shardwise.engine.batch_rows import BatchRows, RowDims
+from shardwise.engine.batch_statistics import synchronise, synchronised_in
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels
 from shardwise.engine.computation import Computation
@@ -225,6 +226,8 @@ def _inspect(
     if seed is not None and type(seed) is not int:
         raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
     inventory = take_inventory(model, plan.precision)
+    if plan.mesh.num_data_ranks > 1:
+        synchronised_in(model)
     given = portions_of_dtensors(inventory, plan, channel.rank)
     optimizers = build(source, list(model.parameters()))
     check_coverage(optimizers, inventory)
@@ -409,10 +412,11 @@ def _build(
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
-    # Wrappers stand around each other in the order of these calls: activations, tensor parallelism, then what gathers
-    # its portions, then the proof, which watches both. The runner comes last: all of that is the forward of a placed
-    # module to it.
+    # Wrappers stand around each other in the order of these calls: statistics of batches, activations, tensor
+    # parallelism, then what gathers its portions, then the proof, which watches both. The runner comes last: all of
+    # that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
+    synchronise(model, channels.everyone)
     activations = KeptActivations(model, plan, inspected.activations, random, channel)
     TensorParallel(model, decision.plan, channels.tensor)
     cut = [spec.name for spec in held.specs if spec.portion is not None]

@@ -43,7 +43,10 @@ def plan_for(trainer: Any, module: Any, plan: Plan) -> Plan:
             "Pipeline(schedule='1f1b'), pipeline.schedule in TOML"
         )
     if trainer.strategy._layer_sync is not None:
-        problems.append("Trainer(sync_batchnorm=True) sums statistics inside of forwards: leave it out")
+        problems.append(
+            "Trainer(sync_batchnorm=True) sums statistics over a process group: leave it out, and give a model of "
+            "SyncBatchNorm layers (torch.nn.SyncBatchNorm.convert_sync_batchnorm(model))"
+        )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         problems.append(
             "Trainer(precision='16-mixed') scales losses itself: leave it out, and give Plan(precision=sw.Precision("
