@@ -119,6 +119,10 @@ class SameRowsWarning(UserWarning):
     """Data ranks that train on the same rows in one of the first steps. Names the ranks."""
 
 
+class CollectivesWarning(UserWarning):
+    """A forward or a loss that would use a process group, and shardwise has none. Names the line."""
+
+
 class StageReadsWarning(UserWarning):
     """A step whose microbatches wait for each other, since the program reads values of a stage. Names the line."""
 

@@ -174,7 +174,8 @@ def test_tensors_of_a_rank_alone_stay_its_own() -> None:
             kept[channel.rank] = given = batch["x"].clone().requires_grad_()
             output = model(given)
             (slope,) = torch.autograd.grad(output.sum(), given, create_graph=True)
-            return output.square().mean() + slope.square().mean()
+            found: torch.Tensor = output.square().mean() + slope.square().mean()
+            return found
 
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=1))
         engine = sw.parallelize(

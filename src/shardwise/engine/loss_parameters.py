@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.agreement import a_list, digest_of_values, understood
+from shardwise.comm.collective_calls import CollectiveCalls
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batches import Microbatch, MicrobatchLoss
@@ -41,6 +42,7 @@ class LossParameters:
     def __init__(self, model: nn.Module, channels: EngineChannels) -> None:
         self._model = model
         self._channels = channels
+        self._calls = CollectiveCalls(channels.world, channels.everyone)
         self._steps = 0
         self._own: set[int] = set()
         """The parameters of the model, by id."""
@@ -70,7 +72,8 @@ class LossParameters:
             def see(output: Any, _: Microbatch) -> None:
                 outputs.extend(each for _, each in named_leaves(output) if isinstance(each, torch.Tensor))
 
-            found = loss_of(microbatch, see) if sees_output else loss_of(microbatch)
+            given = (microbatch, see) if sees_output else (microbatch,)
+            found = self._calls.noticed(loss_of, *given) if self._steps == 1 else loss_of(*given)
             loss = found.loss.value.local if isinstance(found.loss, StageTensor) else found.loss
             with torch._C.DisableTorchFunction():
                 if loss is not None and loss.grad_fn is not None:

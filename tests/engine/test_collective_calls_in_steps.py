@@ -1,0 +1,116 @@
+"""Calls of torch.distributed in forwards and losses: left out with a warning, run over data ranks, or refused."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import is_initialized
+
+import shardwise as sw
+from shardwise.errors import CollectivesWarning, ModelError
+
+
+def guarded(value: torch.Tensor) -> torch.Tensor:
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(value)
+    return value
+
+
+def by_name(value: torch.Tensor) -> torch.Tensor:
+    return guarded(value) if is_initialized() else value
+
+
+def by_torch(value: torch.Tensor) -> torch.Tensor:
+    """Torch asks, and knows what to do."""
+    return nn.functional.relu(nn.SyncBatchNorm(4)(value))
+
+
+class Net(nn.Module):
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.does(self.first(x)))
+        return output
+
+
+def loss_with(does: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor, _: Any) -> torch.Tensor:
+    return does(output).square().mean()
+
+
+def same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def train(plan: sw.Plan, does: Callable[[torch.Tensor], torch.Tensor], *, in_loss: bool, channel: sw.Channel) -> None:
+    torch.manual_seed(0)
+    engine = sw.parallelize(
+        Net(same if in_loss else does),
+        plan,
+        optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
+        loss=partial(loss_with, does if in_loss else same),
+        channel=channel,
+    )
+    for _ in range(2):
+        engine.step({"x": torch.randn(4, 4)})
+
+
+DATA = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=1))
+TENSOR = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"first": "colwise_gather_output"}))
+
+
+@pytest.mark.parametrize("in_loss", [False, True], ids=["forward", "loss"])
+@pytest.mark.parametrize(
+    ("does", "plan", "says"),
+    [
+        (guarded, DATA, True),
+        (by_name, DATA, True),
+        (by_torch, DATA, False),
+        (same, DATA, False),
+        (guarded, TENSOR, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_left_out_is_said_once(
+    does: Callable[[torch.Tensor], torch.Tensor], plan: sw.Plan, says: bool, in_loss: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        sw.simulate(2, lambda channel: train(plan, does, in_loss=in_loss, channel=channel))
+    texts = [str(each.message) for each in seen if each.category is CollectivesWarning]
+    assert len(texts) == says
+    assert all(f"{__file__}:" in text and "loss_weight" in text for text in texts)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("in_loss", [False, True], ids=["forward", "loss"])
+@pytest.mark.parametrize("plan", [TENSOR, sw.Plan(mesh=sw.Mesh(pp=2))], ids=["tp", "pp"])
+def test_a_group_with_other_ranks_is_refused(plan: sw.Plan, in_loss: bool) -> None:
+    with pytest.raises(ModelError, match=r"torch.distributed.all_reduce inside of a step.*data ranks only"):
+        sw.simulate(2, lambda channel: train(plan, guarded, in_loss=in_loss, channel=channel))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_of_data_ranks_is_used() -> None:
+    sw.simulate(
+        2,
+        lambda channel: train(
+            DATA, lambda value: value * guarded(value.detach().mean()), in_loss=True, channel=channel
+        ),
+    )
