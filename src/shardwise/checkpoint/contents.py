@@ -9,10 +9,11 @@ Readers of all formats make the same three values, so that load, diff and conver
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name
 from shardwise.space import Piece
@@ -146,6 +147,12 @@ class Contents:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def check_tensors(self, tensors: Collection[str]) -> None:
+        """Raise CheckpointError where nothing is left of what has tensors, or of what others saved as a model."""
+        # A save of ours may hold values alone. What others wrote has tensors, which could not be read then.
+        if not tensors and (self.tensors or self.format != "shardwise"):
+            raise CheckpointError(f"{self.location} has no tensor that is read or was asked for", *self.notes)
 
 
 _DCP_STATE = ("optimizer.", "optim.", "optimizers.")

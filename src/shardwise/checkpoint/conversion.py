@@ -32,6 +32,7 @@ from shardwise.checkpoint.huggingface_files import (
     files_of,
     given_files,
     kept_files,
+    missing_files,
     model_files,
     parsed_config,
 )
@@ -314,7 +315,7 @@ class Conversion:
         Raises CheckpointError and RewriteError where nothing can be made of the source.
         """
         files = model_files(store, contents)
-        beside = files_beside(store) if like is None else {**files_beside(store), **like.files}
+        beside = {**files_beside(store, files), **(like.files if like is not None else {})}
         given = {**beside, **given_files(config)}
         parameters = parsed_config(given) or files.get(CONFIG)
         model_only = to == "hf"
@@ -352,6 +353,7 @@ class Conversion:
             outputs = as_they_are(model_of(source) if model_only else source)
         else:
             outputs = rewritten(view, model_only=model_only)
+        contents.check_tensors(outputs.tensors)
         return cls(
             store=store,
             contents=contents,
@@ -429,7 +431,7 @@ class Conversion:
         # `finish` is called in the middle of the writing, before the folder gets its name; what it makes comes back in
         # these.
         certificates: list[Certificate] = []
-        added: list[str] = []
+        added: dict[str, bytes] = {}
         path = check_folder(destination)
         plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
         digests = self._digests(certify=certify)
@@ -438,14 +440,14 @@ class Conversion:
             dtype = main_dtype(self.outputs.tensors.values())
             for name, data in files_of(self.given, self.files, dtype, is_dequantised=self._is_dequantised):
                 store.create(name, data)
-                added.append(name)
+                added[name] = data
             if digests is not None:
                 certificates.append(self._certify(store, read_foreign(store), path, digests))
                 store.create(CERTIFICATE, certificates[0].pack())
 
         self.outputs.check_agreement(self.store)
         made = make_folder(self.store, self.outputs, path, plan, finish=finish, progress=progress, digests=digests)
-        missing = (CONFIG,) if to == "hf" and CONFIG not in added else ()
+        missing = missing_files(added) if to == "hf" else ()
         certificate = certificates[0] if certificates else None
         return self._report(made, files=tuple(added), missing=missing, certificate=certificate)
 

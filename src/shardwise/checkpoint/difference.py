@@ -152,6 +152,7 @@ def _difference(
     sides = _side(contents[0], model_only), _side(contents[1], model_only)
     # A truncated file would pass for equal, where checksums in the metadata settle it.
     for store, side in zip(stores, sides, strict=True):
+        side.check_tensors(side.tensors)
         check_whole(side, side.tensors.values())
         _check_sizes(store, side)
     pairs, alone = _paired(*sides)

@@ -10,14 +10,17 @@ settings. Tokenizers stay where they are: they are large, and about texts.
 The format: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints
 """
 
+import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out, stored_as, unique_keys
 from shardwise.checkpoint.stores import Store, read_whole, reason
 from shardwise.errors import CheckpointError
@@ -34,6 +37,7 @@ __all__ = [
     "given_files",
     "index_of",
     "kept_files",
+    "missing_files",
     "model_files",
     "parameters_of",
     "parsed_config",
@@ -49,24 +53,22 @@ _EXTRA = "huggingface"
 _DTYPES = ("dtype", "torch_dtype")
 """Under which a configuration says in which dtype tensors are loaded, now and before transformers 4.56."""
 
-_COPIED = (
-    *_KEPT,
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+_COPIED = re.compile(
+    r"config\.json|[\w-]+_config\.json|config_sentence_transformers\.json|modules\.json|normalizer\.json|tekken\.json"
+    r"|added_tokens\.json|special_tokens_map\.json|chat_template\.(?:json|jinja)|tokenizer[\w.-]*\.(?:json|model|py)"
+    r"|(?:vocab|merges|entity_vocab|dict|bpe)[\w.-]*\.(?:json|txt|model|vocab|codes)|bpe\.codes"
+    r"|(?:spiece|sentencepiece[\w.-]*|spm)\.model|[\w-]+\.(?:spm|tiktoken)"
+    r"|(?:additional_)?chat_templates/[\w. -]+\.jinja|custom_generate/[\w./-]+"
 )
-"""What is copied out of a folder: all that transformers reads besides the tensors."""
+"""What is copied out of a folder: all that transformers and sentence-transformers read besides the tensors."""
+
+_MODULES = "modules.json"
+"""The modules of sentence-transformers: each with the folder that it is in."""
+
+_AUTO_MAP = "auto_map"
+"""Under which a configuration says which class is in which file of code: {"AutoModel": "modeling_x.Model"}."""
+
+_CODE = re.compile(r"[^/]+\.py")
 
 _NESTED = "text_config"
 """Where the configurations of models for texts and images have that of their part for texts."""
@@ -94,10 +96,50 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
     return {name: _parsed(read_whole(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
 
 
-def files_beside(store: Store) -> dict[str, bytes]:
-    """The files of a tokenizer and their like in a folder of Hugging Face files, or of saves: name -> bytes."""
-    names = [name for name in store.names() if name in _COPIED and name not in _KEPT]
-    return {name: read_whole(store, name) for name in names}
+def files_beside(store: Store, files: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a tokenizer and their like in a folder of Hugging Face files, or of saves: name -> bytes.
+
+    files: those about the model, which may name others. See `model_files`.
+    """
+    return {name: data for name, data in _files_in(store, files).items() if name not in _KEPT}
+
+
+def missing_files(files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """What `from_pretrained` needs, and is not among the files of a folder."""
+    return tuple(name for name in [CONFIG, *_code_of(_values(files))] if name not in files)
+
+
+def _files_in(store: Store, files: Mapping[str, Any] | None = None) -> dict[str, bytes]:
+    """What is copied out of a folder: files by their names, own code, and folders of modules: name -> bytes."""
+    names = list(store.names())
+    found = {name: read_whole(store, name) for name in names if _COPIED.fullmatch(name)}
+    values = {**(files or {}), **_values(found)}
+    # A module of code may import others beside it. Without own code a .py file is none of the model's.
+    has_code = bool(_code_of(values))
+    modules = values.get(_MODULES)
+    paths = [each.get("path") for each in modules if isinstance(each, dict)] if isinstance(modules, list) else []
+    folders = tuple(f"{path.strip('/')}/" for path in paths if isinstance(path, str) and path.strip("/"))
+    others = [name for name in names if name.startswith(folders) or (has_code and _CODE.fullmatch(name))]
+    return found | {name: read_whole(store, name) for name in others if name not in found}
+
+
+def _values(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Configurations and lists of modules, as far as they are JSON."""
+    values = {}
+    for name in (each for each in files if each.endswith(("config.json", _MODULES))):
+        with contextlib.suppress(ValueError, RecursionError):
+            values[name] = json.loads(files[name])
+    return values
+
+
+def _code_of(values: Mapping[str, Any]) -> list[str]:
+    """The files of code that configurations name, each once; not those of other models on the hub."""
+    maps = [each[_AUTO_MAP] for each in values.values() if isinstance(each, dict) and _AUTO_MAP in each]
+    named = [said for each in maps if isinstance(each, dict) for said in each.values()]
+    # A tokenizer names two classes, of which one may be null.
+    flat = [each for said in named for each in (said if isinstance(said, list) else [said])]
+    own = [each for each in flat if isinstance(each, str) and "--" not in each and "." in each]
+    return list(dict.fromkeys(f"{each.partition('.')[0]}.py" for each in own))
 
 
 def folder_files(store: Store, contents: Contents) -> dict[str, bytes]:
@@ -106,8 +148,9 @@ def folder_files(store: Store, contents: Contents) -> dict[str, bytes]:
     Raises CheckpointError for a file that cannot be read.
     """
     if contents.format in ("safetensors", "torch"):
-        return {name: read_whole(store, name) for name in store.names() if name in _COPIED}
-    return {**files_beside(store), **{name: _as_json(each) for name, each in model_files(store, contents).items()}}
+        return _files_in(store)
+    files = model_files(store, contents)
+    return {**files_beside(store, files), **{name: _as_json(each) for name, each in files.items()}}
 
 
 def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,13 +173,18 @@ def given_files(config: ConfigPath) -> dict[str, bytes]:
     path = os.fspath(config)
     if not os.path.isdir(path):
         return {CONFIG: _read(path, CONFIG)}
-    found = {name: place for name in _COPIED if os.path.isfile(place := os.path.join(path, name))}
+    try:
+        found = _files_in(LocalStore(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be listed: {reason(error)}") from error
     if not found:
         raise CheckpointError(
             f"{path} holds neither {CONFIG} nor files of a tokenizer; config (--config) names a folder that does, or a "
             "configuration file"
         )
-    return {name: _read(place, name) for name, place in found.items()}
+    if CONFIG in found:
+        _parsed(found[CONFIG], f"{path}/{CONFIG}")
+    return found
 
 
 def files_of(
@@ -149,6 +197,8 @@ def files_of(
     is_dequantised: a configuration that says how tensors are quantised no longer says it.
     """
     for name in (*given, *(each for each in kept if each not in given)):
+        if is_dequantised and "quant" in name:
+            continue
         data = given[name] if name in given else _as_json(kept[name])
         yield name, _with_dtype(data, dtype, is_dequantised=is_dequantised) if name == CONFIG else data
 

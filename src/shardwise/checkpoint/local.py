@@ -19,7 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["LocalStore", "LocalWriter", "check_complete", "check_not_longer", "checked_name"]
+__all__ = [
+    "LocalStore",
+    "LocalWriter",
+    "check_complete",
+    "check_not_longer",
+    "checked_name",
+    "make_folder",
+    "sync_folder",
+]
 
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What `link` answers on file systems that cannot do it."""
@@ -129,7 +137,7 @@ class LocalStore:
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             for folder in self._create(name, path, data):
-                _sync_folder(folder)
+                sync_folder(folder)
 
     def delete(self, name: str) -> None:
         """Remove a file, for good before anything that is deleted later; nothing happens when it is not there."""
@@ -141,7 +149,7 @@ class LocalStore:
         with contextlib.suppress(FileNotFoundError):  # another process removed the folder after its last file
             # Now, and not later in one go: after a power failure a save without its
             # manifest must not have it again while files that it names are gone.
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
         self.drop_empty_folders(name)
 
     def new_file(self, name: str) -> tuple[int, list[str]]:
@@ -150,7 +158,7 @@ class LocalStore:
         # Another process may remove the folder between mkdir and open, with the last file in it.
         for _ in range(_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):
-                touched = _make_folder(os.path.dirname(path))
+                touched = make_folder(os.path.dirname(path))
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 # Those that others have made a moment ago may not be durable yet.
                 return descriptor, list(dict.fromkeys([*self._folders(name), self._root, *touched]))
@@ -318,7 +326,7 @@ class LocalWriter:
             os.close(self._descriptor)
             # A name is data of its folder: fsync of the file alone may lose it.
             for folder in self._folders:
-                _sync_folder(folder)
+                sync_folder(folder)
 
     def _give_up(self, *, keep: bool = False) -> None:
         """A file in parts would keep the room that the next save needs. The error that led here says the rest."""
@@ -341,7 +349,7 @@ def _about(path: str) -> Iterator[None]:
         raise
 
 
-def _make_folder(folder: str) -> list[str]:
+def make_folder(folder: str) -> list[str]:
     """Make a folder and those that hold it, where missing; returns those with a new entry, innermost first."""
     holder = os.path.dirname(folder)
     touched: list[str] = []
@@ -350,13 +358,14 @@ def _make_folder(folder: str) -> list[str]:
     except FileExistsError:
         return []
     except FileNotFoundError:
-        touched = _make_folder(holder)
+        touched = make_folder(holder)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
     return [holder, *touched]
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

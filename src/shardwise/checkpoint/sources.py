@@ -8,10 +8,11 @@ from typing import TypeVar
 import xxhash
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign import read_foreign, recognise
+from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
 from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
 from shardwise.checkpoint.saves import folder_of, read_save, select
 from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -29,6 +30,8 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
 
     Raises CheckpointError when there is none, or its metadata is damaged.
     """
+    if is_unfinished(store.location):
+        raise CheckpointError(no_checkpoint(store))
     try:
         kind = recognise(store)
         if kind in (None, "shardwise"):

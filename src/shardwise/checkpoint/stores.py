@@ -185,6 +185,10 @@ def store_of(where: Address) -> Store:
     return OneFile(LocalStore(folder), name) if os.path.isfile(where) else LocalStore(where)
 
 
+_SPLIT = ".gguf"
+"""Of models whose files name each other: whoever names the first means all of them."""
+
+
 class OneFile:
     """A store in which one file of another is seen, and nothing can be changed.
 
@@ -216,9 +220,14 @@ class OneFile:
         """See `Store.names`."""
         return iter([] if folder else [self._name])
 
+    def beside(self) -> set[str]:
+        """The names of files in the same folder with the same ending, which `open` opens: parts of a split model."""
+        end = os.path.splitext(self._name)[1]
+        return {name for name in os.listdir(self.location) if name.endswith(end)} if end == _SPLIT else set()
+
     def open(self, name: str) -> Reader:
         """See `Store.open`."""
-        if name != self._name:
+        if name != self._name and not (name.endswith(_SPLIT) and self._name.endswith(_SPLIT)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return self._store.open(name)
 

@@ -2,17 +2,25 @@
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
-from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
 from shardwise.checkpoint.stores import Address, Store, Writer, reason
 from shardwise.errors import CheckpointError
 
-__all__ = ["PlannedFile", "check_folder", "write_folder"]
+__all__ = ["PlannedFile", "check_folder", "is_unfinished", "write_folder"]
+
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
+"""Names of folders in which a conversion, or a trainer, writes until all is there."""
+
+_PART = ".part"
+"""Behind the names of files that are not whole yet. No program reads such files."""
 
 
 class PlannedFile(Protocol):
@@ -56,29 +64,71 @@ def write_folder(
     fill: writes the bytes of a file. finish: adds others, when these are there and before the folder gets its name.
 
     They are written to a hidden folder next to it, `.<name>.<8 hex digits>.new`, which gets its name at the end. A
-    process that is killed leaves the hidden folder. Raises CheckpointError.
+    process that is killed leaves the hidden folder: no reader takes it, and the next one that writes to `path` removes
+    it. Raises CheckpointError.
     """
     parent, name = os.path.split(path)
-    # In the same parent, so in the same file system: only there rename is one act.
-    temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.new")
-    store = LocalStore(temporary)
     with _making(path, ""):
-        os.makedirs(parent, exist_ok=True)
-        os.mkdir(temporary)  # ours from here on: what an error leaves in it is removed with it
+        touched = make_folder(parent)
+        _remove_dead(parent, name)
+        temporary, lock = _begun(parent, name)
+    store = LocalStore(temporary)
     try:
         for each, file in files.items():
-            with _making(path, each), store.write(each, num_bytes=file.num_bytes) as writer:
+            # A file has its size and its header from the start: under its name it would look whole, wherever somebody
+            # moves it. What is in a folder of the format is nothing without the files at its top.
+            begun = each if "/" in each else f"{each}{_PART}"
+            with _making(path, each), store.write(begun, num_bytes=file.num_bytes) as writer:
                 fill(file, writer)
         with _making(path, ""):
+            for each in (each for each in files if "/" not in each):
+                os.rename(f"{temporary}/{each}{_PART}", f"{temporary}/{each}")
             finish(store)
+            sync_folder(temporary)
         with _making(path, ""):
             os.rename(temporary, path)  # takes the place of an empty folder, and of nothing else
-            # The files in it are durable by the store; the name of the folder is data of its parent.
-            _sync(parent)
+            # The files in it are durable by the store; the name of a folder is data of its parent.
+            for folder in dict.fromkeys([parent, *touched]):
+                sync_folder(folder)
     # Also for KeyboardInterrupt: the tensors of a large model are not left on the disk under a hidden name.
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def is_unfinished(path: str) -> bool:
+    """Whether a path leads into a folder that is being written, or was when its writer died."""
+    return any(_UNFINISHED.fullmatch(part) for part in path.split("/"))
+
+
+def _begun(parent: str, name: str) -> tuple[str, int]:
+    """A new hidden folder, and the descriptor that holds its lock, which the kernel takes back from a dead process."""
+    while True:
+        # In the same parent, so in the same file system: only there rename is one act.
+        temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.new")
+        os.mkdir(temporary)  # ours from here on: what an error leaves in it is removed with it
+        with contextlib.suppress(FileNotFoundError):  # another one that begins found it before it was locked
+            lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # file systems without locks, on which nothing is removed either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.isdir(temporary):
+                return temporary, lock
+            os.close(lock)
+
+
+def _remove_dead(parent: str, name: str) -> None:
+    """Remove hidden folders for this name whose writers are dead."""
+    hidden = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{8}}\.new")
+    for each in filter(hidden.fullmatch, os.listdir(parent)):
+        with contextlib.suppress(OSError):  # removed meanwhile, or its writer is alive
+            lock = os.open(os.path.join(parent, each), os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(os.path.join(parent, each))
+            finally:
+                os.close(lock)
 
 
 def _check_empty(path: str) -> None:
@@ -107,12 +157,3 @@ def _making(path: str, file: str) -> Iterator[None]:
             _check_empty(path)
         where = os.path.join(path, file) if file else path
         raise CheckpointError(f"{where} cannot be written: {reason(error)}; nothing was made there") from error
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):  # file systems that have nothing to sync there
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

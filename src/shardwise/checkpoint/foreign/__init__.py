@@ -16,30 +16,40 @@ Formats are known by names of files alone: listing is cheap on every store, and 
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.foreign import dcp, deepspeed, gguf, huggingface, megatron, torch_folders
+from shardwise.checkpoint.foreign.numbered_files import is_numbered
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.stores import OneFile, Store
+from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.errors import CheckpointError, few_of
 
 __all__ = ["Format", "format_of", "no_checkpoint", "read_foreign", "recognise"]
 
 Format = Literal["shardwise", "safetensors", "dcp", "deepspeed", "megatron", "torch", "gguf"]
 
-_MANIFEST = re.compile(r"(save-([0-9]{8}|[1-9][0-9]{8,199})/)?manifest\.json")
+_OF_SAVE = re.compile(r"save-([0-9]{8}|[1-9][0-9]{8,199})")
+_MANIFEST = re.compile(rf"({_OF_SAVE.pattern}/)?manifest\.json")
+_DATA = re.compile(r"[0-9a-f]{8}-rank[0-9]+\.safetensors")
+"""Data of a save of ours, which is nothing without its manifest."""
 
 
 def recognise(store: Store) -> Format | None:
     """Return the format of the checkpoint in a store; None when it is none that we know."""
     if isinstance(store, OneFile):
+        if _DATA.fullmatch(store.name) and _OF_SAVE.fullmatch(os.path.basename(store.location)):
+            # Begun with its size and its header: until the save is committed its tensors may be zeros.
+            return "safetensors" if os.path.exists(f"{store.location}/manifest.json") else None
         if torch_folders.is_torch_file(store.name):
             return "torch"
         if store.name.endswith(".gguf"):
             return "gguf"
         if not store.name.endswith(".safetensors"):
             return None  # of no use without the other files
+        return "safetensors"
     return format_of(list(store.names()))
 
 
@@ -57,7 +67,10 @@ def format_of(names: Sequence[str]) -> Format | None:
     if deepspeed.is_deepspeed(names):
         return "deepspeed"
     # Not below: a folder that holds models in folders is no model.
-    if any("/" not in name and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+    if any(
+        "/" not in name and name.endswith((".safetensors", ".safetensors.index.json")) and not _DATA.fullmatch(name)
+        for name in names
+    ):
         return "safetensors"
     if any(torch_folders.is_torch_model(name) for name in names):
         return "torch"
@@ -76,12 +89,21 @@ def read_foreign(store: Store) -> Contents:
         return deepspeed.read_contents(store)
     if kind == "safetensors":
         contents = huggingface.read_contents(store, file=store.name if isinstance(store, OneFile) else None)
-        return torch_folders.with_optimizer(contents, store) if torch_folders.has_optimizer(store) else contents
+        with_others = torch_folders.with_optimizer(contents, store) if torch_folders.has_optimizer(store) else contents
+        return _as_one_of(store, with_others)
     if kind == "gguf" and isinstance(store, OneFile):
         return gguf.read_contents(store)
     if kind == "torch":
-        return torch_folders.read_contents(store)
+        return _as_one_of(store, torch_folders.read_contents(store))
     raise CheckpointError(no_checkpoint(store))
+
+
+def _as_one_of(store: Store, contents: Contents) -> Contents:
+    """The contents of one file, which say so where its name says that it has others beside it."""
+    if not isinstance(store, OneFile) or not (part := is_numbered(store.name)):
+        return contents
+    note = f"{store.name} is part {int(part['number'])} of {int(part['count'])}: name its folder to have all of them"
+    return replace(contents, notes=(*contents.notes, note))
 
 
 class _ForeignFiles(NamedTuple):
@@ -102,6 +124,11 @@ _AS_SAFETENSORS = "write its tensors as safetensors with the library that made i
 # The first that fits is named, so special kinds come before general ones: DeepSpeed writes .pt
 # files too.
 _KINDS = (
+    _kind(
+        _DATA.pattern,
+        "data of a save without its manifest.json, which is written last",
+        "the save was interrupted or copied in part: name another save, or copy all of it",
+    ),
     _kind(
         r"zero_to_fp32\.py|(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+\w*_(?:model|optim)_states\.pt",
         "a folder with files of DeepSpeed, but neither a save nor a folder of saves with the file `latest`",
@@ -149,6 +176,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 def no_checkpoint(store: Store) -> str:
     """Say that a store holds no checkpoint, what it holds instead, and what to do."""
+    if is_unfinished(store.location):
+        return (
+            f"{store.location} is what a conversion or a trainer writes until all is there, or has left when it was "
+            "killed: it is no checkpoint. Write it again; the next one to the same place removes this"
+        )
     names = list(store.names())
     if isinstance(store, OneFile):
         return f"{store.location}/{names[0]} is no checkpoint that is read: {_file_in_words(names[0])}"
@@ -184,7 +216,7 @@ def _folder_in_words(names: Sequence[str]) -> str:
     inner: dict[str, list[str]] = {}
     for name in names:
         folder, _, rest = name.partition("/")
-        if rest:
+        if rest and not is_unfinished(folder):
             inner.setdefault(folder, []).append(rest)
     if holders := [printable(folder) for folder, files in inner.items() if format_of(files) is not None]:
         verb = "holds one: name it" if len(holders) == 1 else "hold one each: name one of them"

@@ -25,7 +25,7 @@ from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
 
@@ -264,7 +264,7 @@ def read_contents(store: Store) -> Contents:
         settings=named.settings,
         extra={**contents.extra, "objects": packed(named.values, "its values")} if named.values else contents.extra,
         step=step if type(step) is int else None,
-        notes=named.notes,
+        notes=(*contents.notes, *named.notes),
     )
 
 
@@ -289,11 +289,17 @@ def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
             except CheckpointError as error:
                 problems += error.problems
         extra = _objects(metadata, files, problems)
+        skipped = extra.get("skipped", ())
+        notes = (
+            [f"{few_of(skipped)} left out: what JSON cannot hold is no part of a checkpoint here"] if skipped else []
+        )
         problems += [f"{place}: {problem}" for problem in _unplaced(metadata)]
         sizes = {file.name: file.size for file in files.values()}
     if problems:
         raise CheckpointError(*problems)
-    return Contents(format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra)
+    return Contents(
+        format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra, notes=tuple(notes)
+    )
 
 
 def aliases_of(metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:

@@ -11,10 +11,12 @@ refused, with their names. The format: https://github.com/ggml-org/ggml/blob/mas
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.checkpoint.contents import Contents, can_exist, printable
+from shardwise.checkpoint.contents import Contents, StoredTensor, can_exist, printable
+from shardwise.checkpoint.foreign.numbered_files import parts_of_set
 from shardwise.checkpoint.foreign.state_dicts import stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
 from shardwise.checkpoint.stores import OneFile, OpenFile, about
@@ -80,11 +82,35 @@ class _CutOffError(Exception):
 
 
 def read_contents(store: OneFile) -> Contents:
-    """Return what a file holds; its values are in `extra["metadata"]`.
+    """Return what a file holds, with the other parts of a split one; its values are in `extra["metadata"]`.
 
-    Raises `CheckpointError` for a damaged file, and for one with quantised tensors.
+    Raises `CheckpointError` for a damaged file, for one with quantised tensors, and where a part is missing.
     """
-    with OpenFile(store, store.name) as file, about(file.place):
+    first = _read_file(store, store.name)
+    count = first.extra["metadata"].get("split.count", 1)
+    names = parts_of_set(store.name, count) if type(count) is int and count > 1 else [store.name]
+    here = {store.name, *store.beside()}
+    if len(names) < count or not here.issuperset(names):
+        lacking = [name for name in names if name not in here] if store.name in names else ["their names say no number"]
+        raise CheckpointError(
+            f"{first.location} is one of the {count} parts of a model, and {len(names)} parts were looked for beside "
+            f"it: {few_of(lacking, quotes=False)} missing. Put all parts into one folder, under the names that "
+            "llama-gguf-split gave them, or make one file of them: llama-gguf-split --merge FIRST OUT"
+        )
+    parts = [first if name == store.name else _read_file(store, name) for name in names]
+    tensors: dict[str, StoredTensor] = {}
+    for part in parts:
+        if twice := tensors.keys() & part.tensors.keys():
+            raise CheckpointError(f"{part.location}: {few_of(sorted(twice))} is in another part, too")
+        tensors |= part.tensors
+    # The first part has the values of the model, the others little besides their numbers.
+    values = {key: each for part in reversed(parts) for key, each in part.extra["metadata"].items()}
+    sizes = {name: size for part in parts for name, size in part.file_sizes.items()}
+    return replace(first, tensors=tensors, file_sizes=sizes, extra={"metadata": values})
+
+
+def _read_file(store: OneFile, name: str) -> Contents:
+    with OpenFile(store, name) as file, about(file.place):
         data = b""
         while True:
             # The file does not say how long its head is.
@@ -95,12 +121,12 @@ def read_contents(store: OneFile) -> Contents:
             except _CutOffError:
                 if len(data) == file.size or len(data) >= _MAX_HEAD_BYTES:
                     raise CheckpointError(f"its head is longer than {len(data):,} bytes: it is truncated") from None
-        tensors = {name: stored_tensor(name, store.name, place) for name, place in places.items()}
+        tensors = {each: stored_tensor(each, name, place) for each, place in places.items()}
         return Contents(
             format="gguf",
             location=file.place,
             tensors=tensors,
-            file_sizes={store.name: file.size},
+            file_sizes={name: file.size},
             extra={"metadata": values},
         )
 
@@ -115,6 +141,11 @@ class _GgufHead:
     def read(self) -> tuple[dict[str, Any], dict[str, TensorPlace]]:
         """The values and the places of the tensors; raises `_CutOffError` and `CheckpointError`."""
         magic, version = self._take("4s"), self._take("I")
+        if magic == b"GGUF" and version in (2 << 24, 3 << 24):
+            raise CheckpointError(
+                "it is a big-endian GGUF file, and little-endian ones are read. Convert it with "
+                "gguf_convert_endian.py of llama.cpp (gguf-convert-endian FILE little), or take the little-endian file"
+            )
         if magic != b"GGUF" or version not in (2, 3):
             raise CheckpointError(f"it is no GGUF file of version 2 or 3: it begins with {magic.hex(' ')}, {version}")
         num_tensors, num_values = self._take("Q"), self._take("Q")

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
+from shardwise.checkpoint.foreign.numbered_files import check_numbers
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
 
@@ -64,9 +65,20 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
         raise CheckpointError(*problems)
     location = store.location if file is None else f"{store.location}/{file}"
     extra = {"metadata": _merged(texts)}
-    aliases = _ties(tensors, texts)
+    # Ranks write their boxes and nobody counts them: without the file of the last rank a tensor ends earlier.
+    cut = [key for key, found in places.items() if len(found) > 1 or any(boxes[each] is not None for each, _ in found)]
+    notes = (
+        f"no file says the shapes of {few_of(cut)}, which torch.distributed.checkpoint wrote in parts: if the file of "
+        "the last rank never came, they are smaller than they were. Compare them with the model",
+    )
     return Contents(
-        format="safetensors", location=location, tensors=tensors, file_sizes=sizes, aliases=aliases, extra=extra
+        format="safetensors",
+        location=location,
+        tensors=tensors,
+        file_sizes=sizes,
+        aliases=_ties(tensors, texts),
+        extra=extra,
+        notes=notes if cut else (),
     )
 
 
@@ -130,6 +142,7 @@ def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
     files = [name for name in store.names() if "/" not in name and name.endswith(".safetensors")]
     if not files:
         raise CheckpointError(f"{store.location} holds no safetensors file")
+    check_numbers(files, store.location)
     return files
 
 

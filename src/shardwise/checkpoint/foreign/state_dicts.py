@@ -22,7 +22,7 @@ from shardwise.checkpoint.foreign.optimizer_states import (
 )
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.foreign.torch_files import UnknownObject
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import beside_name, is_beside_name, state_name
 from shardwise.space import Piece
@@ -81,8 +81,15 @@ class FoundState:
             for number, key, place in optimizer.entries():
                 owner = optimizer.names[number] if optimizer.names else f"{path}{number}"
                 self.add(state_name(owner, key), file, place)
-            if any(isinstance(value, TensorPlace) for group in optimizer.groups for value in group.values()):
-                self.notes.append("a setting of an optimizer is a tensor, and is not carried over; set it again")
+            settings = [item for group in optimizer.groups for item in group.items()]
+            if lost := {str(key) for key, value in settings if isinstance(value, TensorPlace | UnknownObject)}:
+                self.notes.append(
+                    f"{few_of(sorted(lost))} among the settings of an optimizer: a tensor or another object, and "
+                    "is not carried over; set it again"
+                )
+            state = [(f"{number}.{key}", each) for number, of in optimizer.state.items() for key, each in of.items()]
+            if gone := [f"{path}{name}" for name, each in state if isinstance(each, UnknownObject)]:
+                self.notes.append(f"{few_of(gone)} of the state of an optimizer left out: no plain tensors")
 
     def stored(self, sizes: Mapping[str, int]) -> dict[str, StoredTensor]:
         """The tensors as the contents of a checkpoint have them. `sizes`: bytes of each file."""
@@ -126,8 +133,9 @@ def find_state(value: object, file: str, *, next_to_model: bool = False) -> Foun
     walk = _TensorSearch()
     if isinstance(value, UnknownObject):
         raise CheckpointError(
-            f"it holds a {value.kind[:_MAX_NAME]} as a whole, and no objects are made here. Load it with the program "
-            "that made it, and save its state_dict()"
+            value.hint
+            or f"it holds a {value.kind[:_MAX_NAME]} as a whole, and no objects are made here. Load it with the "
+            "program that made it, and save its state_dict()"
         )
     walk.visit((), value)
     found = FoundState(notes=walk.notes)

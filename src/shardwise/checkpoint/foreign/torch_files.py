@@ -48,6 +48,9 @@ _STORAGES: Mapping[str, str] = MappingProxyType(
         "ComplexFloatStorage": "complex64",
         "ComplexDoubleStorage": "complex128",
         "UntypedStorage": "uint8",
+        "QInt8Storage": "int8",
+        "QUInt8Storage": "uint8",
+        "QInt32Storage": "int32",
     }
 )
 _ORDERED = Named("collections", "OrderedDict")

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign.huggingface import read_index
+from shardwise.checkpoint.foreign.numbered_files import check_numbers
 from shardwise.checkpoint.foreign.optimizer_states import Parameters
 from shardwise.checkpoint.foreign.state_dicts import FoundState, find_state, plain_values
 from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
@@ -99,7 +100,7 @@ def with_optimizer(contents: Contents, store: Store) -> Contents:
         settings=settings,
         extra={**contents.extra, **added.extra},
         step=added.step,
-        notes=added.notes,
+        notes=(*contents.notes, *added.notes),
     )
 
 
@@ -161,6 +162,7 @@ def _shards(store: Store) -> list[str]:
     kinds = {re.sub(r"-\d+-of-\d+", "", name) for name in files}
     if len(kinds) > 1:
         raise CheckpointError(f"{store.location} has {few_of(sorted(kinds))}: name one file")
+    check_numbers(files, store.location)
     return files
 
 
