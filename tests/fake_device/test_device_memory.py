@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import accelerators
 from shardwise.engine import batch_digests
 from shardwise.plan import Footprint
 from tests.fake_device.accelerator import counted
@@ -247,3 +248,54 @@ def test_stages_of_a_pipeline_allocate_for_each_crossing_in_addition(fake: str, 
         pipeline = [ranks[at], ranks[2 + at]]
         added = sum(found - norms for found, norms, _ in pipeline) - plain
         assert 0 <= added <= 9 * k + 2 * len(pipeline) + 2 * len(pipeline)
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_digests_of_a_batch_add_nothing_to_the_peak_of_a_step(axis: str, fake: str) -> None:
+    """Whatever its size: rank 0 holds no more than two microbatches of it at a time."""
+
+    rules = sw.Tensor(rules={"0": "column", "2": "row"} if axis == "tp" else None, prove=False)
+
+    def run(channel: sw.Channel) -> list[int]:
+        found = []
+        for k in (4, 32):
+            plan = sw.Plan(mesh=sw.Mesh.parse(f"{axis}=2"), merge=sw.Merge(microbatches=k), tensor=rules)
+            made = (pairs if axis == "tp" else model)().to(channel.device)
+            engine = sw.parallelize(made, plan, optimizer=fused, loss=loss_of, channel=channel)
+            batch = {"input": torch.ones(128 * k, WIDTH, device=channel.device)}
+            engine.step(batch)
+            found.append(peak_of(lambda engine=engine, batch=batch: engine.step(batch), channel.device))  # type: ignore[misc]
+        return found
+
+    for few, many in sw.simulate(2, run, device=fake):
+        assert many <= few + 8 * 32 * 64  # a few numbers for each microbatch
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+def test_a_device_whose_allocator_keeps_no_statistics_trains_and_reports_none(
+    of_module: bool, fake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mps before torch 2.13: there `torch.accelerator` has the functions, and each call of them raises."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("another text in every version")
+
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", refuse)
+    module = torch.get_device_module(fake)
+    if of_module:
+        monkeypatch.setattr(module, "max_memory_allocated", lambda device=None: 1 << 20)
+    emptied: list[bool] = []
+    monkeypatch.setattr(module, "empty_cache", lambda: emptied.append(True), raising=False)
+    accelerators._peak_counter.cache_clear()
+
+    def run(channel: sw.Channel) -> int:
+        engine = sw.parallelize(model(1), sw.Plan(), optimizer=fused, loss=loss_of, channel=channel)
+        engine.step({"input": torch.ones(2, WIDTH)})
+        accelerators.empty_cache(channel.device)
+        return accelerators.peak_memory(channel.device)
+
+    try:
+        assert sw.simulate(1, run, device=fake) == [of_module << 20]
+    finally:
+        accelerators._peak_counter.cache_clear()
+    assert emptied

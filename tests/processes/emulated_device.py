@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.comm.channel import Channel, Work
-from shardwise.comm.communicators import Communicators
+from shardwise.comm.communicators import Communicators, MakeCommunicator
 from shardwise.comm.device_channel import DeviceChannel
 from shardwise.comm.processes import ProcessChannel
 
@@ -150,7 +150,7 @@ class EmulatedCommunicator:
 
     def _begin(self, run: Callable[[], None]) -> dist.Work:
         if self._gloo is None:
-            self._gloo = dist.ProcessGroupGloo(*self._place, GLOO_TIMEOUT)  # the host waits here for the others
+            self._gloo = self._connected()  # the host waits here for the others
             threading.Thread(target=self._stream, name="emulated stream", daemon=True).start()
         work = EmulatedWork(waits_on_host=self._waits_on_host)
         self._pending = [each for each in self._pending if not each.ended.is_set()] + [work]
@@ -158,6 +158,9 @@ class EmulatedCommunicator:
             work.ended.set()
         self._given.put((run, work))
         return work
+
+    def _connected(self) -> Any:
+        return dist.ProcessGroupGloo(*self._place, GLOO_TIMEOUT)
 
     def _stream(self) -> None:
         with torch.inference_mode():
@@ -177,6 +180,63 @@ class EmulatedCommunicator:
             options = BroadcastOptions()
             options.rootRank = rank
             self._gloo.broadcast([part], options).wait()
+
+
+class _FromHost:
+    """Gloo for tensors of a device: what it sends is read there, and what it receives is written there."""
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> "_ToDevice":
+        (tensor,) = tensors
+        host = tensor.cpu()
+        return _ToDevice(self._gloo.broadcast([host], options), host, tensor)
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> "_ToDevice":
+        (tensor,) = tensors
+        host = tensor.cpu()
+        return _ToDevice(self._gloo.send([host], destination, tag), host, None)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "_ToDevice":
+        (tensor,) = tensors
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _ToDevice(self._gloo.recv([host], source, tag), host, tensor)
+
+
+class _ToDevice:
+    """A transfer of the host's memory, and where its result goes."""
+
+    def __init__(self, work: Any, host: torch.Tensor, target: torch.Tensor | None) -> None:
+        self._work, self._host, self._target = work, host, target
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._target is not None:
+            self._target.copy_(self._host)
+
+
+class FakeCommunicator(EmulatedCommunicator):
+    """The same for tensors of the fake device: operations run on a stream of their own, behind that of the call."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(store, rank, size, waits_on_host=True)
+        self._own_stream = torch.Stream(device)
+
+    def _connected(self) -> Any:
+        return _FromHost(super()._connected())
+
+    def _begin(self, run: Callable[[], None]) -> dist.Work:
+        called = torch.accelerator.current_stream(self._own_stream.device).record_event()
+
+        def on_stream() -> None:
+            torch.accelerator.set_device_index(self._own_stream.device.index)
+            with self._own_stream:
+                self._own_stream.wait_event(called)
+                run()
+                self._own_stream.synchronize()  # so that a stream that waits for the host waits for the device too
+
+        return super()._begin(on_stream)
 
 
 class EmulatedDeviceChannel(DeviceChannel):
@@ -209,6 +269,24 @@ def synchronize() -> None:
         work.ended.wait()
 
 
+def on_fake_device(control: Channel, *, timeout_seconds: float) -> Channel:
+    """The device channel itself, for tensors of the fake device of this rank, in a process that finds such devices."""
+    assert isinstance(control, ProcessChannel)
+    device = torch.device("fake", control.rank)
+    torch.accelerator.set_device_index(control.rank)
+
+    def make(store: Store, rank: int, size: int) -> FakeCommunicator:
+        return FakeCommunicator(store, rank, size, device)
+
+    return DeviceChannel(control, device, _communicators(make, control.rank), timeout_seconds=timeout_seconds)
+
+
+def _communicators(make: MakeCommunicator, rank: int) -> Communicators:
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"emulated/{rank}", 1)  # the n-th ones of all ranks belong together
+    return Communicators(make, PrefixStore(f"emulated/channel/{number}", store))
+
+
 def emulated(control: Channel, *, timeout_seconds: float, waits_on_host: bool) -> Channel:
     """The device channel over the channel of the CPUs, in a process with a process group."""
     assert isinstance(control, ProcessChannel)
@@ -216,7 +294,5 @@ def emulated(control: Channel, *, timeout_seconds: float, waits_on_host: bool) -
     def make(store: Store, rank: int, size: int) -> EmulatedCommunicator:
         return EmulatedCommunicator(store, rank, size, waits_on_host=waits_on_host)
 
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"emulated/{control.rank}", 1)  # the n-th ones of all ranks belong together
-    communicators = Communicators(make, PrefixStore(f"emulated/channel/{number}", store))
+    communicators = _communicators(make, control.rank)
     return EmulatedDeviceChannel(control, torch.device("cpu"), communicators, timeout_seconds=timeout_seconds)

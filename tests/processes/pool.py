@@ -24,8 +24,9 @@ import torch.distributed as dist
 from shardwise.comm import Channel
 from shardwise.comm.processes import processes
 from shardwise.errors import PeerError
+from tests.fake_device.accelerator import present
 from tests.forks.calls import Call, Start
-from tests.processes.emulated_device import emulated
+from tests.processes.emulated_device import emulated, on_fake_device
 
 CALL_SECONDS = 60.0
 
@@ -40,9 +41,9 @@ class Transport:
     timeout_seconds: float = 20.0
     """Of the channel."""
 
-    device: Literal["cpu", "emulated", "emulated, read later", "own"] = "cpu"
-    """Whether the tensors are those of an emulated device; "read later": `wait` makes only its stream wait. "own": each
-    rank has the accelerator of its number."""
+    device: Literal["cpu", "emulated", "emulated, read later", "fake", "own"] = "cpu"
+    """Whether the tensors are those of an emulated device; "read later": `wait` makes only its stream wait. "fake": a
+    rank has the fake device of its number, which its process finds from then on. "own": it has that accelerator."""
 
     def channel(self, rank: int) -> Channel:
         if self.device == "own":
@@ -51,6 +52,9 @@ class Transport:
         made = processes(timeout_seconds=self.timeout_seconds, shared_memory=not refuses, device=torch.device("cpu"))
         if self.device == "cpu":
             return made
+        if self.device == "fake":
+            present().__enter__()  # for the rest of the process
+            return on_fake_device(made, timeout_seconds=self.timeout_seconds)
         return emulated(made, timeout_seconds=self.timeout_seconds, waits_on_host=self.device == "emulated")
 
 
@@ -65,6 +69,7 @@ def own_accelerator(rank: int) -> torch.device:
 SHARED_MEMORY = Transport()
 TCP = Transport(without_shared_memory=None)
 EMULATED_DEVICE = Transport(device="emulated")
+FAKE_DEVICE = Transport(device="fake")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,21 +4,26 @@
     generators                torch.default_generator    and torch.K.default_generators[d]; where there are none,
                                                          torch.K.get_rng_state(d), set_rng_state, manual_seed
     wait for kernels          nothing                    torch.accelerator.synchronize(d)
-    most memory so far        -                          torch.accelerator.max_memory_allocated(d), or torch.K's
+    most memory so far        -                          torch.accelerator.max_memory_allocated(d), or torch.K's;
+                                                         0 where both raise
+    empty the cache           -                          torch.K.empty_cache(), or torch.accelerator's
     rounded convolutions      never                      as the backend of K says; of an unknown kind they may be
 
 Which device is a rank's own, and what moves tensors between devices, is in `devices`.
 """
 
+import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 
 __all__ = [
     "RandomSource",
+    "empty_cache",
     "outlive_threads",
     "peak_memory",
     "random_numbers_kept",
@@ -123,9 +128,28 @@ def synchronize(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes that the allocator of `device` has given away at a time; 0 where it does not count."""
-    found = getattr(torch.accelerator, "max_memory_allocated", None)  # torch 2.9
-    found = found or getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    found = _peak_counter(device.type)
     return 0 if found is None else int(found(device))
+
+
+@cache
+def _peak_counter(kind: str) -> Callable[[torch.device], int] | None:
+    # `torch.accelerator` has its function (torch 2.9) for every kind. Where the allocator of one has no statistics (mps
+    # before torch 2.13), it raises, and nothing but a call says so.
+    for module in (torch.accelerator, torch.get_device_module(kind)):
+        found: Callable[[torch.device], int] | None = getattr(module, "max_memory_allocated", None)
+        if found is not None:
+            with contextlib.suppress(RuntimeError):
+                found(torch.device(kind))
+                return found
+    return None
+
+
+def empty_cache(device: torch.device) -> None:
+    """Give memory back that the allocator of `device` holds for later."""
+    # The kind's own first: that of `torch.accelerator` asks an allocator that some kinds do not have.
+    found = getattr(torch.get_device_module(device), "empty_cache", torch.accelerator.empty_cache)
+    found()
 
 
 def rounds_convolutions(device: torch.device) -> bool:

@@ -239,6 +239,8 @@ class ProcessChannel:
         self._peers = [member for member in members if member != board.rank]
         self._collectives = _lane(members, "collectives")
         self._messages = _lane(members, "messages")
+        # Apart from `_messages`: a device posts a receive ahead of messages on the CPU that were sent before it.
+        self._elsewhere = _lane(members, "messages that travel on another way")
         self._log = board.log(self._collectives, members)
         self._values = ValueExchange(board, members, self._collectives)
         self._channels: dict[tuple[int, ...], ProcessChannel] = {members: self}
@@ -466,9 +468,11 @@ class ProcessChannel:
             self._board.check(signature)
             member = self.members[peer]
             if signature.operation == "send":
-                nothing = self._board.send(torch.empty(0), [member], self._messages, signature, buffered=True)
+                nothing = self._board.send(torch.empty(0), [member], self._elsewhere, signature, buffered=True)
                 return self._board.start(signature, nothing, None)
-            return self._board.start(signature, [], Collecting([self._board.expect(member, self._messages, signature)]))
+            return self._board.start(
+                signature, [], Collecting([self._board.expect(member, self._elsewhere, signature)])
+            )
 
     def _expected(self, member: int, signature: Signature) -> Inbound:
         return self._board.expect(member, self._collectives, signature)

@@ -9,7 +9,7 @@ on all ranks.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -23,8 +23,8 @@ from shardwise.engine.batches import Batch
 _ROW = 1 << 14
 """Keys that are held: 128 KiB."""
 
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""What tensors of so many bytes per element are read as."""
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What tensors of so many bytes per real number are read as."""
 
 
 def describe_batch(batch: Batch, *, digest: bool = True) -> list[str]:
@@ -61,14 +61,38 @@ class BatchDigests:
         if self._keys is None:
             drawn = torch.randint(-(1 << 62), 1 << 62, (_ROW,), generator=torch.Generator().manual_seed(0))
             self._keys = (2 * drawn + 1).to(value.device)  # odd: no difference of one element is lost
-        flat = value.detach().contiguous().view(-1).view(_WHOLE[value.element_size()])
-        while True:
-            if flat.numel() <= _ROW:
-                return (flat * self._keys[: flat.numel()]).sum()
-            rows = flat.numel() // _ROW
-            body, rest = flat[: rows * _ROW].view(rows, _ROW), flat[rows * _ROW :]
-            sums = (body * self._keys).sum(1)
-            flat = torch.cat([sums, (rest * self._keys[: rest.numel()]).sum().view(1)])
+        value = value.detach().resolve_conj().resolve_neg()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        whole, length = _WHOLE[value.element_size()], value.numel()
+        if length <= _ROW:
+            return (value.view(whole).contiguous().view(-1) * self._keys[:length]).sum()
+        sums = torch.zeros(-(-length // _ROW), dtype=torch.int64, device=value.device)
+        # Products take 8 bytes for each element: so only some rows at a time, and of a large tensor a 64th.
+        num_rows = max(2, len(sums) // 64)
+        at = 0
+        for words in _stretches(value.view(whole), num_rows * _ROW):
+            while words.numel():
+                row, column = divmod(at, _ROW)
+                if column or words.numel() < _ROW:
+                    taken = words[: _ROW - column]
+                    sums[row] += (taken * self._keys[column : column + len(taken)]).sum()
+                else:
+                    taken = words[: min(num_rows, len(words) // _ROW) * _ROW]
+                    ends = sums[row : row + len(taken) // _ROW]
+                    torch.sum(taken.view(-1, _ROW) * self._keys, 1, out=ends)  # no name keeps the products
+                at += len(taken)
+                words = words[len(taken) :]
+        return self._of(sums)
+
+
+def _stretches(value: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """All elements in their order, flat: views of the memory, or copies of so many at most where it has holes."""
+    if value.is_contiguous() or value.numel() <= most:
+        yield value.contiguous().view(-1)
+        return
+    for part in value.split(max(1, most * len(value) // value.numel())):
+        yield from _stretches(part[0] if len(part) == 1 else part, most)
 
 
 def _is_on_device(value: object) -> TypeGuard[torch.Tensor]:

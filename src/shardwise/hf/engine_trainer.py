@@ -22,6 +22,7 @@ from torch import nn
 from transformers.trainer_callback import CallbackHandler
 
 from shardwise.comm import Channel, default_channel
+from shardwise.comm.accelerators import empty_cache
 from shardwise.comm.channel import alone
 from shardwise.engine import Engine, StepReport
 from shardwise.engine.parallelize import parallelize
@@ -341,7 +342,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             accelerator.step_was_skipped = report.skipped
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0 and accelerator.device.type != "cpu":
-            torch.accelerator.empty_cache()
+            empty_cache(accelerator.device)
         self._sw_report = report
         if type(self).training_step is not EngineTrainer.training_step:
             return torch.tensor(report.loss)
