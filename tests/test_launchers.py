@@ -1,6 +1,7 @@
 """What launchers announce: several processes make one world or none starts, and a program that runs once runs alone."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping
 
@@ -60,6 +61,26 @@ def test_who_is_started_together_and_who_runs_alone(
     environment: Mapping[str, str], place: tuple[int, int] | None
 ) -> None:
     assert place_of(environment) == place
+
+
+@pytest.mark.parametrize("launcher", [HYDRA, OMPI, {**OMPI, "PMIX_NAMESPACE": ""}, INDEXED, TASK])
+@pytest.mark.parametrize("host", ["", "node07"])
+@pytest.mark.parametrize("port", [0, 29500])
+def test_what_is_missing_is_named_and_nothing_else(launcher: Mapping[str, str], host: str, port: int) -> None:
+    found = announced(launcher)
+    assert found is not None
+    found = dataclasses.replace(found, host=host, port=port)
+    if host and port:
+        assert found.checked() is found
+        return
+    with pytest.raises(PlanError) as raised:
+        found.checked()
+    words = str(raised.value)
+    for name, lacks, how in (("ADDR", "the address of rank 0", "the host of"), ("PORT", "a port where", "a free port")):
+        is_missing = not (host if name == "ADDR" else port)
+        assert [f"MASTER_{name} " in f"{words.partition('; ')[0].partition('. For a')[0]} "] == [is_missing]
+        assert (lacks in words, how in words) == (is_missing, is_missing)
+    assert ("rank 0 is on node07" in words) == bool(host)
 
 
 def test_tasks_of_a_step_find_rank_0_without_being_told() -> None:

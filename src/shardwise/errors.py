@@ -127,6 +127,10 @@ class StageReadsWarning(UserWarning):
     """A step whose microbatches wait for each other, since the program reads values of a stage. Names the line."""
 
 
+class VersionsWarning(UserWarning):
+    """Ranks of one run with unlike versions of shardwise or torch. Names ranks and versions."""
+
+
 class MismatchError(ShardwiseError):
     """Ranks were given different models, plans, calls or tensors. Names the ranks and the first difference."""
 

@@ -60,10 +60,17 @@ class Announced:
             option = _EXPORTS.get(self.launcher, "")
             shown = " ".join(option.format(name=name, value=_EXAMPLES[name]) for name in missing)
             with_option = f", as {self.launcher} {shown}" if option else ""
+            lacks = {
+                "MASTER_ADDR": ("the address of rank 0", "the host of rank 0"),
+                "MASTER_PORT": ("a port where rank 0 listens", "a free port" if self.host else "a free port there"),
+            }
+            known = f": rank 0 is on {self.host}" if self.host else ""
             raise PlanError(
-                f"{self.launcher} has started {self.size} processes, and this is rank {self.rank}, but the address of "
-                f"rank 0 is missing. Export {' and '.join(missing)} to all of them (the host of rank 0, and a free "
-                f"port there){with_option}, or start with torchrun. {_ALONE[0].upper()}{_ALONE[1:]}"
+                f"{self.launcher} has started {self.size} processes, and this is rank {self.rank}, but "
+                f"{' and '.join(lacks[name][0] for name in missing)} {'is' if len(missing) == 1 else 'are'} "
+                f"missing{known}. Export {' and '.join(missing)} to all of them "
+                f"({', '.join(lacks[name][1] for name in missing)}){with_option}, or start with torchrun. "
+                f"{_ALONE[0].upper()}{_ALONE[1:]}"
             )
         return self
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from shardwise.comm import connections, frames, handshake, interfaces, reception
 from shardwise.comm.connections import connect
 from shardwise.comm.handshake import HELLO, Hello, key_of, proof, say_hello, secret_of_the_run, without_a_secret
 from shardwise.comm.launch import _environment
-from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
+from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError, VersionsWarning
 from tests.comm.test_rendezvous import meeting, on_threads
 
 KEY = b"k" * 32
@@ -312,7 +313,7 @@ def test_ranks_with_different_secrets_all_end_at_once_and_say_what_to_look_at() 
 def test_a_record_in_the_store_that_means_nothing_is_refused(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.comm.rendezvous._FAREWELL_SECONDS", 0.01)  # rank 1 is not there
     store = HashStore()
-    PrefixStore("meeting", store).set("host/1", f"{handshake.format_and_version()}\n{record}")
+    PrefixStore("meeting", store).set("host/1", f"{handshake.format_and_version()}, torch {torch.__version__}\n{record}")
     with pytest.raises(PeerError, match="what ranks say of their hosts in the store cannot be read"):
         connect(meeting(0, 2, store), shared_memory=False)
 
@@ -322,3 +323,24 @@ def test_an_address_in_the_store_that_means_nothing_is_refused(address: str) -> 
     with pytest.raises(ConnectionError, match="its address in the store cannot be read"):
         connections._announced(address)
     assert connections._announced(json.dumps([["::1"], 5])) == (["::1"], 5)
+
+
+@pytest.mark.parametrize("own", range(4))
+@pytest.mark.parametrize("other", ["shardwise 9.9.9), torch", "torch 1.13", "torch 2.99+cu130"])
+def test_other_versions_with_equal_frames_are_told(own: int, other: str) -> None:
+    record = connections.packed_record(
+        connections.HostRecord(kernel="k", name="node", way="", store=[], has_secret=False)
+    )
+    own_shardwise, own_torch = f"shardwise {handshake.own_version()}), torch", f"torch {torch.__version__}"
+    changed = record.replace(own_shardwise if "9.9.9" in other else own_torch, other)
+    assert changed != record
+    records = [record, changed, record, changed]
+    if own == 2:  # like rank 0, which tells it
+        assert len(connections.compared_records(records, own)) == 4
+        return
+    with pytest.warns(VersionsWarning, match=r"2 of 4 ranks have other versions than rank 0") as told:
+        assert len(connections.compared_records(records, own)) == 4
+    words = str(told[0].message)
+    assert [f"rank {rank}: " in words for rank in range(4)] == [True, True, False, True]
+    assert other in words
+    assert own_torch in words

@@ -23,9 +23,12 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from shardwise.comm.frames import WIRE
 from shardwise.comm.handshake import (
@@ -41,7 +44,7 @@ from shardwise.comm.links import PeerLink
 from shardwise.comm.reception import LONGEST_LOOK_UP_SECONDS, LOOK_UP_SECONDS, accept
 from shardwise.comm.rendezvous import Rendezvous
 from shardwise.comm.tree import relay_neighbours
-from shardwise.errors import MismatchError, PeerError, in_words
+from shardwise.errors import MismatchError, PeerError, VersionsWarning, in_words
 
 _TOKEN_BYTES = 16
 
@@ -193,12 +196,15 @@ def _own_record(meeting: Rendezvous, *, kernel: str) -> HostRecord:
 
 def packed_record(record: HostRecord) -> str:
     """As it travels through the store."""
-    # The version comes before anything that differs between versions.
-    return f"{format_and_version()}\n{json.dumps(dataclasses.astuple(record))}"
+    # The versions come before anything that differs between versions.
+    return f"{format_and_version()}, torch {torch.__version__}\n{json.dumps(dataclasses.astuple(record))}"
 
 
 def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
-    """The records of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does."""
+    """The records of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does.
+
+    Where they do, other versions are told, by rank 0 and the ranks that have them.
+    """
     # The rest is the last line, so that a record of another version can still be taken apart.
     versions, _, facts = zip(*(text.rpartition("\n") for text in texts), strict=True)
     different = [rank for rank, version in enumerate(versions) if not version.startswith(f"wire format {WIRE} ")]
@@ -208,6 +214,15 @@ def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
             for rank in sorted({own_rank, *different[:_SHOWN_RANKS]})
         ]
         raise MismatchError("\n".join([OTHER_FORMAT, *lines]))
+    others = [rank for rank, version in enumerate(versions) if version != versions[0]]
+    if others and own_rank in (0, *others):
+        shown = "; ".join(f"rank {rank}: {versions[rank]}" for rank in (0, *others[:_SHOWN_RANKS]))
+        warnings.warn(
+            f"{len(others)} of {len(versions)} ranks have other versions than rank 0, and may compute, plan or save "
+            f"otherwise: {shown}. Install the same ones on all hosts",
+            VersionsWarning,
+            stacklevel=2,
+        )
     try:
         records = [_unpacked(each) for each in facts]
     except (LookupError, TypeError, ValueError, RecursionError) as error:
