@@ -169,6 +169,114 @@ class Gan(pl.LightningModule):
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
 
 
+class TwoOptimizers(Net):
+    """Two optimizers, and one backward for both: the form in which Lightning takes Muon beside AdamW."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.style = style
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        getattr(self, self.style)(batch, batch_idx, *self.optimizers())
+
+    def ordinary(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        self.log("number", float(batch_idx))
+        for each in optimizers:
+            each.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for each in optimizers:
+            each.step()
+        self.log("loss", loss)
+        for rates in self.lr_schedulers():
+            rates.step()
+
+    def schedulers_between(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        for each, rates in zip(reversed(optimizers), reversed(self.lr_schedulers()), strict=True):
+            each.step()
+            each.zero_grad()
+            rates.step()
+
+    def two_losses(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        self.manual_backward(self.loss(batch) * 9)
+        for each in optimizers:
+            each.zero_grad()
+        self.manual_backward(self.loss(batch) * 5)
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(self.body(batch[0]).square().mean())
+        for each in optimizers:
+            each.step()
+        self.zero_grad()
+
+    def then_toggled(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        self.ordinary(batch, batch_idx, one, other)
+        self.only_toggled(batch, batch_idx, one, other)
+
+    def only_toggled(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        self.log("before", 1.0)
+        with self.toggled_optimizer(other):
+            other.zero_grad()
+            self.manual_backward(self.loss(batch))
+            other.step()
+
+    def later_toggled(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        (self.ordinary if batch_idx == 0 and self.current_epoch == 0 else self.only_toggled)(
+            batch, batch_idx, one, other
+        )
+
+    def some_batches(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        if batch_idx != 1:
+            self.ordinary(batch, batch_idx, *optimizers)
+
+    # Refused
+
+    def one_steps(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        one.step()
+
+    def in_turns(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        for each in optimizers:
+            each.zero_grad()
+            self.manual_backward(self.loss(batch))
+            each.step()
+
+    def toggled_between(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        one.step()
+        self.only_toggled(batch, batch_idx, one, other)
+
+    def rate_between(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        one.step()
+        other.param_groups[0]["lr"] = 0.5
+        other.step()
+
+    def dropped_of_one(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
+        self.manual_backward(self.loss(batch))
+        other.zero_grad()
+        one.step()
+        other.step()
+
+    def twice(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        for _ in range(2):
+            self.manual_backward(self.loss(batch))
+            for each in optimizers:
+                each.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers: list[Any] = [
+            torch.optim.AdamW(self.body.parameters(), lr=1e-2),
+            torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9),
+        ]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+
+
 class Seen(pl.Callback):
     """Remembers what a run showed."""
 

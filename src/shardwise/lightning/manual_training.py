@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.comm import Channel
 from shardwise.engine import Engine, StepReport
+from shardwise.engine.channels import StepLeft
 from shardwise.errors import ModelError
 from shardwise.lightning.held_modules import StandIns
 from shardwise.lightning.manual_programs import ManualProgram
@@ -26,6 +27,8 @@ class ManualTraining(TrainerRanks):
         self._program: ManualProgram | None = None
         """The `training_step` that runs now."""
         self._logs = StepLogs()
+        self._waits_for_toggle = False
+        """Whether the last `training_step` began with one optimizer of several."""
 
     def _train_by_hand(self, engine: Engine[Any], parts: list[dict[str, Any]]) -> Any:
         module, has_stages = self.lightning_module, engine.pipeline is not None
@@ -34,7 +37,7 @@ class ManualTraining(TrainerRanks):
             ManualProgram(
                 partial(module.training_step, *part["args"]),
                 number=part["number"],
-                begins=self.optimizers[0] if len(self.optimizers) == 1 else None,
+                begins=() if self._waits_for_toggle else self.optimizers,
                 looks_at_graphs=not has_stages,
             )
             for part in parts
@@ -48,11 +51,16 @@ class ManualTraining(TrainerRanks):
                 wanted = [self._run(each, each.go_on) for each in programs]
                 if not (asked := [each for each in wanted if each is not None]):
                     return None if has_stages else programs[0].output
-                if any(each is not asked[0] for each in wanted):
+                if any(each != asked[0] for each in wanted):
                     raise ModelError("training_step toggles different optimizers for the microbatches of a batch")
-                only = None if len(self.optimizers) == 1 else str(self.optimizers.index(asked[0]))
-                section = partial(self._loss_of_section, programs)
-                self.report = engine.step(parts, only=only, loss=section)
+                section, count = asked[0], len(self.optimizers)
+                only = None if len(section) == count else [str(self.optimizers.index(each)) for each in section]
+                try:
+                    self.report = engine.step(parts, only=only, loss=partial(self._loss_of_section, programs))
+                except StepLeft:
+                    toggled = [each.left(section) for each in programs]
+                    self._waits_for_toggle = any(toggled)
+                    continue
                 for each in programs:
                     each.ended(self.report.loss)
                 self._logs.log_step(partial(type(module).log, module), self.report, _none)
@@ -90,13 +98,19 @@ class ManualTraining(TrainerRanks):
     def _loss_of_section(self, programs: list[ManualProgram], part: Mapping[str, Any]) -> Any:
         program = programs[part["number"]]
         with self._logs.noting() as values:
-            loss = self._run(program, program.loss)
+            try:
+                loss = self._run(program, program.loss)
+            except StepLeft:
+                # Before a toggle, or where nothing is trained: of no step.
+                module: Any = self.lightning_module
+                self._logs.log(_none if program.number else partial(type(module).log, module), values, {})
+                raise
             return {"loss": loss, **self._logs.entries(values, part["weight"])}
 
     def _toggle(self, optimizer: Any) -> None:
         """In the place of `module.toggle_optimizer`."""
         if self._program is not None:
-            self._program.begin(getattr(optimizer, "optimizer", optimizer))
+            self._program.begin((getattr(optimizer, "optimizer", optimizer),))
 
     def _clip_by_hand(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
         """In the place of `module.clip_gradients`."""

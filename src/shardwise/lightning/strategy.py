@@ -82,7 +82,7 @@ class Strategy(ManualTraining):
         for loop in (*validates, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        self._kept = []  # of a run that failed
+        self._kept, self._waits_for_toggle = [], False  # of a run before
         if self.engine is not None and (fits or self.engine.plan.mesh != self.plan.mesh):
             take_back(module, self.engine)
             self.engine = None
