@@ -14,7 +14,7 @@ from shardwise.words import GLOSSARY
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
-PURE = ("space", "plan", "rewrite", "words", "errors", "keepers", "train/config")
+PURE = ("space", "plan", "rewrite", "words", "errors", "keepers", "launchers", "train/config")
 DRAWERS = frozenset({"util", "helper", "common", "base", "misc", "manager", "handler", "wrapper", "context", "impl"})
 MAX_LINES = 700
 

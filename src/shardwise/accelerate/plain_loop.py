@@ -10,28 +10,25 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import accelerate
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import PartialState
-from accelerate.utils import recursively_apply
 from torch import nn
 
 from shardwise.accelerate.open_steps import OpenStep
 from shardwise.checkpoint import load, save
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.gathered_tensors import gathered
 from shardwise.engine import Engine, StepReport
-from shardwise.engine.channels import DATA_AXES
 from shardwise.engine.full_state import full_state_dict
 from shardwise.engine.parallelize import parallelize
 from shardwise.errors import CheckpointError, ModelError, OptimizerError, PlanError
 from shardwise.plan import Merge, Plan
+from shardwise.trainers.data_ranks import DataRanks
+from shardwise.trainers.rank_calls import RankCalls
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(RankCalls):
     """Runs the loop of accelerate under a plan: `prepare`, `backward`, `clip_grad_norm_`, `save_state`, ..."""
 
     def __init__(self, *args: Any, plan: Plan, channel: Channel | None = None, **kwargs: Any) -> None:
@@ -66,7 +63,7 @@ class Accelerator(accelerate.Accelerator):
         self.channel = default_channel() if channel is None else channel
         """All ranks."""
         plan.mesh.check_world(self.channel.size)
-        self._data = self.channel.over(plan.mesh.peers(self.channel.rank, DATA_AXES))
+        self.take_ranks(DataRanks(plan, self.channel))
         self._engine: Engine[Any] | None = None
         self._open: OpenStep | None = None
         self._is_claimed = True
@@ -80,69 +77,6 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is None:
             raise ModelError("no model is prepared yet; call accelerator.prepare(model, optimizer, ...)")
         return self._engine
-
-    # Ranks ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def num_processes(self) -> int:
-        """Number of data ranks: ranks along pp and tp see the same batches."""
-        return self.plan.mesh.num_data_ranks
-
-    @property
-    def process_index(self) -> int:
-        """The data rank."""
-        return self.plan.mesh.data_rank(self.channel.rank)
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.channel.rank == 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.channel.device if "channel" in vars(self) else super().device
-
-    def wait_for_everyone(self) -> None:
-        """Wait for all ranks."""
-        self.channel.exchange(b"", purpose="wait_for_everyone")
-
-    def gather(self, tensor: Any) -> Any:
-        """The rows of all data ranks, for tensors in any nesting."""
-        return recursively_apply(self._rows_of_all, tensor, error_on_other_type=True)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The same, without the rows that fill up the last batch. Raises ModelError for what is no tensor."""
-        try:
-            recursively_apply(lambda each: each, input_data, error_on_other_type=True)
-        except TypeError as error:
-            raise ModelError("gather_for_metrics takes tensors; no rank unpickles what another one sends") from error
-        return super().gather_for_metrics(input_data)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over the data ranks, for tensors in any nesting."""
-
-        def reduced(each: torch.Tensor) -> torch.Tensor:
-            values = torch.stack(gathered(self._data, each, purpose="reduce of accelerate"))
-            return (values.sum(0) if reduction == "sum" else values.float().mean(0)) * scale
-
-        return tensor if reduction == "none" else recursively_apply(reduced, tensor, error_on_other_type=True)
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since the last check; all ranks call it together."""
-        flag = getattr(self, "flag_tensor", None)
-        mine, self.flag_tensor = flag is not None and bool(flag), None
-        return any(self.channel.exchange(b"\1" * mine, purpose="check_trigger of accelerate"))
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of this data rank."""
-        with PartialState.split_between_processes(self, inputs, apply_padding) as part:
-            yield part
-
-    def _rows_of_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        parts = gathered(self._data, tensor, purpose="gather of accelerate")
-        return torch.cat([each.reshape(1) if not each.dim() else each for each in parts])
 
     # Prepared objects -----------------------------------------------------------------------------------------------
 

@@ -32,11 +32,12 @@ from shardwise.hf.evaluation_rounds import EvaluationRounds
 from shardwise.hf.generated_inputs import GeneratedInputs, PredictedModel
 from shardwise.hf.logged_losses import StepToLog
 from shardwise.hf.plan_arguments import plan_of
-from shardwise.hf.rank_accelerator import DataRanks, PlanAccelerator, RankState
+from shardwise.hf.rank_accelerator import ArgumentsState, PlanAccelerator
 from shardwise.hf.rank_batches import take_uneven_rounds
 from shardwise.hf.refusals import check_generation, check_overrides, generates
 from shardwise.hf.trainer_checkpoints import TrainerCheckpoints
 from shardwise.plan import Plan
+from shardwise.trainers.data_ranks import DataRanks
 
 _MOST_PENDING = 64
 """Steps whose losses may wait for a look."""
@@ -178,7 +179,7 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
         super().create_accelerator_and_postprocess()
         PlanAccelerator.take_over(self.accelerator, self._sw_ranks)
         self.gather_function = self.accelerator.gather_for_metrics
-        args.distributed_state = RankState(args.distributed_state, self._sw_ranks)
+        args.distributed_state = ArgumentsState(args.distributed_state, self._sw_ranks)
         args._n_gpu = min(1, args.n_gpu)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -11,8 +11,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer, find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
 from shardwise.errors import BatchError
-from shardwise.hf.rank_accelerator import padded_to
 from shardwise.hf.rank_batches import RankStream, take_uneven_rounds
+from shardwise.trainers.data_ranks import padded_to
 
 
 class EvaluationRounds:

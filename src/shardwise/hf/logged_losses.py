@@ -13,7 +13,7 @@ from itertools import zip_longest
 import torch
 
 from shardwise.engine import StepReport
-from shardwise.hf.rank_accelerator import DataRanks
+from shardwise.trainers.data_ranks import DataRanks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """The ranks of a Trainer: who starts them, which rows each gets, and what Lightning sends between them."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from shardwise.errors import ModelError, PlanError
 from shardwise.lightning.step_logs import ALIKE
 from shardwise.plan import Plan
 from shardwise.space import Mesh
+from shardwise.trainers.data_ranks import reduced
 
 
 class TrainerRanks(ParallelStrategy):
@@ -138,15 +138,4 @@ class TrainerRanks(ParallelStrategy):
         if group == ALIKE or not isinstance(tensor, torch.Tensor):
             return tensor
         name = str(reduce_op or "sum").rpartition(".")[2].lower()
-        reductions: dict[str, Callable[..., torch.Tensor]] = {
-            "mean": torch.mean,
-            "avg": torch.mean,
-            "sum": torch.sum,
-            "max": torch.amax,
-            "min": torch.amin,
-        }
-        if (reduce := reductions.get(name)) is None:
-            raise ModelError(f"reduce of Lightning by {reduce_op!r}; the strategy knows mean, sum, max and min")
-        values = self.all_gather(tensor)
-        is_mean = reduce is torch.mean and not values.is_floating_point()
-        return reduce(values.float() if is_mean else values, dim=0)
+        return reduced(self.gathered(tensor), "mean" if name == "avg" else name)

@@ -1,0 +1,173 @@
+"""The data ranks of a plan, as trainers of other libraries ask for them."""
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from functools import reduce as folded
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.comm import Channel
+from shardwise.engine.channels import DATA_AXES
+from shardwise.engine.pipeline.stage_values import StageTensor
+from shardwise.errors import BatchError, MismatchError
+from shardwise.plan import Plan
+
+
+class DataRanks:
+    """The data ranks of a plan, seen from one rank; what they tell each other outside of the engine's steps."""
+
+    def __init__(self, plan: Plan, channel: Channel) -> None:
+        self.world = channel
+        self.data_rank_of = plan.mesh.data_rank
+        """The data rank of a rank."""
+        self.count = plan.mesh.num_data_ranks
+        self.rank = plan.mesh.data_rank(channel.rank)
+        members = plan.mesh.peers(channel.rank, DATA_AXES)
+        self.is_speaker = channel.rank == min(
+            rank for rank in range(channel.size) if plan.mesh.data_rank(rank) == self.rank
+        )
+        """Whether this rank writes for its data rank."""
+        # Of its own: what a loss gathers travels while the engine's transfers are under way.
+        self._channel = channel.over(members) if self.count > 1 else None
+        copies = plan.mesh.peers(channel.rank, ("tp",))
+        self._copies = channel.over(copies) if len(copies) > 1 else None
+
+    def sums(self, numbers: Sequence[float], *, purpose: str) -> list[float]:
+        """Each number summed over the data ranks, in their order."""
+        if self._channel is None:
+            return list(numbers)
+        packed = struct.pack(f"<{len(numbers)}d", *numbers)
+        told = self._channel.exchange(packed, purpose=purpose)
+        return [
+            sum(each) for each in zip(*(struct.unpack(f"<{len(numbers)}d", bytes(one)) for one in told), strict=True)
+        ]
+
+    def take_numbers(self, metrics: dict[str, Any]) -> None:
+        """Give every rank the numbers of rank 0; those that it counted may differ."""
+        if self.world.size == 1:
+            return
+        own = {name: each for name, each in metrics.items() if isinstance(each, Real)} if self.world.rank == 0 else {}
+        told = self.world.exchange(json.dumps(own, default=float).encode(), purpose="metrics of an evaluation")
+        if self.world.rank:
+            metrics.update(json.loads(bytes(told[0])))
+
+    def check_alike(self, own: torch.Tensor) -> None:
+        """Raise MismatchError, the same on all of them, where ranks along tp computed another tensor each."""
+        if self._copies is None:
+            return
+        values = own.detach().to("cpu", torch.float64).reshape(-1)
+        told = self._copies.exchange(values.numpy().tobytes(), purpose="what a loss gathers, along tp")
+        first, *others = (np.frombuffer(each) for each in told)
+        # Near: a small model that knows nothing has nearly the entropy of its part of the vocabulary everywhere.
+        if all(each.shape == first.shape and np.allclose(each, first, rtol=1e-5, equal_nan=True) for each in others):
+            return
+        raise MismatchError(
+            "ranks along tp have the same rows, and the loss gathers other values on each of them. Some module, or a "
+            "head whose weight the loss reads, has this rank's part where the whole is read. Leave lm_head whole, by "
+            "tensor.rules for the layers alone"
+        )
+
+    def texts(self, own: str, *, purpose: str) -> list[str]:
+        """A text of each data rank, in their order."""
+        if self._channel is None:
+            return [own]
+        return [bytes(each).decode() for each in self._channel.exchange(own.encode(), purpose=purpose)]
+
+    def tensors(self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False) -> list[torch.Tensor]:
+        """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype.
+
+        of_speakers: all ranks of the world take those of the speakers, which may differ from their own along pp and tp.
+        """
+        channel = self.world if of_speakers and self.world.size > self.count else self._channel
+        if channel is None:
+            return [] if own is None else [own]
+        back = channel.device if own is None else own.device
+        if channel is self.world and not self.is_speaker:
+            own = None
+        if isinstance(own, StageTensor):
+            # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
+            own = torch.tensor(own.detach().tolist(), dtype=own.dtype).reshape(own.shape)
+        told = [bytes(each) for each in channel.exchange(_described(own), purpose=purpose)]
+        shapes = [_shape_in(each) for each in told]
+        dtypes = {shape[0] for shape in shapes if shape is not None}
+        if len(dtypes) > 1:
+            raise BatchError(f"data ranks gather tensors of the dtypes {sorted(map(str, dtypes))}; give one dtype")
+        if not dtypes:
+            return []
+        (dtype,) = dtypes
+        sizes = [torch.Size(() if shape is None else shape[1]) for shape in shapes]
+        counts = [0 if shape is None else size.numel() for shape, size in zip(shapes, sizes, strict=True)]
+        device = channel.device
+        flat = torch.empty(0, dtype=dtype, device=device) if own is None else own.detach().to(device).reshape(-1)
+        whole = torch.empty(sum(counts), dtype=dtype, device=device)
+        # As bytes: transfers know fewer dtypes than models have.
+        width = dtype.itemsize
+        channel.all_gather(
+            whole.view(torch.uint8),
+            flat.contiguous().view(torch.uint8),
+            counts=[count * width for count in counts],
+            purpose=purpose,
+        ).wait()
+        parts = whole.split(counts)
+        return [
+            part.view(size).to(back)
+            for part, size, shape in zip(parts, sizes, shapes, strict=True)
+            if shape is not None
+        ]
+
+
+def _described(tensor: torch.Tensor | None) -> bytes:
+    return b"" if tensor is None else f"{str(tensor.dtype)[6:]}|{','.join(map(str, tensor.shape))}".encode()
+
+
+def _shape_in(text: bytes) -> tuple[torch.dtype, list[int]] | None:
+    if not text:
+        return None
+    dtype, _, sizes = text.decode().partition("|")
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise BatchError(f"a data rank gathers a tensor of an unknown dtype {dtype!r}")
+    return found, [int(size) for size in sizes.split(",") if size]
+
+
+_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def reduced(parts: Sequence[torch.Tensor], how: str) -> torch.Tensor:
+    """The tensors of ranks as one, element by element, in the order of ranks and in their dtype.
+
+    how: sum, mean, max or min. Bools are counted, in int64. A mean of whole numbers is of the default dtype. Raises
+    BatchError for other words and for tensors of unlike shapes.
+    """
+    if how not in _FOLDS:
+        raise BatchError(f"tensors of ranks are reduced by {how!r}; give one of {', '.join(_FOLDS)}")
+    if len(shapes := {tuple(each.shape) for each in parts}) > 1:
+        raise BatchError(
+            f"data ranks reduce tensors of the shapes {sorted(shapes)}, element by element; pad them to one shape first"
+        )
+    dtype = parts[0].dtype
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    if how in ("sum", "mean") and (dtype == torch.bool or (is_whole and how == "mean")):
+        parts = [each.long() for each in parts]
+    found = folded(_FOLDS[how], parts)
+    return found / len(parts) if how == "mean" else found.clone() if len(parts) == 1 else found
+
+
+def padded_to(tensor: torch.Tensor, size: int, *, dim: int, value: Any, first: bool = False) -> torch.Tensor:
+    """The tensor with `size` in `dim`, filled with `value` behind it, or before it."""
+    missing = size - tensor.shape[dim]
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    filling = tensor.new_full(shape, value)
+    return torch.cat([filling, tensor] if first else [tensor, filling], dim=dim)
