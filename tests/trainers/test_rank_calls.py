@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
 from shardwise.accelerate import Accelerator
@@ -181,7 +181,7 @@ def test_uneven_tensors_are_padded_and_gathered_over_data_ranks(adapter: str, pl
 @both
 @each_plan
 def test_inputs_are_split_between_data_ranks(adapter: str, plan: str) -> None:
-    given = {"texts": ["a", "b", "c", "d", "e"], "rows": torch.arange(5)}
+    given: dict[str, Any] = {"texts": ["a", "b", "c", "d", "e"], "rows": torch.arange(5)}
 
     def ask(accelerator: Any) -> Any:
         found = []
@@ -262,7 +262,7 @@ def test_files_trackers_and_lines_are_written_once(
     saves: list[int] = []
     logs: list[Any] = []
 
-    class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[misc,name-defined]
+    class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[misc]
         name, requires_logging_directory, main_process_only = "list", False, False
         tracker = None
 
@@ -299,9 +299,9 @@ def test_files_trackers_and_lines_are_written_once(
 @both
 def test_rows_that_a_loader_gave_twice_are_dropped(adapter: str) -> None:
     def ask(accelerator: Any) -> Any:
-        loader = accelerator.prepare_data_loader(DataLoader(list(range(7)), batch_size=2))
+        loader = accelerator.prepare_data_loader(DataLoader(TensorDataset(torch.arange(7)), batch_size=2))
         # Ranks see 2 + 2 rows, then 2 + 1: the loader of accelerate fills up what is missing.
-        found = [accelerator.gather_for_metrics(batch).tolist() for batch in loader]
+        found = [accelerator.gather_for_metrics(batch).tolist() for (batch,) in loader]
         return [each for one in found for each in one]
 
     for _, found in on_ranks(adapter, "dp 2 x tp 2", ask):

@@ -110,6 +110,7 @@ class RankCalls(Accelerator):
     """What accelerate's Accelerator asks of processes, over the data ranks."""
 
     ranks: DataRanks
+    state: Any
     is_alone = False
     """Whether what is gathered stays on its data rank."""
 
