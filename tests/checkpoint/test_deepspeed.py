@@ -71,7 +71,8 @@ def test_weights_masters_and_moments_have_all_their_bits(name: str) -> None:
     steps = {float(catalogue.read(each)) for each in catalogue.tensors if each.endswith("/step")}
     assert steps == {STEPS + made}
     assert (catalogue.step, catalogue.contents.format) == (STEPS, "deepspeed")
-    assert bool(catalogue.contents.notes) == (name == TP)
+    # Without ZeRO parameters have numbers, and the order of the model is a guess.
+    assert bool(catalogue.contents.notes) == (name == TP or name.startswith("z0"))
 
 
 @pytest.mark.parametrize("name", ["z0-fp32-1", "z2-bf16-4", "z3-bf16-3", "z1-bf16-4-pipe", "universal-z3-bf16-3"])

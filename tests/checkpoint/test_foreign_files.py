@@ -90,7 +90,9 @@ def test_single_files_have_the_bits_that_torch_loads(name: str) -> None:
             assert same_bytes(catalogue.read(f"optimizer/{parameter}/{key}"), tensor)
     rest = {each for each in catalogue.tensors if each not in model and not each.startswith("optimizer/")}
     assert rest == ({"extra/rng"} if "single" in name else set())
-    assert catalogue.contents.notes == ()
+    # FSDP has names in the file. Numbers are those of the optimizer, and the order of the model is a guess.
+    has_names = isinstance(next(iter(optimizer["state"])), str)
+    assert [("is a guess" in note) for note in catalogue.contents.notes] == [True] * (not has_names)
 
 
 def test_values_of_lightning_stay_values() -> None:
@@ -208,11 +210,11 @@ def test_names_that_a_file_says_go_before_numbers(tmp_path: Path) -> None:
         assert same_bytes(catalogue.read(f"optimizer/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
 
 
-@pytest.mark.parametrize("why", ["several ways", "do not fit", "a Python number"])
+@pytest.mark.parametrize("why", ["several ways", "do not fit", "neither a tensor nor a number"])
 def test_what_is_not_proven_keeps_its_number(tmp_path: Path, why: str) -> None:
     state: dict[str, torch.Tensor] = {"a": torch.ones(3), "b": torch.ones(3), "c": torch.ones(2)}
-    shapes = {"several ways": [3, 2], "do not fit": [2, 3], "a Python number": [3, 3, 2]}[why]
-    step: Any = 1 if why == "a Python number" else torch.tensor(1.0)
+    shapes = {"several ways": [3, 2], "do not fit": [2, 3], "neither a tensor nor a number": [3, 3, 2]}[why]
+    step: Any = b"1" if why == "neither a tensor nor a number" else torch.tensor(1.0)
     entries = {number: {"step": step, "exp_avg": torch.full((size,), number)} for number, size in enumerate(shapes)}
     optimizer = {"state": entries, "param_groups": [{"lr": 0.1, "params": list(entries)}]}
     torch.save({"model": state, "optimizer": optimizer}, tmp_path / "x.pt")

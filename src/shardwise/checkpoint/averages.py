@@ -72,6 +72,8 @@ class AverageReport:
     """Other files of the destination, or files that the save keeps."""
     missing: tuple[str, ...] = ()
     """Files without which `from_pretrained` does not load what was written."""
+    notes: tuple[str, ...] = ()
+    """What of the sources is not averaged, or is a guess: see `Contents.notes`."""
 
 
 def average(
@@ -157,6 +159,7 @@ def average(
         left_out=made.left_out,
         files=made.files,
         missing=made.missing,
+        notes=tuple(dict.fromkeys(note for each in conversions for note in each.contents.notes)),
     )
 
 

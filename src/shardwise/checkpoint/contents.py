@@ -134,6 +134,8 @@ class Contents:
     """The layout that wrote it, in words."""
     notes: tuple[str, ...] = ()
     """What of the files is not in these contents, or not under a name of the model, in words."""
+    left_state: str = ""
+    """Why state of optimizers that the files have is not in these contents, or not all of it; "" where it is."""
     manifest: str = ""
     """Name in the store of the file whose removal removes the save; "" where other formats have none."""
 

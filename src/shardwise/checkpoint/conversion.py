@@ -102,7 +102,8 @@ class ConvertReport:
     dropped: tuple[str, ...] = ()
     """Tensors of the source that the rewrite drops (`a -> _`)."""
     notes: tuple[str, ...] = ()
-    """What may be wrong with the rewrite though all fits, such as how many experts a star stands for; see `Checked`."""
+    """What of the source is not written, or is a guess: see `Contents.notes`. And what may be wrong with the rewrite,
+    though all fits, such as how many experts a star stands for."""
     from_masters: tuple[str, ...] = ()
     """Masters that were written, in the place of working copies of lower precision (`dtype`)."""
     cast: tuple[str, ...] = ()
@@ -498,7 +499,7 @@ class Conversion:
             left_out=left_out,
             num_masters=sum(model_name_of_master(name) in used for name in left_out),
             dropped=() if outputs.view is None else tuple(sorted(outputs.view.checked.dropped)),
-            notes=() if outputs.view is None else outputs.view.checked.notes,
+            notes=(*self.contents.notes, *(() if outputs.view is None else outputs.view.checked.notes)),
             from_masters=self.masters,
             cast=self.cast,
             uncast=self.uncast,

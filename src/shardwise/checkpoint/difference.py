@@ -87,6 +87,8 @@ class Difference:
     """Of them, those whose data need not be read, because all pieces and all checksums agree."""
     equal_bytes: int
     """Bytes of the equal tensors."""
+    notes: tuple[str, ...] = ()
+    """What of A or B was not compared, or has a guessed name: see `Contents.notes`."""
 
     @property
     def equal(self) -> bool:
@@ -109,6 +111,7 @@ class Difference:
             "tensors": rows,
             "extra_compared": self.extra_compared,
             "extra": [{"place": each.place, "a": each.a, "b": each.b} for each in self.extra],
+            "notes": list(self.notes),
         }
 
 
@@ -173,6 +176,7 @@ def _difference(
         num_equal=len(equal),
         num_equal_by_checksum=by_checksum,
         equal_bytes=sum(pair.a.num_bytes for pair in equal),
+        notes=tuple(f"{side}: {note}" for side, each in zip("AB", contents, strict=True) for note in each.notes),
     )
 
 
@@ -362,7 +366,8 @@ def _table(difference: Difference) -> str:
     if difference.extra:
         rows = [(printable(each.place), _short(each.a), _short(each.b)) for each in difference.extra]
         lines += ["", *_aligned([("beside the tensors", "A", "B"), *rows])]
-    return "\n".join([*lines, "", _closing(difference)])
+    notes = [f"note: {printable(each)}" for each in difference.notes]
+    return "\n".join([*lines, "", _closing(difference), *notes])
 
 
 def _size(num_bytes: float) -> str:

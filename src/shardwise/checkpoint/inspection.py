@@ -174,7 +174,8 @@ class VerifyReport:
     findings: tuple[str, ...]
     """Everything that is wrong with the save; empty when nothing is."""
     notes: tuple[str, ...]
-    """What is in the folder and no part of a save: torn saves, files of attempts that were interrupted."""
+    """What of the files is in no tensor, or under a guessed name: see `Contents.notes`. And what is in the folder and
+    no part of a save: torn saves, files of attempts that were interrupted."""
 
     @property
     def good(self) -> bool:
@@ -194,7 +195,7 @@ def verify(
     """
     store = store_of(path)
     report = with_contents(store, step, lambda contents: _verified(store, contents, progress))
-    return replace(report, notes=tuple(_notes(store)))
+    return _with_notes(report, store)
 
 
 def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_bytes: None) -> list[VerifyReport]:
@@ -221,7 +222,11 @@ def verify_all(path: Address, *, progress: Callable[[int], None] = lambda num_by
                 reports.append(_unreadable(f"{store.location}/{folder_of(number)}".rstrip("/"), error))
     if not reports:  # all were removed meanwhile: a saver that keeps the newest only
         return [verify(path, progress=progress)]
-    return [*reports[:-1], replace(reports[-1], notes=tuple(_notes(store)))]
+    return [*reports[:-1], _with_notes(reports[-1], store)]
+
+
+def _with_notes(report: VerifyReport, store: Store) -> VerifyReport:
+    return replace(report, notes=(*report.notes, *_notes(store)))
 
 
 def _unreadable(location: str, error: CheckpointError) -> VerifyReport:
@@ -231,7 +236,7 @@ def _unreadable(location: str, error: CheckpointError) -> VerifyReport:
 
 
 def _verified(store: Store, contents: Contents, progress: Callable[[int], None]) -> VerifyReport:
-    """The report on one save, without notes. Raises CheckpointError when it was removed meanwhile."""
+    """The report on one save, without notes on its folder. Raises CheckpointError when it was removed meanwhile."""
     stored = [piece for tensor in contents.tensors.values() for piece in tensor.pieces]
     # Files that are missing or truncated are one finding each, not one for every block in them.
     sound, findings = _sound_files(store, contents)
@@ -270,7 +275,7 @@ def _verified(store: Store, contents: Contents, progress: Callable[[int], None])
         unverified_bytes=num_bytes[False],
         unverified_files=tuple(sorted(unverified)),
         findings=tuple(findings),
-        notes=(),
+        notes=contents.notes,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from shardwise.checkpoint.contents import Contents, StoredPiece, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
 from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match
+from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadTraffic, read_exactly, read_in_rounds
 from shardwise.checkpoint.reading import check_file
@@ -25,6 +26,7 @@ from shardwise.checkpoint.sources import ATTEMPTS, Source, agree_on_source, was_
 from shardwise.checkpoint.state_pieces import Held, check_targets, gather_findings, hold
 from shardwise.checkpoint.states import (
     CURSOR_KEY,
+    Numbering,
     Restorable,
     Restoration,
     SomeData,
@@ -379,7 +381,12 @@ def _settle(
     channel: Channel, state: State, contents: Contents, view: RewriteView | None, options: _Options
 ) -> tuple[_LoadTarget, list[list[Piece]], Match]:
     """What every rank wants, without what is missing, and where it comes from; raises the same error on all ranks."""
-    contents = contents if view is None else view.contents
+    contents, notes = (contents if view is None else view.contents), contents.notes
+    ordered = OrderedState(contents=contents, notes=notes)
+    if isinstance(state, Numbering) and not options.weights_alone and is_unsettled(contents):
+        with agreed(channel, purpose="order of the target's optimizers"):
+            ordered = as_numbered(contents, state.numbering(), notes)
+    contents = ordered.contents
     with Gathering("pieces, ties and findings of the target").agreed(channel) as gathered:
         target = _target(state, contents)
         check_targets(target.held)
@@ -405,6 +412,7 @@ def _settle(
     if view is not None and isinstance(state, Restorable):
         unfit |= dict.fromkeys(view.findings)
     findings = list(found.misfits)
+    found.notes[:0] = ordered.notes
     if not options.cast:
         findings += [
             f"{each}; allow it with cast=True, or keep the saved dtypes (precision.master)" for each in found.casts
@@ -413,18 +421,21 @@ def _settle(
         found.unexpected.extend(apart(name, twin, "lie apart") for name, twin in found.twins)
         found.twins.clear()
     else:
-        findings += [*found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
+        findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
-        notes = [] if view is None else [f"note: {each}" for each in view.checked.notes]
-        raise CheckpointError(*findings, *notes, about=f"{contents.location} does not fit the target")
+        remarks = [] if view is None else [f"note: {each}" for each in view.checked.notes]
+        raise CheckpointError(*findings, *remarks, about=f"{contents.location} does not fit the target")
     # Let pass (`strict=False`), these are in the report.
-    found.unexpected.extend(unfit)
+    found.unexpected.extend([*ordered.findings, *unfit])
     lacking = {kind.name for kind in kinds if kind not in found.source}
     kept = sorted({model_name_of_master(name) or name for name in lacking} - {n for n in lacking if is_state_name(n)})
     if kept and isinstance(state, Restorable):
         # Found out only now. A state that keeps some of its values has to know it, for its next save says where values
         # come from; to prepare it once more changes nothing.
         target = _target(state, replace(contents, settings={**contents.settings, KEPT: kept}))
+    # From here on under the names under which they are stored.
+    found.source.update({kind: ordered.given.get(name, name) for kind, name in found.source.items()})
+    found.twins[:] = [(ordered.given.get(one, one), ordered.given.get(two, two)) for one, two in found.twins]
     present = [[piece for piece in pieces if WantedTensor.of(piece) in found.source] for pieces in wanted]
     return target, [[piece for piece in pieces if piece.num_elements] for pieces in present], found
 

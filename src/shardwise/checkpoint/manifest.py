@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES, MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
+from shardwise.checkpoint.numbered_state import notes_of
 from shardwise.errors import CheckpointError, PlanError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
@@ -244,6 +245,7 @@ def contents_of(head: Head, tables: Sequence[bytes], *, folder: str, location: s
         extra=head.extra,
         step=head.step,
         layout=head.layout,
+        notes=notes_of(head.settings),
         manifest=folder + MANIFEST,
     )
 

@@ -21,6 +21,8 @@ from shardwise.plan.saved_settings import (
     BEFORE,
     DEGREES,
     LOADED_BY,
+    NUMBERED,
+    ORDER_LOST,
     REWRITE,
     origin_of,
     stored_optimizers,
@@ -48,6 +50,8 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
     if checked.added:
         renamed[ADDED] = sorted(checked.added)
     renamed |= _record_of(checked, origin_of(settings).get(LOADED_BY))
+    if NUMBERED in settings:
+        renamed[NUMBERED] = [_renumbered(each, checked) for each in settings[NUMBERED]]
     if not stored_optimizers(settings):
         return renamed, []
     groups = _OptimizerGroups(settings["optimizers"], checked.aliases)
@@ -70,6 +74,28 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
         for groups_of in (optimizer["groups"],)
     ]
     return renamed, findings
+
+
+def _renumbered(optimizer: Mapping[str, Any], checked: Checked) -> dict[str, Any]:
+    """A numbered optimizer whose guessed names are of outputs; numbers stay what they are."""
+    made: dict[str, list[str]] = {}
+    joined = set()
+    for name in checked.outputs:
+        for each in () if is_state_name(name) else checked.sources_of(name):
+            made.setdefault(each, []).append(name)
+            if len(checked.sources_of(name)) > 1:
+                joined.add(each)
+    names = [name for group in optimizer["groups"] for name in group["parameters"]]
+    # One output of each, made of nothing else: torch would count them as it counts these.
+    is_lost = any(each in joined or len(made.get(each, [each])) > 1 for each in names)
+    groups = [
+        {
+            **group,
+            "parameters": list(dict.fromkeys(new for name in group["parameters"] for new in made.get(name, [name]))),
+        }
+        for group in optimizer["groups"]
+    ]
+    return {**optimizer, "groups": groups, **({ORDER_LOST: True} if is_lost else {})}
 
 
 def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]]) -> dict[str, Any]:

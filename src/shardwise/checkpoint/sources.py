@@ -165,6 +165,7 @@ def _pack(contents: Contents) -> bytes:
         "step": contents.step,
         "layout": contents.layout,
         "notes": list(contents.notes),
+        "left_state": contents.left_state,
         "manifest": contents.manifest,
         "tables": [table.decode() for table in tables],
     }

@@ -6,6 +6,7 @@ A state says which pieces this rank has, as views of live tensors: asking copies
     Stateful           .state()                            also an object of the user's own
     Ordered            .state() .names()                   the order of the model, for files made of its tensors
     Restorable         .state() .settings() .restore()     engines and `TorchState`: a load may need more than copies
+    Numbering          .numbering()                        the same, for state whose parameters have numbers
     Positioned         .cursor() .check() .resume()        no state: `sw.Data`, whose position goes along
 """
 
@@ -16,10 +17,12 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 
 from shardwise.errors import CheckpointError, DataError
+from shardwise.plan.optimizer_entries import NumberedParameter
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
 __all__ = [
+    "Numbering",
     "Ordered",
     "Positioned",
     "Restorable",
@@ -76,6 +79,14 @@ class Restorable(Stateful, Protocol):
 
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, object]) -> Restoration:
         """Prepare to take over `stored` (every tensor as one piece) and `settings`, without changing anything."""
+
+
+@runtime_checkable
+class Numbering(Protocol):
+    """A Restorable that knows how torch counts the parameters of its optimizers."""
+
+    def numbering(self) -> Sequence[Sequence[Sequence[NumberedParameter]]]:
+        """For each optimizer and each of its groups: all its parameters in the order in which it got them."""
 
 
 @runtime_checkable

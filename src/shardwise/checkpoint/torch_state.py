@@ -25,7 +25,9 @@ from shardwise.plan.names import named_by_wrappers, state_name
 from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
+    NumberedParameter,
     OptimizerEntry,
+    has_own_form,
     has_updated,
     names_without_elements,
     plan_optimizers,
@@ -91,6 +93,19 @@ class TorchState:
     def names(self) -> list[str]:
         """Names of the model's parameters and buffers in its own order, ties under each of their names."""
         return list(_Tensors.of(self._model).names)
+
+    def numbering(self) -> list[list[list[NumberedParameter]]]:
+        """For each optimizer and each of its groups: all its parameters in the order in which torch counts them."""
+        return [
+            [
+                [
+                    NumberedParameter(name=each.name_of[held], shape=tuple(held.shape), trained=held.requires_grad)
+                    for held in dict.fromkeys(group["params"])
+                ]
+                for group in each.optimizer.param_groups
+            ]
+            for each in _trained(_Tensors.of(self._model), self._optimizers)
+        ]
 
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, object]) -> "TorchRestoration":
         """Prepare to take over a checkpoint, without changing anything; `load` calls it and does the rest.
@@ -160,6 +175,21 @@ class TorchRestoration:
                 each.optimizer.state.pop(parameter, None)
                 if state := self._plan.state_of(name, self._taken[name]):
                     each.optimizer.state[parameter] = state
+            if self._plan.is_of_a_file:
+                _take_in(each.optimizer)
+
+
+def _take_in(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make what it keeps of the state in it, which is as in a file; `load_state_dict` does so."""
+    if not has_own_form(optimizer):
+        # torch before 1.12 had `step` as a number, which today's Adam refuses in its step.
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+        return
+    groups = optimizer.param_groups
+    number_of = {each: number for number, each in enumerate(each for group in groups for each in group["params"])}
+    state = {number_of[each]: held for each, held in optimizer.state.items() if each in number_of}
+    numbered = [{**group, "params": [number_of[each] for each in group["params"]]} for group in groups]
+    optimizer.load_state_dict({"state": state, "param_groups": numbered})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

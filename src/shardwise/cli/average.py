@@ -111,4 +111,5 @@ def _closing(report: "AverageReport") -> str:
         f"{plural(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: {report.num_averaged} averaged in "
         f"{report.accumulate}, {report.num_equal} equal in all; {how}"
     )
+    lines += [f"note: {printable(each)}" for each in report.notes]
     return "\n".join(lines)

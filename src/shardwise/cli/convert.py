@@ -233,6 +233,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
 
 
 def _closing(report: "ConvertReport", seconds: float) -> str:
+    from shardwise.checkpoint.contents import printable
     from shardwise.train.quantities import size
 
     lines = [f"{report.source} ({report.source_format}) -> {report.destination}"]
@@ -268,7 +269,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
     )
     if report.certificate is not None:
         lines.append(str(report.certificate))
-    lines += [f"note: {each}" for each in report.notes]
+    lines += [f"note: {printable(each)}" for each in report.notes]
     return "\n".join(lines)
 
 

@@ -74,6 +74,7 @@ from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
 from shardwise.plan import Footprint, Plan, Traffic
+from shardwise.plan.optimizer_entries import NumberedParameter
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
 
@@ -585,6 +586,21 @@ class Engine(Generic[Model_co]):
     def names(self) -> list[str]:
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
         return names_of_state(self.model)
+
+    def numbering(self) -> list[list[list[NumberedParameter]]]:
+        """For each optimizer and each of its groups: all its parameters in the order in which torch counts them."""
+        shapes = {spec.name: spec.global_shape for spec in self._names.specs}
+        trained = {name for known in self._known_optimizers for names in known.parameters for name in names}
+        return [
+            [
+                [
+                    NumberedParameter(name=name, shape=shapes[name], trained=name in trained)
+                    for name in dict.fromkeys(names)
+                ]
+                for names in known.given
+            ]
+            for known in self._known_optimizers
+        ]
 
     def restore(
         self, stored: Mapping[str, Piece], settings: Mapping[str, object], *, doing: str = "sw.load or sw.stream"

@@ -45,6 +45,7 @@ from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
+    has_own_form,
     has_updated,
     names_without_elements,
     plan_optimizers,
@@ -238,7 +239,16 @@ class EngineRestoration:
             stored=stored,
             settings=settings,
         )
-        self.findings: Sequence[str] = self._plan.findings
+        own = [type(known.optimizer).__name__ for known in optimizers if has_own_form(known.optimizer)]
+        self.findings: Sequence[str] = (
+            *self._plan.findings,
+            *(
+                f"{each} has a load_state_dict of its own for the state in this file, and an engine cannot call it for "
+                "its parts. Load it into sw.checkpoint.TorchState(model, optimizer), save that, and load the save here"
+                for each in own
+                if self._plan.is_of_a_file
+            ),
+        )
         """What of the stored settings does not fit."""
         # Working copies that have a master are not read: [3] casts them, and the two cannot disagree.
         cast = buffers.cast_from_masters()
@@ -284,6 +294,11 @@ class EngineRestoration:
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
                     own = with_shells(known.optimizer, dict(settings_of), owned.parameter.detach(), state)
                     known.optimizer.state[owned.parameter] = own
+            for known in self._optimizers if self._plan.is_of_a_file else ():
+                # As `load_state_dict` does: torch before 1.12 had `step` as a number, which today's Adam refuses.
+                known.optimizer.__setstate__(
+                    {"state": known.optimizer.state, "param_groups": known.optimizer.param_groups}
+                )
             if self._averages is not None:
                 self._averages.restore(self._num_averaged, self._begun)
             # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.

@@ -5,27 +5,26 @@ engine         groups: q, k, v, o ...        so number 3 is o, as in load_state_
 ->             optimizer/o/exp_avg
 """
 
-import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign.optimizer_states import NumberedOptimizer, is_optimizer
+from shardwise.checkpoint.foreign.optimizer_states import is_optimizer
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import read_file
 from shardwise.checkpoint.loading import load_seen
 from shardwise.checkpoint.local import LocalStore
+from shardwise.checkpoint.numbered_state import as_numbered
 from shardwise.checkpoint.stores import OpenFile, about
 from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
 from shardwise.errors import CheckpointError
-from shardwise.hf.checkpoint_folders import OPTIMIZER, SAVE, SCALER
+from shardwise.hf.checkpoint_folders import OPTIMIZER, SAVE
 from shardwise.hf.weight_places import placed, weight_places
-from shardwise.plan.names import holds_weights, is_state_name, split_state_name, state_name
+from shardwise.plan.names import holds_weights, is_state_name
+from shardwise.plan.optimizer_entries import has_own_form
 
 _MODELS = (
     "model.safetensors",
@@ -64,76 +63,35 @@ def _is_whole(engine: Engine[nn.Module]) -> bool:
 def load_plain(engine: Engine[nn.Module], folder: Path) -> bool:
     """Take over weights, optimizer state and the scale of losses of a checkpoint of the plain Trainer.
 
-    Returns False, and does nothing, where the file has state that is no tensor. All ranks call this together. Raises
-    CheckpointError for what does not fit.
+    Returns False, and does nothing, where only the optimizer itself can read its file. All ranks call this together.
+    Raises CheckpointError for what does not fit.
     """
-    optimizers = engine.hand_over(doing="resuming").optimizers
-    given = [names for known in optimizers for names in known.given]
-    trained = {name for known in optimizers for names in known.parameters for name in names}
-    with agreed(engine.channel, purpose="names in optimizer.pt") as agreement:
-        if engine.channel.rank == 0:
-            found = _NamedState.read(folder, given, trained)
-            agreement.value = json.dumps(None if found is None else [found.names, found.settings]).encode()
-    said = json.loads(agreement.values[0])
-    if said is None:
+    with agreed(engine.channel, purpose="form of optimizer.pt", only=0) as agreement:
+        if engine.channel.rank == 0 and not any(map(has_own_form, engine.optimizers)) and _is_plain(folder):
+            agreement.value = b"1"
+    if not agreement.values[0]:
         return False
-    state = _NamedState(dict(said[0]), said[1])
     places = weight_places(engine, folder)
-    load_seen(lambda found: placed(state.in_contents(found), places), folder, engine, strict=_is_whole(engine))
+
+    def in_order(found: Contents) -> Contents:
+        ordered = as_numbered(found, engine.numbering(), found.notes)
+        if ordered.findings:  # on all ranks; also where `strict` lets weights be missing
+            raise CheckpointError(*ordered.findings, about=f"{folder / OPTIMIZER} does not fit the optimizer")
+        return placed(ordered.contents, places)
+
+    load_seen(in_order, folder, engine, strict=_is_whole(engine))
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _NamedState:
-    """What optimizer.pt has for which parameter, by the order of the groups."""
-
-    names: dict[str, str]
-    """Numbers, as texts, and names."""
-    settings: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: Path, given: Sequence[Sequence[str]], trained: Collection[str]) -> "_NamedState | None":
-        value = _value_of(folder, OPTIMIZER)
-        if not is_optimizer(value):
-            raise CheckpointError(f"{folder / OPTIMIZER} has no state of an optimizer; resume from another checkpoint")
-        optimizer = NumberedOptimizer.of(value)
-        states = [each for state in optimizer.state.values() for each in state.values()]
-        settings = [each for group in optimizer.groups for each in group.values()]
-        if not all(isinstance(each, TensorPlace | None) for each in states) or any(
-            isinstance(each, TensorPlace) for each in settings
-        ):
-            return None
-        if [len(numbers) for numbers in optimizer.numbers()] != [len(names) for names in given]:
-            raise CheckpointError(
-                f"{folder / OPTIMIZER} has groups of {[len(each) for each in optimizer.numbers()]} parameters, and the "
-                f"optimizer of this run {[len(each) for each in given]}; train the same parameters in the same groups"
-            )
-        for numbers, names in zip(optimizer.numbers(), given, strict=True):
-            optimizer.names |= dict(zip(numbers, names, strict=True))
-        of_optimizer = optimizer.settings()
-        for group, numbers in zip(of_optimizer["groups"], optimizer.numbers(), strict=True):
-            # A parameter without state is no frozen one: it had no gradient yet.
-            group["parameters"] = [
-                optimizer.names[each] for each in numbers if each in optimizer.state or optimizer.names[each] in trained
-            ]
-        found: dict[str, Any] = {"optimizers": [of_optimizer]}
-        scaler = _value_of(folder, SCALER) if (folder / SCALER).is_file() else {}
-        match [scaler.get(key) for key in ("scale", "_growth_tracker")] if isinstance(scaler, dict) else []:
-            case [float(scale), int(in_a_row)]:
-                found["loss_scale"] = {"scale": scale, "in_a_row": in_a_row}
-        return cls({str(number): name for number, name in optimizer.names.items()}, found)
-
-    def in_contents(self, contents: Contents) -> Contents:
-        """The contents with names for numbers."""
-        tensors = {}
-        for name, tensor in contents.tensors.items():
-            number, key = split_state_name(name) or ("", "")
-            new = state_name(self.names[number], key) if number in self.names else name
-            pieces = tuple(replace(each, piece=replace(each.piece, name=new)) for each in tensor.pieces)
-            tensors[new] = replace(tensor, name=new, pieces=pieces)
-        return replace(contents, tensors=tensors, settings={"ties": dict(contents.aliases), **self.settings})
-
-
-def _value_of(folder: Path, name: str) -> Any:
+def _is_plain(folder: Path) -> bool:
+    """Whether optimizer.pt has tensors and numbers in its state, and no tensors in its groups."""
+    name = OPTIMIZER
     with OpenFile(LocalStore(folder), name) as opened, about(opened.place):
-        return read_file(opened.read, opened.size)
+        value = read_file(opened.read, opened.size)
+    if not is_optimizer(value):
+        raise CheckpointError(f"{folder / name} has no state of an optimizer; resume from another checkpoint")
+    held = [each for state in value["state"].values() for each in state.values()]
+    settings = [each for group in value["param_groups"] for each in group.values()]
+    return all(isinstance(each, TensorPlace | int | float | None) for each in held) and not any(
+        isinstance(each, TensorPlace) for each in settings
+    )

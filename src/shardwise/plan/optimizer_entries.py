@@ -9,7 +9,7 @@ under AdamW:
     optimizer/w/ratio     float32 (4,)      not along (its shape is not w's); its dtype was not w's: stays float32
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,12 @@ def has_updated(state: Mapping[str, Any]) -> bool:
     return any(type(each) not in (bool, str) for each in state.values()) and (step is None or bool(step != 0))
 
 
+def has_own_form(optimizer: object) -> bool:
+    """Whether the class of an optimizer reads files in its own way, as those of bitsandbytes do."""
+    owner = next(each for each in type(optimizer).__mro__ if "load_state_dict" in vars(each))
+    return owner.__module__ != "torch.optim.optimizer"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveParameter:
     """A parameter that an optimizer trains here."""
@@ -107,6 +113,27 @@ class LiveParameter:
     """Whether it was updated already: whether its optimizer has state that would be lost."""
     whole_keys: frozenset[str] = NEVER_ALONG
     """Keys of state that is not cut along with the parameter, whatever its shape."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberedParameter:
+    """A parameter at its place in a group of a live optimizer, where torch counts it."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    """False: it is frozen at present."""
+
+
+def can_be_of(state: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this shape can have state of these shapes."""
+    # Factored state (Adafactor) has the sizes of some dims, and no more elements than the parameter.
+    return shape in state or all(
+        each == tuple(1 if size == 1 else full for size, full in zip(each, shape, strict=True))
+        if len(each) == len(shape)
+        else len(each) < len(shape) and {*each} <= {*shape, 1}
+        for each in state
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +168,11 @@ class OptimizerRestoration:
     def replaces_state_of(self, name: str) -> bool:
         """Whether its entries are all the state that a live parameter has afterwards; else its state stays as it is."""
         return self.replaces_state and name not in self.over.added
+
+    @property
+    def is_of_a_file(self) -> bool:
+        """Whether some state has the form of `state_dict()`, which a few optimizers turn into another one."""
+        return any(not self.over.source[name][1].kind for name in self.entries if name in self.over.source)
 
     def state_of(self, name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a live parameter, from the tensors of its entries; Python values as such, None where it was."""

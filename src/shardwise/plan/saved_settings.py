@@ -51,7 +51,15 @@ SEVERAL = "several"
 KEPT = "kept"
 """Under this key settings name parameters that a load leaves as they are. No save has it, see `ADDED`."""
 
-OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers"})
+NUMBERED = "numbered"
+"""Under this key settings have optimizers of other programs that number their parameters, and nothing proves which they
+are: as under "optimizers", of all numbers, under the names of their state, and a note that says so in words."""
+
+ORDER_LOST, LISTED, GUESSED = "order_lost", "listed", "guessed"
+"""Under these keys such an optimizer says that a rewrite has joined or cut its parameters, that it is one of a list,
+and that its names are those of parameters in the order of the model."""
+
+OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers", NUMBERED})
 """Keys of what a run goes on with; the other settings are of its model and its plan."""
 
 _GENERATION = "generation_config.json"

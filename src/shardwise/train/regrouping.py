@@ -8,7 +8,7 @@ not compared, and moments go by name. A parameter that is frozen now leaves its 
 on begins without.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from shardwise.checkpoint.states import Restoration
 from shardwise.engine import Engine
 from shardwise.plan.names import is_state_name, named_by_wrappers, split_state_name
+from shardwise.plan.optimizer_entries import NumberedParameter
 from shardwise.plan.saved_settings import ADDED, stored_names, stored_ties, take_over
 from shardwise.space import Piece
 from shardwise.train.run_state import Settings
@@ -39,6 +40,10 @@ class RegroupedEngine:
     def settings(self) -> Mapping[str, object]:
         """See `Restorable`."""
         return self._engine.settings()
+
+    def numbering(self) -> Sequence[Sequence[Sequence[NumberedParameter]]]:
+        """See `Numbering`."""
+        return self._engine.numbering()
 
     def restore(self, stored: Mapping[str, Piece], settings: Mapping[str, Any]) -> Restoration:
         """See `Restorable`."""

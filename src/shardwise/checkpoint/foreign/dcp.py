@@ -260,6 +260,7 @@ def read_contents(store: Store) -> Contents:
     return replace(
         contents,
         tensors=named.tensors,
+        file_sizes={**contents.file_sizes, **named.value_sizes},
         aliases=named.aliases,
         settings=named.settings,
         extra={**contents.extra, "objects": packed(named.values, "its values")} if named.values else contents.extra,

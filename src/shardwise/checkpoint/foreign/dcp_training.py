@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.foreign.state_dicts import find_state
+from shardwise.checkpoint.foreign.optimizer_states import numbered_settings
+from shardwise.checkpoint.foreign.state_dicts import find_state, stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
+from shardwise.checkpoint.stores import is_value
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import beside_name
 
@@ -41,6 +43,8 @@ class TrainingNames:
     values: Mapping[str, Any]
     """All else, nested as it was saved."""
     notes: tuple[str, ...]
+    value_sizes: Mapping[str, int]
+    """See `FoundState.value_sizes`."""
 
 
 def training_names(
@@ -79,17 +83,23 @@ def training_names(
     # Weights alone have names of a model where all are in one dict, which is not the outermost.
     dicts = {paths.get(name, (name,))[:-1] for name in places}
     is_model = bool(found.optimizers) or (len(dicts) == 1 and dicts != {()})
-    if not is_model or any(each.reason for *_, each in found.optimizers):
+    if not is_model or not all(each.names and each.is_whole for *_, each in found.optimizers):
         return None
     stored = list(tensors.values())
     # Groups that are names alone say nothing of how they are updated.
     named = [
         each.settings() for *_, each in found.optimizers if any(group.keys() != {"params"} for group in each.groups)
     ]
+    numbered = numbered_settings((path, each) for path, _, each in found.optimizers)
     return TrainingNames(
-        tensors={name: stored[place.start].renamed(name) for name, (_, place) in found.tensors.items()} | beside,
+        tensors={
+            name: stored_tensor(name, file, place) if is_value(file) else stored[place.start].renamed(name)
+            for name, (file, place) in found.tensors.items()
+        }
+        | beside,
+        value_sizes=found.value_sizes,
         aliases=found.aliases,
-        settings={"ties": dict(found.aliases), "optimizers": named} if named else {},
+        settings={"ties": dict(found.aliases), "optimizers": named, **numbered} if named else {},
         values=found.values,
         notes=tuple(found.notes),
     )

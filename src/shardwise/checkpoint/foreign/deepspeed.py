@@ -23,7 +23,7 @@ from shardwise.checkpoint.foreign.deepspeed_found import FoundTensors, shapes_of
 from shardwise.checkpoint.foreign.deepspeed_settings import loss_scale_of
 from shardwise.checkpoint.foreign.deepspeed_universal import add_universal, is_universal, number_at
 from shardwise.checkpoint.foreign.optimizer_states import NumberedOptimizer, Parameters, is_optimizer, named_parameters
-from shardwise.checkpoint.foreign.state_dicts import plain_values, stored_tensor
+from shardwise.checkpoint.foreign.state_dicts import place_of_number, plain_values, stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import UnknownObject, ints, read_file
 from shardwise.checkpoint.manifest import packed
@@ -102,6 +102,7 @@ def read_contents(store: Store) -> Contents:
             step=step if type(step) is int else None,
             layout=files.layout,
             notes=tuple(found.notes),
+            left_state=found.left_state,
         )
 
 
@@ -542,7 +543,7 @@ def _add_whole_optimizer(found: FoundTensors, files: _SavedFiles, file: str, mod
         found.loss_scale = loss_scale_of(saved)
         saved = saved.get("optimizer_state_dict") if masters else None
     if not is_optimizer(saved):
-        found.notes.append("the optimizer is left out: its state is flat, and no file says in which order")
+        found.leave_state("its state is flat, and no file says in which order")
         return
     buffers = _buffers(model)
     weights = {
@@ -551,11 +552,15 @@ def _add_whole_optimizer(found: FoundTensors, files: _SavedFiles, file: str, mod
     optimizer = NumberedOptimizer.of(saved)
     named_parameters([optimizer], Parameters.of(weights, ordered=True))
     if not optimizer.names:
-        found.notes.append(f"the optimizer is left out: {optimizer.reason}")
+        found.leave_state(optimizer.reason)
         return
     for number, name in optimizer.names.items():
         if isinstance(number, int) and number < len(masters) and isinstance(place := masters[number], TensorPlace):
             found.add(stored_tensor(state_name(name, MASTER), file, place))
-    for number, key, place in optimizer.entries():
-        found.add(stored_tensor(state_name(optimizer.names[number], key), file, place))
+    for number, key, value in optimizer.entries():
+        place, held = (value, file) if isinstance(value, TensorPlace) else place_of_number(value, found.value_sizes)
+        found.add(stored_tensor(state_name(optimizer.names[number], key), held, place))
+    if optimizer.reason:
+        found.notes.append(optimizer.note(""))
+        found.numbered.append(optimizer.record(""))
     found.add_groups(optimizer.groups, [[optimizer.names[each] for each in held] for held in optimizer.numbers()])

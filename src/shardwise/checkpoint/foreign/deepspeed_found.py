@@ -11,6 +11,7 @@ from shardwise.checkpoint.foreign.deepspeed_settings import optimizer_settings
 from shardwise.checkpoint.stores import value_name
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import split_state_name, state_name
+from shardwise.plan.saved_settings import NUMBERED
 from shardwise.space import Piece
 
 __all__ = ["FoundTensors", "shapes_of", "vectors_of"]
@@ -30,10 +31,19 @@ class FoundTensors:
     """The parameters of each group."""
     loss_scale: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    numbered: list[dict[str, Any]] = field(default_factory=list)
+    """See `saved_settings.NUMBERED`; of each file."""
+    left_state: str = ""
+    """See `Contents.left_state`."""
 
     def add(self, tensor: StoredTensor) -> None:
         """Add a tensor, unless another pipeline stage had it."""
         self.tensors.setdefault(tensor.name, tensor)
+
+    def leave_state(self, why: str) -> None:
+        """Note that the files have state of an optimizer, and these contents do not."""
+        self.left_state = f"the optimizer is left out: {why}"
+        self.notes.append(self.left_state)
 
     def add_step(self, parameter: str, value: float) -> None:
         """Add the number of updates of a parameter, as torch's optimizers count it."""
@@ -63,6 +73,8 @@ class FoundTensors:
         self.value_sizes |= shard.value_sizes
         self.add_groups(shard.groups, [[prefix + name for name in names] for names in shard.trained])
         self.loss_scale = shard.loss_scale
+        self.numbered += shard.numbered
+        self.left_state = self.left_state or shard.left_state
         self.notes += [note for note in shard.notes if note not in self.notes]
 
     def ties(self) -> dict[str, str]:
@@ -76,7 +88,9 @@ class FoundTensors:
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Contents.settings`."""
         named = [optimizer_settings(self.groups, self.trained, config)] if self.groups else []
-        return {"ties": self.ties(), "optimizers": named, **self.loss_scale}
+        # Files of several stages number their own parameters, which is no order that a target could share.
+        numbered = {NUMBERED: self.numbered} if len(self.numbered) == 1 else {}
+        return {"ties": self.ties(), "optimizers": named, **numbered, **self.loss_scale}
 
 
 def _prefixed(name: str, prefix: str) -> str:

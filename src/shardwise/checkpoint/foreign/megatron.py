@@ -88,8 +88,8 @@ def read_contents(store: Store) -> Contents:
             if name not in again
         )
         if in_buckets:
-            found.notes.append(
-                "the optimizer is left out: it is in flat buckets that do not name their parameters (dp_reshardable). "
+            found.leave_state(
+                "it is in flat buckets that do not name their parameters (dp_reshardable). "
                 "Load the save with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
             )
         _tidy_masters(found.tensors)
@@ -112,6 +112,7 @@ def read_contents(store: Store) -> Contents:
             step=iteration if type(iteration) is int else None,
             layout=_layout(arguments),
             notes=tuple(found.notes),
+            left_state=found.left_state,
         )
 
 

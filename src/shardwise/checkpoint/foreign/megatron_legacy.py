@@ -110,11 +110,13 @@ def read_contents(store: Store, folder: str) -> Contents:
         if first.arguments.get("untie_embeddings_and_output_weights") is False:
             tensors.pop("output_layer.weight", None)
         notes: list[str] = []
+        left = ""
         if any(rank.values.get("optimizer") for ranks in stages for rank in ranks):
-            notes.append(
+            left = (
                 "the optimizer is left out: it numbers its parameters. Load the save with Megatron, and save it with "
                 "--ckpt-format torch_dist"
             )
+            notes.append(left)
         kept = {key: each for key, each in first.values.items() if key not in ("model", "optimizer")}
         iteration = first.values.get("iteration")
         values = packed(plain_values(kept, notes), "its values")
@@ -127,6 +129,7 @@ def read_contents(store: Store, folder: str) -> Contents:
             step=iteration if type(iteration) is int else None,
             layout=f"tp={len(stages[0])} pp={len(stages)}",
             notes=tuple(notes),
+            left_state=left,
         )
 
 

@@ -4,20 +4,25 @@
     optimizer   group 0: number 0     exp_avg (4, 3)    group 1: number 1     exp_avg (4,)
     ->          0 is w; 1 is b or count, so nothing is proven, unless a group names its parameters
 
-`optimizer.state_dict()` numbers the parameters in the order of the groups, and each group has them in the order of the
-model. If shapes leave one way only to place all numbers in this order, that way is taken. Otherwise state keeps its
-numbers. Names in the file go before numbers: of `named_parameters` in the groups, or of FSDP in the place of numbers.
+`optimizer.state_dict()` numbers the parameters in the order in which the program gave them. Names in the file say which
+they are: of `named_parameters` in the groups, or of FSDP in the place of numbers. So do shapes that only one parameter
+has. Else nothing is proven. Most programs give parameters in the order of the model: if shapes leave one way to place
+all numbers so, its names are taken, and the contents say that this is a guess. Otherwise state keeps its numbers. Loads
+ask the optimizer of their target, see `numbered_state`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint.foreign.strided import TensorPlace
+from shardwise.errors import OptimizerError
 from shardwise.plan.names import MASTER
-from shardwise.plan.saved_settings import settings_to_json
+from shardwise.plan.nested_state import flat_state
+from shardwise.plan.optimizer_entries import can_be_of, python_types
+from shardwise.plan.saved_settings import GUESSED, LISTED, NUMBERED, PYTHON_DTYPES, settings_to_json
 
-__all__ = ["NumberedOptimizer", "Parameters", "is_optimizer", "named_parameters"]
+__all__ = ["NumberedOptimizer", "Parameters", "is_optimizer", "named_parameters", "numbered_settings"]
 
 _MAX_WAYS = 200_000
 """States of the search, over all tensors of the model."""
@@ -67,16 +72,35 @@ class NumberedOptimizer:
     """A `state_dict()` of an optimizer in a file, and what its numbers mean."""
 
     state: Mapping[Any, Mapping[Any, Any]]
+    """Without containers: see `nested_state`."""
     groups: Sequence[Mapping[str, Any]]
     names: dict[Any, str] = field(default_factory=dict)
-    """The parameter of each number; empty where nothing proves it."""
+    """The parameter of each number, proven or guessed; empty where there is no guess."""
     reason: str = ""
-    """Why nothing does."""
+    """Why nothing proves these names."""
+    is_whole: bool = True
+    """Whether all of the state can be kept."""
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> "NumberedOptimizer":
         """Of what `is_optimizer`."""
-        return cls(state=value["state"], groups=value["param_groups"])
+        state = {number: flat_state(each) for number, each in value["state"].items()}
+        return cls(state=state, groups=value["param_groups"])
+
+    def owner(self, number: Any, path: str) -> str:
+        """Under which name its state is stored: that of the parameter, else the number after the optimizer's path."""
+        return self.names.get(number, f"{path}{number}")
+
+    def note(self, path: str) -> str:
+        """In words, what of its state is not proven or not kept; "" where all is."""
+        what = f"the state of {path.rstrip('.') or 'the optimizer'}"
+        if not self.reason:
+            return ""
+        if not self.is_whole:
+            return f"{what} is incomplete: {self.reason}"
+        if self.names:
+            return f"{what} is taken to be in the order of the model, which is a guess: {self.reason}"
+        return f"{what} keeps the numbers of its parameters (optimizer/{path}0/...): {self.reason}"
 
     def numbers(self) -> list[list[Any]]:
         """The numbers of each group; names, where the file has names in their place."""
@@ -86,26 +110,43 @@ class NumberedOptimizer:
         """As `NumberedOptimizer.to_json`, with names for numbers. The file does not say the class: "kind" is empty."""
         # Without state a parameter was never updated: it was frozen, if others have some.
         held = [[each for each in group if each in self.state or not self.state] for group in self.numbers()]
+        return self._to_json([[self.names[each] for each in numbers] for numbers in held])
+
+    def record(self, path: str) -> dict[str, Any]:
+        """As `settings`, of all numbers under the names of their state: what a load needs to find the parameters."""
+        owners = [[self.owner(each, path) for each in group] for group in self.numbers()]
+        marks = {GUESSED: bool(self.names), LISTED: path.rstrip(".").rpartition(".")[2].isdigit()}
+        return {**self._to_json(owners), **marks, "note": self.note(path)}
+
+    def _to_json(self, parameters: Sequence[Sequence[str]]) -> dict[str, Any]:
         groups = [
-            {"parameters": [self.names[each] for each in numbers], "settings": settings_to_json(group)}
-            for numbers, group in zip(held, self.groups, strict=True)
+            {"parameters": list(names), "settings": settings_to_json(group)}
+            for names, group in zip(parameters, self.groups, strict=True)
         ]
         none = {str(key): True for state in self.state.values() for key, value in state.items() if value is None}
-        return {"kind": "", "groups": groups, "plain": {}, "none": none}
+        plain = python_types(each for each in self.entries() if not isinstance(each[2], TensorPlace))
+        return {"kind": "", "groups": groups, "plain": plain, "none": none}
 
-    def entries(self) -> Iterator[tuple[Any, str, TensorPlace]]:
-        """Its state: (number, key, tensor)."""
+    def entries(self) -> Iterator[tuple[Any, str, Any]]:
+        """Its state: (number, key, tensor or Python number)."""
         for number, state in self.state.items():
             for key, value in state.items():
-                if isinstance(value, TensorPlace):
+                if isinstance(value, TensorPlace) or type(value).__name__ in PYTHON_DTYPES:
                     yield number, str(key), value
 
 
+def numbered_settings(optimizers: Iterable[tuple[str, NumberedOptimizer]]) -> dict[str, Any]:
+    """What settings say of optimizers whose names are not proven; (path, optimizer)."""
+    records = [each.record(path) for path, each in optimizers if each.reason and each.is_whole]
+    return {NUMBERED: records} if records else {}
+
+
 def named_parameters(optimizers: Sequence[NumberedOptimizer], parameters: Parameters) -> None:
-    """Find the names of the parameters of all optimizers of one model, or the reason why they stay numbers."""
+    """Find the names of the parameters of all optimizers of one model, and the reason why they are a guess, or none."""
     by_number = []
     for each in optimizers:
         each.reason = _unnameable(each)
+        each.is_whole = not each.reason
         if each.reason:
             continue
         found = _said(each)
@@ -113,6 +154,8 @@ def named_parameters(optimizers: Sequence[NumberedOptimizer], parameters: Parame
             by_number.append(each)
         elif wrong := _misfit(each, found, parameters):
             each.reason = wrong
+            # Where names stand in the place of numbers, there is no order that a target could share.
+            each.is_whole = not any(isinstance(number, str) for group in each.numbers() for number in group)
         else:
             each.names = found
     if not by_number:
@@ -121,11 +164,15 @@ def named_parameters(optimizers: Sequence[NumberedOptimizer], parameters: Parame
     taken = {name for each in optimizers for name in each.names.values()}
     left = {name: shape for name, shape in parameters.shapes.items() if name not in taken}
     orders = [[_shapes(each, number) for number in group] for each, group in groups]
-    placed = _only_way(left, orders) if parameters.ordered else _by_shapes(left, orders)
+    placed = _by_shapes(left, orders)
+    reason = "" if placed is not None else _UNORDERED
+    if placed is None and parameters.ordered:
+        way = _only_way(left, orders)
+        placed, reason = (None, way) if isinstance(way, str) else (way, _UNPROVEN)
     for each in by_number:
-        if isinstance(placed, str):
-            each.reason = placed
-    if not isinstance(placed, str):
+        # Parameters of one group without state are all alike.
+        each.reason = "" if placed is not None and not each.state and len(each.groups) == 1 else reason
+    if placed is not None:
         for (each, group), names in zip(groups, placed, strict=True):
             each.names |= dict(zip(group, names, strict=True))
 
@@ -141,13 +188,12 @@ def _unnameable(optimizer: NumberedOptimizer) -> str:
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key or key == MASTER:
                 return f"its state of parameter {number} has a key that fits into no name"
-            if isinstance(value, int | float):
-                return (
-                    f"its {key} of parameter {number} is a Python number, as torch before 1.12 wrote it; load and "
-                    "save it once with a newer torch"
-                )
-            if not isinstance(value, TensorPlace | None):
+            if not isinstance(value, TensorPlace | None) and type(value).__name__ not in PYTHON_DTYPES:
                 return f"its {key} of parameter {number} is neither a tensor nor a number"
+    try:
+        python_types(each for each in optimizer.entries() if not isinstance(each[2], TensorPlace))
+    except OptimizerError as error:
+        return str(error)
     return ""
 
 
@@ -169,8 +215,7 @@ def _misfit(optimizer: NumberedOptimizer, names: Mapping[Any, str], parameters: 
     for number, name in names.items():
         if name not in parameters.shapes:
             return f"it names {name!r}, which is not in the model of the file"
-        shapes = _shapes(optimizer, number)
-        if shapes and parameters.shapes[name] not in shapes:
+        if not can_be_of(_shapes(optimizer, number), parameters.shapes[name]):
             return f"its state of {name!r} has none of that parameter's shape"
     return ""
 
@@ -223,24 +268,29 @@ def _only_way(
     return [names[::-1] for names in placed]
 
 
+_UNORDERED = (
+    "safetensors files do not keep the order of the model, and its parameters do not all differ in shape. Name the "
+    "parameters of the optimizer (named_parameters())"
+)
+_UNPROVEN = (
+    "the file numbers the parameters in the order in which the optimizer got them, and does not say which that was. A "
+    "file that names them has named_parameters() given to the optimizer"
+)
+
+
 def _by_shapes(
     shapes: Mapping[str, tuple[int, ...]], orders: Sequence[Sequence[frozenset[tuple[int, ...]]]]
-) -> list[list[str]] | str:
-    """The names for each order, if no two could change places; else why not."""
+) -> list[list[str]] | None:
+    """The names for each order, if no two could change places; else None."""
     names: dict[tuple[int, ...], list[str]] = {}
     for name, shape in shapes.items():
         names.setdefault(shape, []).append(name)
-    fitting = [
-        [[each for shape in sorted(kinds) for each in names.get(shape, ())] for kinds in each] for each in orders
-    ]
+    kinds = {kind for order in orders for kind in order}
+    fits = {kind: [each for shape, held in names.items() if can_be_of(kind, shape) for each in held] for kind in kinds}
+    fitting = [[fits[kind] for kind in order] for order in orders]
     placed = [[each[0] for each in order if len(each) == 1] for order in fitting]
     used = [name for order in placed for name in order]
-    if len(set(used)) < len(used) or len(used) < sum(map(len, orders)):
-        return (
-            "safetensors files do not keep the order of the model, and its parameters do not all differ in shape. Save "
-            "the model with torch.save (safe_serialization=False), or name the parameters of the optimizer"
-        )
-    return placed
+    return None if len(set(used)) < len(used) or len(used) < sum(map(len, orders)) else placed
 
 
 def _choices(
@@ -249,5 +299,5 @@ def _choices(
     """What may become of a name: -1, no order takes it, or the one that does; and where the orders are after it."""
     yield -1, place
     for choice, (at, order) in enumerate(zip(place, orders, strict=True)):
-        if at < len(order) and (not order[at] or shape in order[at]):
+        if at < len(order) and can_be_of(order[at], shape):
             yield choice, (*place[:choice], at + 1, *place[choice + 1 :])

@@ -9,6 +9,7 @@ The one dict of tensors in a file is the model, or the tensors at its top. Where
 have their paths before them: "ema.w". Classes decide nothing: which library wrote a file does not matter.
 """
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +20,18 @@ from shardwise.checkpoint.foreign.optimizer_states import (
     Parameters,
     is_optimizer,
     named_parameters,
+    numbered_settings,
 )
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.foreign.torch_files import UnknownObject
+from shardwise.checkpoint.stores import value_name
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import beside_name, is_beside_name, state_name
+from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece
 
-__all__ = ["FoundState", "find_state", "plain_values", "stored_tensor"]
+__all__ = ["FoundState", "find_state", "place_of_number", "plain_values", "stored_tensor"]
 
 _MAX_NODES = 1_000_000
 """Names in a file: of tensors, and of what they are in."""
@@ -54,6 +58,8 @@ class FoundState:
     """Their paths, with a dot at the end unless there is one only; and their files."""
     values: dict[str, Any] = field(default_factory=dict)
     """All else, as JSON values."""
+    value_sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of values that are in no file: see `stores.value_name`."""
     notes: list[str] = field(default_factory=list)
     """What was left out, and what keeps its number, in words."""
 
@@ -66,21 +72,25 @@ class FoundState:
     def settings(self) -> dict[str, Any]:
         """The settings of a save that has this state: see `plan.saved_settings`."""
         named = [each.settings() for _, _, each in self.optimizers if each.names]
-        return {"ties": dict(self.aliases), "optimizers": named} if named else {}
+        numbered = numbered_settings((path, each) for path, _, each in self.optimizers)
+        return {"ties": dict(self.aliases), "optimizers": named, **numbered} if named or numbered else {}
+
+    def left_state(self) -> str:
+        """See `Contents.left_state`."""
+        return "; ".join(each.note(path) for path, _, each in self.optimizers if not each.is_whole)
 
     def name_optimizers(self, model: Parameters | None = None) -> None:
         """Give the state of all optimizers its names. `model`: its parameters, where these files do not have them."""
         model = model or Parameters.of(self._model(), ordered=True)
         named_parameters([each for _, _, each in self.optimizers], model)
         for path, file, optimizer in self.optimizers:
-            if optimizer.reason:
-                self.notes.append(
-                    f"the state of {path.rstrip('.') or 'the optimizer'} keeps the numbers of its parameters "
-                    f"(optimizer/{path}0/...): {optimizer.reason}"
+            if note := optimizer.note(path):
+                self.notes.append(note)
+            for number, key, value in optimizer.entries():
+                place, held = (
+                    (value, file) if isinstance(value, TensorPlace) else place_of_number(value, self.value_sizes)
                 )
-            for number, key, place in optimizer.entries():
-                owner = optimizer.names[number] if optimizer.names else f"{path}{number}"
-                self.add(state_name(owner, key), file, place)
+                self.add(state_name(optimizer.owner(number, path), key), held, place)
             settings = [item for group in optimizer.groups for item in group.items()]
             if lost := {str(key) for key, value in settings if isinstance(value, TensorPlace | UnknownObject)}:
                 self.notes.append(
@@ -109,6 +119,14 @@ class FoundState:
 
     def _model(self) -> dict[str, TensorPlace]:
         return {name: place for name, (_, place) in self.tensors.items() if not is_beside_name(name)}
+
+
+def place_of_number(value: float, sizes: dict[str, int]) -> tuple[TensorPlace, str]:
+    """A Python number as a tensor: its place, and a file that is in its name alone, whose size goes to `sizes`."""
+    kind = type(value).__name__
+    data = struct.pack({"bool": "?", "int": "<q", "float": "<d"}[kind], value)
+    sizes[value_name(data)] = len(data)
+    return TensorPlace(dtype=PYTHON_DTYPES[kind], shape=(), strides=(), start=0), value_name(data)
 
 
 def stored_tensor(name: str, file: str, place: TensorPlace) -> StoredTensor:

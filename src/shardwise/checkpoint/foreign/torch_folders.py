@@ -96,11 +96,12 @@ def with_optimizer(contents: Contents, store: Store) -> Contents:
     return replace(
         contents,
         tensors={**contents.tensors, **added.tensors},
-        file_sizes={**contents.file_sizes, **sizes},
+        file_sizes={**contents.file_sizes, **added.file_sizes},
         settings=settings,
         extra={**contents.extra, **added.extra},
         step=added.step,
         notes=(*contents.notes, *added.notes),
+        left_state=added.left_state,
     )
 
 
@@ -119,13 +120,22 @@ def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, par
         format="torch",
         location=location,
         tensors=tensors,
-        file_sizes=sizes,
+        file_sizes={**sizes, **found.value_sizes},
         aliases=found.aliases,
-        settings=found.settings(),
+        settings={**found.settings(), **_loss_scale(found.values.get("scaler"))},
         extra=extra,
         step=step,
         notes=tuple(found.notes),
+        left_state=found.left_state(),
     )
+
+
+def _loss_scale(scaler: Any) -> dict[str, Any]:
+    """The entry of the settings for the scale of losses, of what torch's GradScaler saves next to a model."""
+    match [scaler.get(key) for key in ("scale", "_growth_tracker")] if isinstance(scaler, dict) else []:
+        case [float(scale), int(in_a_row)]:
+            return {"loss_scale": {"scale": scale, "in_a_row": in_a_row}}
+    return {}
 
 
 def _read(
