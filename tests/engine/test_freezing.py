@@ -1,6 +1,7 @@
 """Parameters that are frozen and unfrozen between steps, and groups that come later: as in a plain loop."""
 
 from collections.abc import Callable
+from inspect import isroutine
 from itertools import pairwise as pairs
 from typing import Any
 
@@ -420,3 +421,65 @@ def test_what_was_decided_on_a_sample_stays_as_it_was(plan: sw.Plan) -> None:
         expected.append(loss.item())
     for found in sw.simulate(2, on_rank):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+PLANS_OF_REFITS = {
+    "alone": sw.Plan(average=sw.Average(decay=0.5)),
+    "dp": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"embed": 0, "blocks": 0, "head": 1})),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules=RULES)),
+}
+
+SETTINGS = {"see_losses", "asked_to_stop", "successor", "rebuild"}
+"""Public attributes that are no objects with a life of their own."""
+
+
+def values_in(held: object) -> dict[str, Any]:
+    """What a program reads of an object of the engine: its public attributes and properties."""
+    names = [name for name in dir(held) if not name.startswith("_")]
+    return {name: each for name in names if not isroutine(each := getattr(held, name))}
+
+
+@pytest.mark.parametrize("name", PLANS_OF_REFITS)
+def test_all_that_a_program_may_hold_of_an_engine_survives_what_it_takes_in(name: str) -> None:
+    plan = PLANS_OF_REFITS[name]
+
+    def run(channel: sw.Channel) -> None:
+        model = net()
+        turn(model.embed, False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss_of, channel=channel)
+        share = {key: each.chunk(plan.mesh.num_data_ranks)[0] for key, each in batch_of(0).items()}
+        engine.step(share)
+        held = {key: each for key, each in values_in(engine).items() if key not in SETTINGS}
+        assert {"recorder", "counters", "activations", "optimizers", "channel", "model"} <= held.keys()
+        stepped, losses, asked, spans, updates = [], [], [], [], []
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5**at)
+        optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+        engine.see_losses = losses.append
+        engine.extra = "set by an adapter"  # type: ignore[attr-defined]
+        step, stop_asking = engine.step, engine.ask_in_steps(lambda: bool(asked.append(1)))
+        held["recorder"].spans, held["recorder"].updates = spans, updates
+        held["recorder"].clock = iter(range(10**6)).__next__
+        turn(model.embed, True)
+        step(share)
+        schedule.step()
+        assert [len(each) for each in (stepped, losses, asked, updates)] == [1, 1, 1, 1]
+        assert spans
+        assert engine.extra == "set by an adapter"  # type: ignore[attr-defined]
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        assert held["counters"].updates == engine.counters.updates == 2
+        for key, each in held.items():
+            now = getattr(engine, key)
+            if isinstance(each, int | str | tuple | sw.Plan):
+                continue
+            assert now is each or values_in(now) == values_in(each), key
+        stop_asking()
+        engine.step(share)
+        assert [len(each) for each in (stepped, losses, asked, updates)] == [2, 2, 1, 2]
+        if plan.average is not None:
+            assert engine.num_averaged == 3
+            with engine.averaged():
+                engine.evaluate(share)
+
+    sw.simulate(plan.mesh.size, run)

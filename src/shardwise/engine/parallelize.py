@@ -182,10 +182,11 @@ def parallelize_with(
     groups: GivenGroups | None = None,
     placement: Placement | None = None,
     decision: TensorDecision | None = None,
+    counters: Counters | None = None,
 ) -> Engine[Model]:
     """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device.
 
-    placement, decision: where they are known already, on all ranks; None: they are decided here.
+    placement, decision: where they are known already, on all ranks; None: they are decided here. counters: go on.
     """
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
         loss.check()
@@ -195,7 +196,7 @@ def parallelize_with(
         agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
     seed = _seed_of_all(understood(agreement.values, _seeds_in, purpose="verdict on the model and the optimizer"))
     terms = _agree(model, plan, inspected, loss, channel, seed, sample, values, placement, decision)
-    return _build(model, plan, inspected, terms, loss, loss_weight, channel)
+    return _build(model, plan, inspected, terms, loss, loss_weight, channel, counters or Counters())
 
 
 # [1] inspect: what this rank was given, without a word to the others, and without a change -----------------------
@@ -325,16 +326,15 @@ def _agree(
     )
     compare(
         channel,
-        # Data ranks hold the same parameters, and nothing compares them later: an owner's values would silently
-        # replace those of the others at the first all-gather. A digest per tensor names the first that differs, at
-        # the cost of one read.
+        # Data ranks hold the same parameters, and nothing compares them later: an owner's values would replace those
+        # of the others at the first all-gather. A digest per tensor names the first that differs.
         _digests(inventory),
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
     if channel.rank == 0 and plan.precision.loss_scale is None and computes_in_float16(inventory.specs):
         warn_of_underflow("the model trains in float16")
-    # What an earlier plan has put around modules comes off first: the model may run on the sample here.
+    # What an earlier plan has put around modules comes off: the model may run on the sample here.
     PipelineRunner.take_off(model)
     unwrap(model)
     if placement is None:
@@ -404,10 +404,10 @@ def _build(
     loss: LossOfModel,
     loss_weight: LossWeight | None,
     channel: Channel,
+    counters: Counters,
 ) -> Engine[Model]:
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
-    counters = Counters()
     # Before anything wraps forwards: a module whose instance has a forward of its own counts as one that may draw.
     random = KeyedRandom(model, channel.device, terms.seed)
     tensors = _keep_own(model, plan, inspected, terms, channels, counters)

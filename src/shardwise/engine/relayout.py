@@ -27,6 +27,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
 from shardwise.engine.optimizers import of_no_parameter
 from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
+from shardwise.engine.reports import Counters
 from shardwise.engine.state import EngineRestoration, HandOver
 from shardwise.engine.state_of_all import sources_of, stored_of_all, targets_of
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
@@ -59,6 +60,10 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
     """
     if not isinstance(engine, Engine):
         raise PlanError(f"relayout was given a {type(engine).__name__}; give the engine that sw.parallelize returned")
+    return _relaid(engine, plan)
+
+
+def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None) -> Engine[Model]:
     handed = engine.hand_over()
     channel = handed.channel
     swapped: Swapped = []
@@ -85,6 +90,7 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
             # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
             placement=runner.placement if runner is not None and has_stages else None,
             decision=engine.tensor_decision if has_cuts else None,
+            counters=counters,
         )
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, targets_of(restoration, handed.model), channel, cast=True)
@@ -102,12 +108,20 @@ def refit(engine: Engine[Model]) -> None:
 
     Raises the errors of `parallelize`, the same on all ranks: then the engine is as it was.
     """
-    counters, spans = engine.counters, engine.recorder.spans
-    new = relayout(engine, engine.plan)
-    new._asks_to_stop = engine._asks_to_stop
-    new.recorder.spans = spans
-    new.counters.__setstate__(counters.__getstate__())  # they go on
-    # One dict for both: parts of the new engine ask it by its own name.
+    counted = engine.counters.__getstate__()
+    try:
+        new = _relaid(engine, engine.plan, engine.counters)
+    finally:
+        engine.counters.__setstate__(counted)  # of the steps before
+    # A program may hold any of these objects, and has set what is in them. Each has one dict with the one that takes
+    # its place: whichever is asked, it is the same.
+    new.recorder.__dict__ = engine.recorder.__dict__
+    engine.activations.__dict__ = new.activations.__dict__
+    if engine.pipeline is not None:
+        engine.pipeline.__dict__ = new.pipeline.__dict__
+    for name in ("see_losses", "asked_to_stop", "_asks_to_stop", *engine.__dict__.keys() - new.__dict__.keys()):
+        new.__dict__[name] = engine.__dict__[name]
+    new._computation.loss_parameters = engine._computation.loss_parameters
     engine.__dict__ = new.__dict__
 
 
