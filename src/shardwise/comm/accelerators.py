@@ -14,7 +14,7 @@ Which device is a rank's own, and what moves tensors between devices, is in `dev
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol, cast
@@ -85,9 +85,10 @@ def random_sources(device: torch.device) -> dict[str, RandomSource]:
     return sources
 
 
-def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of the generators of `random_sources`: equal before and after what draws nothing."""
-    return {kind: source.get_state() for kind, source in random_sources(device).items()}
+def random_states(device: torch.device, own: Sequence[torch.Generator] = ()) -> dict[str, torch.Tensor]:
+    """The states of the generators of `random_sources`: equal before and after what draws nothing; own: of more."""
+    states = {kind: source.get_state() for kind, source in random_sources(device).items()}
+    return states | {f"own {at}": each.get_state() for at, each in enumerate(own)}
 
 
 def set_random_states(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
@@ -98,15 +99,18 @@ def set_random_states(device: torch.device, states: Mapping[str, torch.Tensor]) 
 
 
 @contextmanager
-def random_numbers_kept(*devices: torch.device) -> Iterator[None]:
-    """What the body draws, on the CPU or on these devices, changes no number that is drawn later."""
+def random_numbers_kept(*devices: torch.device, own: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """What the body draws, on the CPU, on these devices or from `own`, changes no number that is drawn later."""
     # Not `torch.random.fork_rng`, which wants the kind of device and one kind alone.
     states = [(device, random_states(device)) for device in (torch.device("cpu"), *devices)]
+    kept_own = [(each, each.get_state()) for each in own]
     try:
         yield
     finally:
         for device, kept in states:
             set_random_states(device, kept)
+        for each, state in kept_own:
+            each.set_state(state)
 
 
 def outlive_threads() -> None:

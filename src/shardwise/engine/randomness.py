@@ -15,13 +15,20 @@ around it as it was after that one draw. So how much a module draws inside chang
 under `torch.utils.checkpoint` starts from the state that the stream had at the beginning of its region, and draws the
 same.
 
+A `torch.Generator` that a module keeps belongs to no stream. What runs a module aside (a trial, a proof, a recompute)
+puts it back (`own_generators`).
+
 On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may coincide, and no result depends on it.
 """
 
+import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import CellType
 from typing import Any
 
 import torch
@@ -235,24 +242,24 @@ class KeyedRandom:
             self._seed(child)
         return around
 
-    def states(self) -> _States:
-        """What the generators go on from."""
-        return [generator.get_state() for generator in self._generators]
+    def states(self, own: Sequence[torch.Generator] = ()) -> _States:
+        """What the generators go on from, and those of modules that draw from their `own`."""
+        return [generator.get_state() for generator in (*self._generators, *own)]
 
     @contextmanager
-    def going_on_from(self, states: _States) -> Iterator[None]:
+    def going_on_from(self, states: _States, own: Sequence[torch.Generator]) -> Iterator[None]:
         """Inside, the generators go on from `states`, and afterwards as if nothing had been drawn."""
         with torch._C.DisableTorchFunction():
-            around = self.states()
-        self._install(states)
+            around = self.states(own)
+        self._install(states, own)
         try:
             yield
         finally:
-            self._install(around)
+            self._install(around, own)
 
-    def _install(self, states: _States) -> None:
+    def _install(self, states: _States, own: Sequence[torch.Generator] = ()) -> None:
         with torch._C.DisableTorchFunction():
-            for generator, state in zip(self._generators, states, strict=True):
+            for generator, state in zip((*self._generators, *own), states, strict=True):
                 generator.set_state(state)
 
     def _seed(self, seed: int) -> None:
@@ -350,6 +357,43 @@ def _take_off_hooks(model: nn.Module) -> None:
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, StreamSplit) and hook.root() in (model, None):
                 hook.remove()
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+def own_generators(model: nn.Module) -> list[torch.Generator]:
+    """The generators that modules keep in attributes, in containers there, and in objects there.
+
+    Streams leave them alone: as in one process, each goes on from call to call.
+    """
+    found: list[torch.Generator] = []
+    seen: set[int] = set()
+    pending = [each for module in model.modules() for key, each in vars(module).items() if key not in _OF_EVERY_MODULE]
+    while pending:
+        held = pending.pop()
+        if id(held) in seen or isinstance(held, torch.Tensor | nn.Module | type):
+            continue
+        seen.add(id(held))
+        if isinstance(held, torch.Generator):
+            found.append(held)
+        elif isinstance(held, Mapping):
+            pending += held.values()
+        elif isinstance(held, list | tuple | set | frozenset | deque):
+            pending += held
+        elif isinstance(held, partial):
+            pending += [held.func, *held.args, *held.keywords.values()]
+        elif not inspect.ismodule(held):  # objects, methods, closures
+            pending += [*getattr(held, "__dict__", {}).values(), getattr(held, "__self__", None)]
+            pending += [each.cell_contents for each in getattr(held, "__closure__", None) or () if _is_full(each)]
+    return found
+
+
+def _is_full(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # of a name that has no value yet
+        return False
 
 
 def may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:

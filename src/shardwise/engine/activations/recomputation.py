@@ -5,7 +5,7 @@
 
 The wrapper is the innermost one: what a plan does around a forward happens once. What the second run finds again:
 
-    random numbers     the states of the generators before the first run
+    random numbers     the states of the generators before the first run, those of modules and arguments too
     lists, objects     those among the arguments as they were, whatever the first run wrote to them
     buffers            copies of those that the first run wrote to, as they were; the second run writes to the copies
     parameters         as they are: a forward that writes to one is refused
@@ -16,7 +16,7 @@ import inspect
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
 from shardwise.engine.pipeline.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.pipeline.nested import is_plain
-from shardwise.engine.randomness import KeyedRandom, may_draw
+from shardwise.engine.randomness import KeyedRandom, may_draw, own_generators
 from shardwise.engine.tensor.isolated_runs import held_tensors
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.errors import ActivationsWarning, ModelError
@@ -53,6 +53,7 @@ class Recomputed(OfEngine):
         self._warned = warned
         self._random = random
         self._draws = may_draw(module, {})
+        self._module = module
         self._buffers = WrittenBuffers(name, module)
         self._parameters = list(module.parameters())
         self._operators = operators
@@ -67,7 +68,8 @@ class Recomputed(OfEngine):
         if self._warned is not None and given.objects:
             self._warn(given.objects, self._warned)
         versions = self._versions()
-        states = self._random.states() if self._draws else None
+        own = [*self._own, *given.generators]
+        states = self._random.states(own) if self._draws else None
         seeing = seeing_modes()
         kept = self._buffers.kept()
         # Not by closure: what is kept for the second run must not hold the arguments of the first.
@@ -80,7 +82,7 @@ class Recomputed(OfEngine):
                 return forward(*args, **kwargs)
             args, kwargs = given.again(tensors)
             with (
-                nullcontext() if states is None else self._random.going_on_from(states),
+                nullcontext() if states is None else self._random.going_on_from(states, own),
                 kept.in_place(),
                 nullcontext() if not seeing else seen_again(seeing),
             ):
@@ -99,6 +101,10 @@ class Recomputed(OfEngine):
                 "Name modules around which nothing is written in activations.checkpoint"
             )
         return output
+
+    @cached_property
+    def _own(self) -> list[torch.Generator]:
+        return own_generators(self._module)
 
     def _warn(self, objects: Sequence[Any], warned: set[type]) -> None:
         for each in objects:
@@ -125,6 +131,8 @@ class CallArguments:
         self._tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
         """Copies of what is no tensor, no container and no plain value: forwards may write to it."""
+        self.generators: list[torch.Generator] = []
+        """Not copied: the program goes on with them."""
         self._template = transform((args, kwargs), self._take, fresh=True)
 
     def take_tensors(self) -> list[torch.Tensor]:
@@ -144,6 +152,9 @@ class CallArguments:
             if at == len(self._tensors):
                 self._tensors.append(leaf)
             return TensorSlot(at)
+        if isinstance(leaf, torch.Generator):
+            self.generators.append(leaf)
+            return leaf
         if is_plain(leaf) or isinstance(leaf, nn.Module) or inspect.isroutine(leaf) or isinstance(leaf, partial):
             return leaf
         self.objects.append(_copied(leaf))

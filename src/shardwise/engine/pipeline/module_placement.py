@@ -23,6 +23,7 @@ from shardwise.comm.accelerators import random_numbers_kept, synchronize
 from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
 from shardwise.engine.packed_tensors import PackedPlaces
+from shardwise.engine.randomness import own_generators
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan import Outline, Placement, Plan
 from shardwise.plan.stages import place
@@ -205,7 +206,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     ]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
     packed = PackedPlaces(model)
-    with random_numbers_kept(*devices):
+    with random_numbers_kept(*devices, own=own_generators(model)):
         try:
             yield
         finally:

@@ -29,7 +29,7 @@ from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.precision import stop_following
-from shardwise.engine.randomness import StreamSplit
+from shardwise.engine.randomness import StreamSplit, own_generators
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.wrapping import Forward, eager, strip
@@ -126,6 +126,7 @@ class ModuleRun(NamedTuple):
 def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, parameters: Parameters, way: Way) -> ModuleRun:
     """What the module gives; raises what it raises. Each run begins with the random state of now."""
     device = next((each.device for each in parameters.values()), torch.device("cpu"))
+    own = own_generators(module)
     precision = _PrecisionWatch()
     given = inputs.changed(widened if way.is_wide else _same)
     with (
@@ -133,7 +134,7 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
         torch.no_grad(),
         # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
         # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
-        random_numbers_kept(device),
+        random_numbers_kept(device, own=own),
         # Under autocast a wide run would be rounded to half precision again.
         torch.autocast(device.type, enabled=False),
         NoDropout(),
@@ -147,15 +148,15 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
             # A model that computes its loss inside would take whole logits for a part of a cut head.
             forget_heads(module)
             forward = strip(module, forward)
-        before = random_states(device)
+        before = random_states(device, own)
         output = forward(*given.args, **given.kwargs)
         tensors = [each.detach() for each in tensors_in(output)]
-        return ModuleRun(tensors, precision.eps, drew=has_drawn(before, device))
+        return ModuleRun(tensors, precision.eps, drew=has_drawn(before, device, own))
 
 
-def has_drawn(before: Mapping[str, torch.Tensor], device: torch.device) -> bool:
+def has_drawn(before: Mapping[str, torch.Tensor], device: torch.device, own: Sequence[torch.Generator]) -> bool:
     """Whether random numbers were drawn since `random_states` gave `before`."""
-    now = random_states(device)
+    now = random_states(device, own)
     return not all(torch.equal(state, now[kind]) for kind, state in before.items())
 
 

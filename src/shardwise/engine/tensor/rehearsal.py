@@ -23,6 +23,7 @@ from shardwise.comm.accelerators import random_states
 from shardwise.engine.inventory import named_places
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.module_placement import unchanged
+from shardwise.engine.randomness import own_generators
 from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
 from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module, parameters_set
 from shardwise.engine.tensor.tp_collectives import taken
@@ -114,14 +115,15 @@ def _hear(model: nn.Module, plan: TensorPlan, call: Callable[[], Any]) -> tuple[
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     with unchanged(model):
         # `unchanged` puts the random state back, so that every rank's run begins with the numbers of this one.
-        before = random_states(device)
+        own = own_generators(model)
+        before = random_states(device, own)
         try:
             for name in heard:
                 wrap(model.get_submodule(name), _Listener(heard[name]))
             call()
         finally:
             unwrap(model)
-        return heard, has_drawn(before, device)
+        return heard, has_drawn(before, device, own)
 
 
 def _ends(style: Style) -> bool:
