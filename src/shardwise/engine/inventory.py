@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from shardwise.comm.agreement import digest_of_values
 from shardwise.comm.local_tensors import (
     dtype_name,
     extent,
@@ -473,6 +474,16 @@ def describe_model(inventory: Inventory) -> Sequence[str]:
     return lines + [
         f"buffer {name!r} {list(buffer.shape)} {dtype_name(buffer.dtype)}{' without values' if buffer.is_meta else ''}"
         for name, buffer in inventory.buffers.items()
+    ]
+
+
+def describe_values(inventory: Inventory) -> Sequence[str]:
+    """One line per parameter and buffer that has values, and all of them."""
+    tensors = {**inventory.parameters, **inventory.buffers}
+    return [
+        f"{name!r} with digest {digest_of_values(tensor)}"
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and not is_dtensor(tensor)  # each rank has its own part of a DTensor
     ]
 
 

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel, default_channel
-from shardwise.comm.agreement import a_list, aborting, agreed, compare, digest_of_values, understood
-from shardwise.comm.local_tensors import is_dtensor, torch_dtype
+from shardwise.comm.agreement import a_list, aborting, agreed, compare, understood
+from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.activations.kept_activations import ActivationModules, KeptActivations, modules_of
 from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batch_statistics import synchronise, synchronised_in
@@ -37,11 +37,13 @@ from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import (
     Inventory,
     describe_model,
+    describe_values,
     portions_of_dtensors,
     take_inventory,
     take_over,
     with_values,
 )
+from shardwise.engine.kept_objects import Alias, aliases_under, take_along
 from shardwise.engine.loss_parameters import LossParameters
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.meta_init import Initialisation
@@ -205,6 +207,7 @@ def parallelize_with(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Inspected:
     inventory: Inventory
+    aliases: Sequence[Alias]
     optimizers: tuple[torch.optim.Optimizer, ...]
     given: Mapping[str, Portion]
     """The portions of parameters that came as DTensors."""
@@ -227,6 +230,7 @@ def _inspect(
     if seed is not None and type(seed) is not int:
         raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
     inventory = take_inventory(model, plan.precision)
+    aliases = aliases_under(plan, model, inventory.parameters)
     if plan.mesh.num_data_ranks > 1:
         synchronised_in(model)
     given = portions_of_dtensors(inventory, plan, channel.rank)
@@ -248,6 +252,7 @@ def _inspect(
         clipped_parts(plan.clip_grad_norm, named, inventory.specs)
     return _Inspected(
         inventory=inventory,
+        aliases=aliases,
         optimizers=optimizers,
         given=given,
         groups=named,
@@ -328,7 +333,7 @@ def _agree(
         channel,
         # Data ranks hold the same parameters, and nothing compares them later: an owner's values would replace those
         # of the others at the first all-gather. A digest per tensor names the first that differs.
-        _digests(inventory),
+        describe_values(inventory),
         subject="values",
         hint="Build the model from the same seed on every rank (torch.manual_seed), or load the same checkpoint.",
     )
@@ -363,15 +368,6 @@ def _seed_of_all(seeds: Sequence[tuple[int | None, int]]) -> int:
     own, of_torch = seeds[0]
     # Rank 0's, not each rank's own: masks of a microbatch must not depend on the rank that has it.
     return of_torch if own is None else own
-
-
-def _digests(inventory: Inventory) -> Sequence[str]:
-    tensors = {**inventory.parameters, **inventory.buffers}
-    return [
-        f"{name!r} with digest {digest_of_values(tensor)}"
-        for name, tensor in tensors.items()
-        if not tensor.is_meta and not is_dtensor(tensor)  # each rank has its own part of a DTensor
-    ]
 
 
 # [3] build: change the model, first its tensors, then its forwards -----------------------------------------------
@@ -618,6 +614,7 @@ def _keep_own(
         here = {name for name, each in model.named_buffers() if not each.is_meta}
         mine = [name for name in waiting if name in held.parameters or name in here]
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
+    take_along(inspected.aliases, held.parameters)
     settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
     model_buffers.settle(channels.pipeline)  # it remembers values, so all are here by now
     return _KeptTensors(

@@ -16,19 +16,15 @@ under `torch.utils.checkpoint` starts from the state that the stream had at the 
 same.
 
 A `torch.Generator` that a module keeps belongs to no stream. What runs a module aside (a trial, a proof, a recompute)
-puts it back (`own_generators`).
+puts it back (`kept_objects`).
 
 On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may coincide, and no result depends on it.
 """
 
-import inspect
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import CellType
 from typing import Any
 
 import torch
@@ -357,43 +353,6 @@ def _take_off_hooks(model: nn.Module) -> None:
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, StreamSplit) and hook.root() in (model, None):
                 hook.remove()
-
-
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
-
-
-def own_generators(model: nn.Module) -> list[torch.Generator]:
-    """The generators that modules keep in attributes, in containers there, and in objects there.
-
-    Streams leave them alone: as in one process, each goes on from call to call.
-    """
-    found: list[torch.Generator] = []
-    seen: set[int] = set()
-    pending = [each for module in model.modules() for key, each in vars(module).items() if key not in _OF_EVERY_MODULE]
-    while pending:
-        held = pending.pop()
-        if id(held) in seen or isinstance(held, torch.Tensor | nn.Module | type):
-            continue
-        seen.add(id(held))
-        if isinstance(held, torch.Generator):
-            found.append(held)
-        elif isinstance(held, Mapping):
-            pending += held.values()
-        elif isinstance(held, list | tuple | set | frozenset | deque):
-            pending += held
-        elif isinstance(held, partial):
-            pending += [held.func, *held.args, *held.keywords.values()]
-        elif not inspect.ismodule(held):  # objects, methods, closures
-            pending += [*getattr(held, "__dict__", {}).values(), getattr(held, "__self__", None)]
-            pending += [each.cell_contents for each in getattr(held, "__closure__", None) or () if _is_full(each)]
-    return found
-
-
-def _is_full(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # of a name that has no value yet
-        return False
 
 
 def may_draw(module: nn.Module, known: dict[nn.Module, bool]) -> bool:

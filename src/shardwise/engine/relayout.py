@@ -25,6 +25,7 @@ from shardwise.comm.agreement import a_table, aborting, agreed, understood
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
+from shardwise.engine.kept_objects import aliases_under, take_along
 from shardwise.engine.optimizers import of_no_parameter
 from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.reports import Counters
@@ -70,6 +71,9 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
     with aborting(channel, "relayout"), _going_back(handed, swapped):
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
+        aliases = aliases_under(
+            plan, engine.model, dict(engine.model.named_parameters())
+        )  # alike on all ranks, which have whole parameters wherever there are some
         stored = stored_of_all(channel, handed.state, purpose="tensors of a relayout")
         _empty(handed, swapped)
         old, runner = engine.plan, engine.pipeline
@@ -95,6 +99,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, targets_of(restoration, handed.model), channel, cast=True)
         restoration.finish()
+        take_along(aliases, dict(engine.model.named_parameters()))
         # Last: an error before leaves the old engine in charge.
         new.trained_batches = engine.trained_batches
         engine.successor = new  # from here on the old one refuses

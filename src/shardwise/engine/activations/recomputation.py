@@ -26,9 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, transform
 from shardwise.engine.activations.kept_outputs import Operator, outputs_kept
 from shardwise.engine.activations.written_buffers import WrittenBuffers
+from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.pipeline.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.pipeline.nested import is_plain
-from shardwise.engine.randomness import KeyedRandom, may_draw, own_generators
+from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.errors import ActivationsWarning, ModelError

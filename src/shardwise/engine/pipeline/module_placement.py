@@ -22,8 +22,8 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_numbers_kept, synchronize
 from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
+from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.packed_tensors import PackedPlaces
-from shardwise.engine.randomness import own_generators
 from shardwise.errors import ModelError, PlanError
 from shardwise.plan import Outline, Placement, Plan
 from shardwise.plan.stages import place

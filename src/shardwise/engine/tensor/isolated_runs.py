@@ -26,10 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
 from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.precision import stop_following
-from shardwise.engine.randomness import StreamSplit, own_generators
+from shardwise.engine.randomness import StreamSplit
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
 from shardwise.engine.wrapping import Forward, eager, strip
