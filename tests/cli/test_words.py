@@ -110,7 +110,13 @@ def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
 
 def test_every_flag_that_a_message_names_is_one() -> None:
     flags = {"--nproc-per-node"}  # of torchrun
-    flags |= {"--ckpt-format", "--dist-ckpt-optim-fully-reshardable", "--saver", "--local-dir"}  # Megatron-LM, hf
+    flags |= {
+        "--ckpt-format",
+        "--dist-ckpt-optim-fully-reshardable",
+        "--saver",
+        "--local-dir",
+        "--merge",
+    }  # Megatron-LM, hf, llama.cpp
     flags |= {f"--{each.name}" for each in (*known_fields(), *fields(PlanArguments))}
     commands = [main]
     while commands:

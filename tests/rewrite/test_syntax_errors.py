@@ -207,7 +207,7 @@ ERRORS = [
     (
         "|e.*.w -> f.*.w|",
         "a star on the left and a star on the right, but one side has exactly one; use a placeholder such as "
-        "$EXPERT_ID, not a star, for one each",
+        "$EXPERT_ID, not a star, for one each; what names begin with is changed by module.** -> **",
     ),
     ("|g, u -> x|", f"2 tensors become one, {HOW}"),
     ("|a -> b, c, d|", f"one tensor becomes 3, {HOW}"),

@@ -11,7 +11,7 @@ Such tensors are twins: they fit if their bytes are equal, and `compare_twins` r
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from types import MappingProxyType
 
 import torch
@@ -26,9 +26,11 @@ from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import AVERAGE, MASTER, is_beside_name, is_state_name, split_state_name, state_name
+from shardwise.rewrite.spelling import text_of_name
+from shardwise.rewrite.statements import Name, Rest, TextPlace
 from shardwise.space import Piece
 
-__all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match"]
+__all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match", "prefixes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,36 @@ def match(
             "average=sw.Average(...), average.decay in TOML"
         )
     return result
+
+
+def prefixes_of(wanted: Iterable[WantedTensor], contents: Contents, found: Match) -> str:
+    """The one statement that gives all that is missing its name, if names differ by what they begin with; else ""."""
+    shapes = {kind.name: kind.shape for kind in wanted if kind not in found.source and not is_state_name(kind.name)}
+    used = {*found.source.values()}
+    left = [each for each in contents.tensors if not (each in used or is_state_name(each) or is_beside_name(each))]
+    first = next(iter(shapes), None)
+    if first is None:
+        return ""
+    end = first.rpartition(".")[2]
+    pairs = dict.fromkeys(_beginnings(first, name) for name in left if name.rpartition(".")[2] == end)
+    for ours, theirs in pairs:
+        stored = (contents.tensors.get(theirs + name.removeprefix(ours)) for name in shapes)
+        fits = (each is not None and each.shape == shape for each, shape in zip(stored, shapes.values(), strict=True))
+        begins = all(name.startswith(ours) for name in shapes) and all(name.startswith(theirs) for name in left)
+        if begins and all(fits):
+            nowhere = TextPlace(1, 1, 1)
+            sides = [Name((*filter(None, [each]), Rest()), False, nowhere) for each in (theirs, ours)]
+            return " -> ".join(text_of_name(each, right=each is sides[1]) for each in sides)
+    return ""
+
+
+def _beginnings(name: str, other: str) -> tuple[str, str]:
+    """What two names begin with, before the words in which both end."""
+    words, others = name.split("."), other.split(".")
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(words[::-1], others[::-1], strict=False)))
+    heads = [each[: len(each) - alike] for each in (words, others)]
+    ours, theirs = (f"{'.'.join(each)}." if each else "" for each in heads)
+    return ours, theirs
 
 
 def apart(name: str, twin: str, how: str) -> str:

@@ -186,7 +186,7 @@ def store_of(where: Address) -> Store:
 
 
 _SPLIT = ".gguf"
-"""Of models whose files name each other: whoever names the first means all of them."""
+"""Of models in numbered files: who names one means all of them."""
 
 
 class OneFile:

@@ -14,7 +14,7 @@ from shardwise.rewrite.compiled_ops import CompiledOps
 from shardwise.rewrite.environment import Environment, Variable
 from shardwise.rewrite.op_steps import inverted
 from shardwise.rewrite.patterns import NameIndex, NamePattern
-from shardwise.rewrite.statements import SHOWN, Name, Stack, Statement, StatementFinding, StatementOperation
+from shardwise.rewrite.statements import REST, SHOWN, Name, Stack, Statement, StatementFinding, StatementOperation
 
 
 class Expanded(NamedTuple):
@@ -304,7 +304,7 @@ class _Expansion:
         self, name: Name, pattern: NamePattern, rows: list[_Combination]
     ) -> tuple[list[_Combination], list[int]]:
         """Rows with what a right name stands for in the target; and which row each comes of."""
-        unbound = [f"${variable}" for variable in pattern.variables if variable not in self.bound]
+        unbound = [_written(variable) for variable in pattern.variables if variable not in self.bound]
         what = " and ".join([*unbound, *(["*"] if pattern.star is not None else [])])
         if self.wanted is None and not any(self._counted(pattern, bindings, done) for bindings, done in rows):
             self._find(name, f"{what} has no value on the left, and no target is known whose names give it one")
@@ -364,8 +364,12 @@ def _shown(pattern: NamePattern, known: dict[str, str]) -> str:
         return pattern.fill([digits for digits in bindings if digits is not None]) or pattern.text
     text = pattern.text
     for variable, digits in known.items():
-        text = text.replace(f"${variable}", digits)
+        text = text.replace(_written(variable), digits)
     return text
+
+
+def _written(variable: str) -> str:
+    return variable if variable == REST else f"${variable}"
 
 
 def _gap_of(pattern: NamePattern, bindings: Sequence[str], names: Sequence[str]) -> str:

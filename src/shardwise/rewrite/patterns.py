@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from decimal import MAX_EMAX, Context, Decimal
 from difflib import get_close_matches
 
-from shardwise.rewrite.statements import Name, Placeholder, Star
+from shardwise.plan.names import is_beside_name, is_state_name
+from shardwise.rewrite.statements import REST, Name, NamePart, Placeholder, Rest, Star
 
 # Figure 1. A pattern and a name meet in their skeleton (with _ for the mark). Then only runs of digits are compared::
 #
@@ -63,6 +64,7 @@ class NamePattern:
         "mixed",
         "num_runs",
         "numbers",
+        "prefix",
         "skeleton",
         "star",
         "takes_all",
@@ -79,6 +81,12 @@ class NamePattern:
         sample = "".join(part if isinstance(part, str) else "0" for part in name.parts)
         self.skeleton = _DIGITS.sub(_MARK, sample)
         self.variables = tuple(dict.fromkeys(part.name for part in name.parts if isinstance(part, Placeholder)))
+        self.prefix: str | None = None
+        """What names begin with whose rest is the one variable."""
+        if isinstance(name.parts[-1], Rest):
+            self.prefix = "".join(part for part in name.parts if isinstance(part, str))
+            self.variables = (REST,)
+            self.skeleton = f"{self.prefix}{REST}"
         self.constants: list[tuple[int, str]] = []
         """Runs of digits that are text: which, and what they are."""
         self.numbers: list[tuple[int, str, int]] = []
@@ -114,8 +122,8 @@ class NamePattern:
         for place, part in enumerate(name.parts):
             if isinstance(part, Placeholder):
                 self._places.append((place, self.variables.index(part.name), part.shift))
-            elif isinstance(part, Star):
-                self._places.append((place, -1, 0))
+            elif isinstance(part, Star | Rest):
+                self._places.append((place, -1 if isinstance(part, Star) else 0, 0))
 
     def fill(self, bindings: Sequence[str], star: str = "") -> str | None:
         """Return the name for the digits of `variables` and of the star; None where a number would be negative."""
@@ -130,6 +138,15 @@ class NamePattern:
                 digits = moved
             parts[place] = digits
         return "".join(parts)
+
+    def bind(self, name: str) -> tuple[tuple[str, ...], str] | None:
+        """Return what `variables` and the star are in a name; None where it does not stand for the name."""
+        if self.prefix is None:
+            runs = _DIGITS.findall(name)
+            return self.read(runs) if len(runs) == self.num_runs else None
+        rest = name.removeprefix(self.prefix) if name.startswith(self.prefix) else ""
+        # State goes along with its parameter. By itself it is found only where its own names are asked for.
+        return ((rest,), "") if rest and (_is_beside(self.prefix) or not _is_beside(name)) else None
 
     def read(self, runs: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
         """Return what `variables` and the star ("" without one) are in a name with these runs of digits.
@@ -164,11 +181,17 @@ class NamePattern:
         return found[1]
 
 
-def _runs_of(name: Name) -> list[list[str | Placeholder | Star]]:
+def _is_beside(name: str) -> bool:
+    return is_state_name(name) or is_beside_name(name)
+
+
+def _runs_of(name: Name) -> list[list[NamePart]]:
     """The runs of digits of a name: text and placeholders that stand side by side are one run."""
-    runs: list[list[str | Placeholder | Star]] = []
+    runs: list[list[NamePart]] = []
     touching = False
     for part in name.parts:
+        if isinstance(part, Rest):
+            break
         if not isinstance(part, str):
             if touching:
                 runs[-1].append(part)
@@ -274,6 +297,9 @@ class NameIndex:
 
     def find(self, pattern: NamePattern) -> list[tuple[str, tuple[str, ...], str]]:
         """Return (name, digits of the pattern's variables, digits of its star) of every name that it stands for."""
+        if pattern.prefix is not None:
+            every = (name for each in self._buckets.values() for name in each.names)
+            return [(name, *values) for name in every if (values := pattern.bind(name)) is not None]
         bucket = self._buckets.get(pattern.skeleton)
         if bucket is None:
             return []

@@ -27,6 +27,7 @@ from shardwise.rewrite.statements import (
     QkvPerRank,
     Quantise,
     Reshape,
+    Rest,
     SplitStatement,
     Stack,
     Star,
@@ -45,8 +46,8 @@ _MOST_DIGITS: Final = 8
 _MOST_NAMES: Final = 1_000_000
 """In one array."""
 
-# A placeholder and its shift, a star, text, an escaped character, a stray `$` or backslash: in this order.
-_PARTS = re.compile(r"\$([A-Z][A-Z0-9_]*)([-+][0-9]+)?|(\*)|([^$*\\]+)|\\((?s:.))|(\$|\\)")
+# A placeholder and its shift, stars, text, an escaped character, a stray `$` or backslash: in this order.
+_PARTS = re.compile(r"\$([A-Z][A-Z0-9_]*)([-+][0-9]+)?|(\*\*?)|([^$*\\]+)|\\((?s:.))|(\$|\\)")
 _UNQUOTED = re.compile(r"(?:\$[A-Z][A-Z0-9_]*(?:[-+][0-9]+)?|[A-Za-z0-9_.*])+")
 
 
@@ -73,6 +74,8 @@ def names_of(token: Token, faults: Faults, *, right: bool) -> list[Name]:
     if body == "_":
         faults.append((place, f"'_' in {text} is no tensor; one that is called so is written \"_\""))
     parts = _parts(body, token, faults, right=right)
+    if numbers and isinstance(parts[-1], Rest):
+        faults.append((place, f"{text} has names behind **, which ends a name"))
     if not numbers:
         return [Name(parts, transposed, place)]
     return [Name(_merged([*parts, number]), transposed, place) for number in numbers]
@@ -124,7 +127,7 @@ def _scanned(body: str, token: Token, faults: Faults, *, right: bool) -> Iterato
             # needs no rule of its own in matching, filling or the inverse.
             yield Placeholder(name, int((shift or "0")[:_MOST_DIGITS]) - (right and name == OFFSET))
         elif star is not None:
-            yield Star()
+            yield Star() if star == "*" else Rest()
         elif stray is not None:
             faults.append(
                 (place_of(token), f"'{stray}' begins nothing in {token}; the character itself is written '\\{stray}'")
@@ -147,7 +150,9 @@ def _merged(parts: list[NamePart] | Iterator[NamePart]) -> tuple[NamePart, ...]:
 def _faults_of(parts: tuple[NamePart, ...], text: str) -> Iterator[str]:
     if not parts:
         yield f"{text} is empty; a name has at least one character"
-    if sum(isinstance(part, Star) for part in parts) > 1:
+    if any(isinstance(part, Rest) for part in parts) and not all(isinstance(each, str) for each in parts[:-1]):
+        yield f"{text} has ** in a place where it cannot be; it ends a name, after text alone or nothing: module.**"
+    elif sum(isinstance(part, Star) for part in parts) > 1:
         yield f"{text} has several stars; a name has at most one; use placeholders, such as $EXPERT_ID, for the others"
     for one, other in pairwise(parts):
         if not isinstance(one, str) and not isinstance(other, str):
@@ -160,8 +165,8 @@ def _symbol(part: NamePart, *, right: bool = False) -> str:
         case Placeholder(name, shift):
             shift += right and name == OFFSET
             return f"${name}{shift:+d}" if shift else f"${name}"
-        case Star():
-            return "*"
+        case Star() | Rest():
+            return str(part)
         case text:
             return text
 

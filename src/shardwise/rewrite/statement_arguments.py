@@ -470,7 +470,7 @@ def _one_side_has_one(
     # Many to many has no single meaning: by pairs, or all joined and parted again?
     if names.joins and names.parts:
         each = "use a placeholder such as $EXPERT_ID, not a star," if names.stars else "write a statement for each"
-        each += " for one each" if names.stars else ""
+        each += " for one each; what names begin with is changed by module.** -> **" if names.stars else ""
         what = f"{_amount(names)}, but one side has exactly one"
         faults.append((place, f"{what}; {each}{names.hint}"))
         return False

@@ -45,7 +45,17 @@ class Star:
         return "*"
 
 
-NamePart: TypeAlias = str | Placeholder | Star
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """`**`: stands for all that names have from there on, the same in the whole statement; the end of a name."""
+
+    def __str__(self) -> str:
+        return REST
+
+
+REST = "**"
+
+NamePart: TypeAlias = str | Placeholder | Star | Rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class Name:
     """The name of a tensor, or of many that are alike."""
 
     parts: tuple[NamePart, ...]
-    """Text, placeholders, at most one star. A single text part is the name itself. Never empty."""
+    """Text, placeholders, at most one star; or text and a rest. A single text part is the name itself. Never empty."""
     transposed: bool
     """Whether `^T` follows it (left side only): all dims are reversed before anything else happens."""
     place: TextPlace

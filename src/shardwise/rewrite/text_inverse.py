@@ -6,7 +6,6 @@ are left open in the swapped statement. They are findings when they are needed.
 `spelled_out` writes an exact inverse, which is instances, as statements that do the same.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -222,9 +221,6 @@ def _undo(operation: StatementOperation) -> StatementOperation:
             return Ffn(axis, targets, sources, target, source)
 
 
-_DIGITS = re.compile("[0-9]+")
-
-
 def spelled_out(tasks: Sequence[StatementTask], *, patterns: bool) -> tuple[Statement, ...]:
     """Return statements that do what tasks do. `patterns`: with placeholders, where that seems to be the same.
 
@@ -269,10 +265,7 @@ def _matches(left: Sequence[NamePattern], right: Sequence[NamePattern], instance
     bindings: dict[str, str] = {}
     for pattern, name in zip(left, instance.left, strict=True):
         # A name that an earlier statement made up may have other runs than the pattern.
-        runs = _DIGITS.findall(name)
-        if len(runs) != pattern.num_runs:
-            return False
-        found = pattern.read(runs)
+        found = pattern.bind(name)
         if found is None:
             return False
         bindings.update(zip(pattern.variables, found[0], strict=True))

@@ -99,7 +99,7 @@ def read_foreign(store: Store) -> Contents:
 
 
 def _as_one_of(store: Store, contents: Contents) -> Contents:
-    """The contents of one file, which say so where its name says that it has others beside it."""
+    """The contents of one file, which say so where its name has a number."""
     if not isinstance(store, OneFile) or not (part := is_numbered(store.name)):
         return contents
     note = f"{store.name} is part {int(part['number'])} of {int(part['count'])}: name its folder to have all of them"

@@ -93,9 +93,9 @@ def read_contents(store: OneFile) -> Contents:
     if len(names) < count or not here.issuperset(names):
         lacking = [name for name in names if name not in here] if store.name in names else ["their names say no number"]
         raise CheckpointError(
-            f"{first.location} is one of the {count} parts of a model, and {len(names)} parts were looked for beside "
-            f"it: {few_of(lacking, quotes=False)} missing. Put all parts into one folder, under the names that "
-            "llama-gguf-split gave them, or make one file of them: llama-gguf-split --merge FIRST OUT"
+            f"{first.location} is one of the {count} parts of a model: {few_of(lacking, quotes=False)} missing. Put "
+            "all parts into one folder, under the names that llama-gguf-split gave them. Or join them: "
+            "llama-gguf-split --merge FIRST OUT"
         )
     parts = [first if name == store.name else _read_file(store, name) for name in names]
     tensors: dict[str, StoredTensor] = {}
