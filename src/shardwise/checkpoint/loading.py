@@ -15,7 +15,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, model_name_of_master
 from shardwise.checkpoint.manifest import unpacked
-from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match, prefixes_of
+from shardwise.checkpoint.matching import Match, WantedTensor, apart, compare_twins, match, prefix_hint
 from shardwise.checkpoint.numbered_state import OrderedState, as_numbered, is_unsettled
 from shardwise.checkpoint.read_plan import ReadPlan, missing, plan_reads
 from shardwise.checkpoint.read_rounds import ReadTraffic, read_exactly, read_in_rounds
@@ -424,10 +424,8 @@ def _settle(
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
         remarks = [] if view is None else [f"note: {each}" for each in view.checked.notes]
-        statement = prefixes_of(kinds, contents, found)
-        hint = f"; rewrite=sw.Rewrite({statement!r}) (--rewrite FILE) gives all names the beginning that is wanted"
-        about = f"{contents.location} does not fit the target{hint if statement else ''}"
-        raise CheckpointError(*findings, *remarks, about=about)
+        hint = prefix_hint(kinds, contents, found)
+        raise CheckpointError(*findings, *remarks, about=f"{contents.location} does not fit the target{hint}")
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend([*ordered.findings, *unfit])
     lacking = {kind.name for kind in kinds if kind not in found.source}

@@ -30,7 +30,7 @@ from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, Rest, TextPlace
 from shardwise.space import Piece
 
-__all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match", "prefixes_of"]
+__all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match", "prefix_hint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ def match(
     return result
 
 
-def prefixes_of(wanted: Iterable[WantedTensor], contents: Contents, found: Match) -> str:
-    """The one statement that gives all that is missing its name, if names differ by what they begin with; else ""."""
+def prefix_hint(wanted: Iterable[WantedTensor], contents: Contents, found: Match) -> str:
+    """Say which statement gives all that is missing its name, if names differ by what they begin with; else ""."""
     shapes = {kind.name: kind.shape for kind in wanted if kind not in found.source and not is_state_name(kind.name)}
     used = {*found.source.values()}
     left = [each for each in contents.tensors if not (each in used or is_state_name(each) or is_beside_name(each))]
@@ -156,7 +156,8 @@ def prefixes_of(wanted: Iterable[WantedTensor], contents: Contents, found: Match
         if begins and all(fits):
             nowhere = TextPlace(1, 1, 1)
             sides = [Name((*filter(None, [each]), Rest()), False, nowhere) for each in (theirs, ours)]
-            return " -> ".join(text_of_name(each, right=each is sides[1]) for each in sides)
+            statement = " -> ".join(text_of_name(each, right=each is sides[1]) for each in sides)
+            return f"; rewrite=sw.Rewrite({statement!r}) (--rewrite FILE) gives all names the beginning that is wanted"
     return ""
 
 
