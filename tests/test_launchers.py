@@ -4,12 +4,13 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from shardwise.comm import default_channel
 from shardwise.errors import PlanError
-from shardwise.launchers import announced, first_host, place_of
+from shardwise.launchers import announced, first_host, place_of, thread_settings
 from tests.forks.programs import started
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[07-08]", "SLURM_JOB_NODELIST": "node[07-08]"}
@@ -81,6 +82,23 @@ def test_what_is_missing_is_named_and_nothing_else(launcher: Mapping[str, str], 
         assert [f"MASTER_{name} " in f"{words.partition('; ')[0].partition('. For a')[0]} "] == [is_missing]
         assert (lacks in words, how in words) == (is_missing, is_missing)
     assert ("rank 0 is on node07" in words) == bool(host)
+
+
+@pytest.mark.parametrize(
+    ("quota", "alone", "four"),
+    [("max 100000", None, "2"), ("400000 100000", "4", "1"), ("50000 100000", "1", "1"), ("no file", None, "2")],
+)
+def test_threads_wait_in_sleep_and_are_no_more_than_the_quota(
+    quota: str, alone: str | None, four: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("shardwise.launchers._QUOTA", tmp_path / "cpu.max")
+    if quota != "no file":
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    passive = {"OMP_WAIT_POLICY": "passive"}
+    assert thread_settings(None) == ({**passive, "OMP_NUM_THREADS": alone} if alone else passive)
+    assert thread_settings(4) == {**passive, "OMP_NUM_THREADS": four}
+    assert thread_settings(99)["OMP_NUM_THREADS"] == "1"
 
 
 def test_tasks_of_a_step_find_rank_0_without_being_told() -> None:

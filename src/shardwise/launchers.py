@@ -11,10 +11,13 @@ program runs once. An indexed job does not say how many pods it has: without WOR
 where rank 0 is. On one host that is known. In a job of SLURM, `mpirun` begins with the first node. Else it is refused.
 """
 
+import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shardwise.errors import PlanError
 
@@ -28,6 +31,8 @@ _BATCH_STEP = 0xFFFFFFF0
 
 _PORTS = range(15_000, 30_000)
 """For rank 0 to listen on, where SHARDWISE_PORTS does not say: below those that the kernel gives away."""
+
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 _EXPORTS = {"mpirun": "-x {name}={value}", "mpiexec": "-genv {name} {value}"}
 """How launchers give a variable to all processes."""
@@ -206,6 +211,30 @@ def first_host(nodes: str) -> str:
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def thread_settings(num_processes: int | None) -> dict[str, str]:
+    """Variables for the threads of each of so many processes on this host, where the user sets none.
+
+    None: of one that runs alone, whose threads torch counts. They are read as torch is loaded.
+    """
+    # Threads that spin while they wait for each other take the time slices that the others need, where a host is busy.
+    settings = {"OMP_WAIT_POLICY": "passive"}
+    visible = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = min(visible, _quota())
+    # How many there are decides how sums are rounded: torch's number stays, where it fits.
+    if num_processes is not None or cores < visible:
+        settings["OMP_NUM_THREADS"] = str(max(1, cores // (num_processes or 1)))
+    return settings
+
+
+def _quota() -> int:
+    """Cores that the control group of this process may use, which torch does not look for."""
+    try:
+        quota, period = map(int, _QUOTA.read_text().split())
+    except (OSError, ValueError):  # no such group, or none: "max 100000"
+        return sys.maxsize
+    return max(1, quota // period)
 
 
 def listening_ports(environment: Mapping[str, str], *, otherwise: str | None = None) -> range | None:

@@ -1,5 +1,6 @@
 """`shardwise train`: exit codes, one paragraph of error, and real processes that end when they should."""
 
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from shardwise.comm import Channel
+from shardwise.launchers import thread_settings
 from shardwise.train import rank
 from tests.cli.processes import done, done_anew, in_this_process, losses, simulated
 from tests.cli.small_net import words, written
@@ -127,6 +129,23 @@ def test_the_command_line_imports_no_torch_before_it_has_checked_the_config(conf
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, "did you mean train.steps" in result.stderr) == (0, True), result.stderr
+
+
+@pytest.mark.parametrize("own", ["", "active"])
+def test_threads_of_the_only_process_sleep_while_they_wait_unless_the_user_has_chosen(config: Path, own: str) -> None:
+    program = (
+        "import os\nfrom shardwise.cli import main\n"
+        f"try: main({words(config, '--set', 'train.step=3')!r})\nexcept SystemExit: pass\n"
+        "print(os.environ['OMP_WAIT_POLICY'], os.environ.get('OMP_NUM_THREADS', 'of torch'))"
+    )
+    environment = {name: each for name, each in os.environ.items() if not name.startswith("OMP_")}
+    environment |= {"OMP_WAIT_POLICY": own, "OMP_NUM_THREADS": "3"} if own else {}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
+    )
+    found, number = result.stdout.split(maxsplit=1)
+    assert found == (own or "passive"), result.stderr
+    assert number.strip() == ("3" if own else thread_settings(None).get("OMP_NUM_THREADS", "of torch"))
 
 
 @pytest.mark.processes

@@ -313,7 +313,9 @@ def test_ranks_with_different_secrets_all_end_at_once_and_say_what_to_look_at() 
 def test_a_record_in_the_store_that_means_nothing_is_refused(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.comm.rendezvous._FAREWELL_SECONDS", 0.01)  # rank 1 is not there
     store = HashStore()
-    PrefixStore("meeting", store).set("host/1", f"{handshake.format_and_version()}, torch {torch.__version__}\n{record}")
+    PrefixStore("meeting", store).set(
+        "host/1", f"{handshake.format_and_version()}, torch {torch.__version__}\n{record}"
+    )
     with pytest.raises(PeerError, match="what ranks say of their hosts in the store cannot be read"):
         connect(meeting(0, 2, store), shared_memory=False)
 

@@ -134,7 +134,7 @@ class Finished:
         return [line[name] for line in self.metrics if line[name] is not None]
 
 
-TIMES = frozenset({"tokens_per_second", "elapsed_s", "ranks", "slowest"})
+TIMES = frozenset({"tokens_per_second", "rows_per_second", "elapsed_s", "ranks", "slowest"})
 
 
 def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,12 @@ from shardwise.train.observers import (
     MetricsFile,
     PlainLines,
     TensorBoard,
+    _smoothed,
     progress,
 )
 from shardwise.train.quantities import clock, count, size
 from tests.train.runs import LOOP, saved
+from tests.train.test_run_folder import times
 
 STEP = StepMetrics(
     step=1,
@@ -48,7 +51,7 @@ def test_metrics_are_on_disk_after_each_update_as_json_without_nan(tmp_path: Pat
     file.on_begin(LOOP)
     file.on_step(LOOP, STEP)
     expected = dataclasses.asdict(STEP)
-    for name in ("loss_scale", "losses", "held_out", "learning_rates", "ranks"):
+    for name in ("loss_scale", "losses", "held_out", "learning_rates", "rows", "ranks"):
         del expected[name]  # only where there are some
     assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [expected]
     file.on_step(LOOP, dataclasses.replace(STEP, step=2, loss=float("nan"), grad_norm=float("inf"), skipped=True))
@@ -97,20 +100,58 @@ def test_metrics_are_continued_after_a_step_and_torn_lines_go(tmp_path: Path) ->
     before = path.read_text().splitlines()
     for rest in ('{"step": 6, "lo', "null", "[1]", '{"step": 1}', ""):
         path.write_text("\n".join([*before, rest]))
-        file = MetricsFile(path, after_step=3)
+        kept: list[StepMetrics] = []
+        file = MetricsFile(path, after_step=3, remember=kept.append)
         file.on_begin(LOOP)
         assert path.read_text().splitlines() == before[:3]
-        assert [each.step for each in file.kept] == [1, 2, 3]
-        assert math.isnan(file.kept[1].loss or 0.0)
+        assert [each.step for each in kept] == [1, 2, 3]
+        assert math.isnan(kept[1].loss)
         file.on_step(LOOP, steps[3])
         file.on_end(LOOP, None)
         assert path.read_text().splitlines() == before[:4]
     path.unlink()
     file = MetricsFile(path, after_step=3)
     file.on_begin(LOOP)
-    assert (list(file.kept), path.read_text()) == ([], "")
+    assert path.read_text() == ""
     file.on_end(LOOP, None)
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("rows", ["tokens", "rows"])
+def test_a_long_file_is_continued_line_by_line(rows: str, tmp_path: Path) -> None:
+    path, kept = tmp_path / "metrics.jsonl", 200
+    file = MetricsFile(path)
+    file.on_begin(LOOP)
+    ranks = tuple(times(rank, 0.1, {0: 0.5}) for rank in range(64))
+    for step in range(1, kept + 11):
+        file.on_step(LOOP, dataclasses.replace(STEP, step=step, ranks=ranks, rows=rows))
+    file.on_end(LOOP, None)
+    lines = path.read_text().splitlines()
+    assert (f'"{rows}_per_second": 12345.0' in lines[0], lines[0].count("_per_second")) == (True, 1)
+    size = path.stat().st_size
+    with path.open("a") as torn:
+        torn.write(lines[3][: lines[3].rindex("}, {") + 1])  # which ends like a whole one
+    seen: list[StepMetrics] = []
+    tracemalloc.start()
+    file = MetricsFile(path, after_step=kept, remember=seen.append)
+    file.on_begin(LOOP)
+    assert tracemalloc.get_traced_memory()[1] < size / 5
+    tracemalloc.stop()
+    file.on_end(LOOP, None)
+    assert path.read_text().splitlines() == lines[:kept]
+    assert seen == [dataclasses.replace(STEP, step=step, rows=rows) for step in range(1, kept + 1)]
+
+
+def test_the_curve_is_smoothed_at_the_places_that_a_picture_shows() -> None:
+    for num in (1, 59, 60, 1999, 2000, 350_000):
+        losses = [1.0 / (at + 1) if at % 97 else math.nan for at in range(num)]
+        steps, means = _smoothed(range(1, num + 1), losses)
+        assert len(steps) == len(means) <= min(num, 2000)
+        for step, mean in list(zip(steps, means, strict=True))[:: max(1, len(steps) // 50)]:
+            reach = min(num // 60, step - 1)
+            near = [each for each in losses[step - 1 - reach : step + reach] if math.isfinite(each)]
+            expected = sum(near) / len(near) if near else math.nan
+            assert mean == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
 def test_tensorboard_of_a_resumed_run_reads_as_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

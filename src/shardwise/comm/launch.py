@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import TypeAlias
 
-from shardwise.launchers import ONE_REQUEST_SECONDS
+from shardwise.launchers import ONE_REQUEST_SECONDS, thread_settings
 
 PEER_FAILED = 3
 """Exit code of a rank that ended only because another one did; the launcher then looks for that other one."""
@@ -216,13 +216,11 @@ def _verdict(ranks: Sequence[_RankProcess], codes: dict[int, int]) -> int:
 
 
 def _environment(rank: int, num_processes: int, port: int, secret: str) -> dict[str, str]:
-    # By default each process would take all cores, and n of them would keep each other from working.
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    threads = str(max(1, cores // num_processes))
     # Other users of this host can reach the store, but cannot read the environment of our processes.
     has_secret = not os.environ.keys().isdisjoint(("SHARDWISE_SECRET", "SHARDWISE_SECRET_FILE"))
     return {
-        "OMP_NUM_THREADS": threads,
+        # By default each process would take all cores, and n of them would keep each other from working.
+        **thread_settings(num_processes),
         **({} if has_secret else {"SHARDWISE_SECRET": secret}),
         **os.environ,
         "RANK": str(rank),

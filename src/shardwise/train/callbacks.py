@@ -128,7 +128,7 @@ class StepMetrics:
     grad_norm: float
     """2-norm of the averaged gradient, before clipping."""
     tokens_per_second: float
-    """Of all ranks together, since the last update; evaluation not counted. Rows, where the data are no text."""
+    """Of all ranks together, since the last update; evaluation not counted. Of `rows`, where the data are no text."""
     skipped: bool
     """The gradient was not finite, and the update was left out."""
     held_out_loss: float | None
@@ -143,6 +143,8 @@ class StepMetrics:
     """By name, further losses and the metrics of the evaluation after the update."""
     learning_rates: tuple[float, ...] = ()
     """Of all groups of all optimizers, where they differ."""
+    rows: str = "tokens"
+    """What `tokens_per_second` counts; files and curves name it so, "rows_per_second"."""
     ranks: tuple[RankTimes, ...] = ()
     """What each rank did with its time, up to the norm of this update. On rank 0."""
 
@@ -154,7 +156,7 @@ class StepMetrics:
             "learning_rate": self.learning_rate,
             **{f"learning_rate/group {at}": rate for at, rate in enumerate(self.learning_rates)},
             "grad_norm": self.grad_norm,
-            "tokens_per_second": self.tokens_per_second,
+            f"{self.rows}_per_second": self.tokens_per_second,
             "held_out_loss": self.held_out_loss,
             **{f"held_out/{name}": value for name, value in self.held_out.items()},
             "loss_scale": self.loss_scale,
@@ -225,7 +227,7 @@ class TrainingLoop:
         step 0.
     folder: where callbacks may write files. saves: folder or address of its saves. data: whose cursor `save` saves.
     save_with: how it saves; left out: by `sw.save`. say_with: what prints lines on rank 0.
-    settings: of the run, for records of it.
+    settings: of the run, for records of it. rows: what `after_step` counts.
 
     Raises ConfigError for a callback without all five methods.
 
@@ -251,6 +253,7 @@ class TrainingLoop:
         save_with: Callable[..., SaveReport] | None = None,
         say_with: Callable[[str], None] = print,
         settings: Mapping[str, Any] | None = None,
+        rows: str = "tokens",
         now_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine = engine
@@ -273,7 +276,7 @@ class TrainingLoop:
         self._save_with = save_with
         self._say_with = say_with
         self._now_s = now_s
-        self._wish = ""
+        self._wish, self._rows = "", rows
         self._stop_asking: Callable[[], None] = lambda: None
         self._rates: list[float | torch.Tensor] = []
         # As if the run had begun so long ago: the time between two parts of it does not count.
@@ -376,6 +379,7 @@ class TrainingLoop:
             learning_rate=rates[0],
             grad_norm=report.grad_norm,
             tokens_per_second=rows_per_second,
+            rows=self._rows,
             skipped=report.skipped,
             held_out_loss=held_out.get("loss"),
             elapsed_s=self._position.elapsed_s,

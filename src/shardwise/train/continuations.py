@@ -71,7 +71,7 @@ class Continuations(Callback):
         """Begin the file, or continue it."""
         if loop.is_first and loop.folder is not None:
             self._path = loop.folder / SAMPLES
-            JsonLines(self._path, kept=list(lines_up_to(self._path, loop.step))).close()
+            JsonLines(self._path, kept=(line for line, _ in lines_up_to(self._path, loop.step))).close()
 
     def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Go on with the prompts, when it is time; the end of the run does so in any case."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,14 @@ from typing import Any
 class JsonLines:
     """A file with a JSON object per line, which is on disk as soon as it is added.
 
-    kept: the lines with which it begins, of the run before.
+    kept: the lines with which it begins, of the run before; they are written as they come.
     """
 
-    def __init__(self, path: Path, *, kept: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, *, kept: Iterable[str] = ()) -> None:
         # In one act: a run that is stopped here has the old file or the new one.
         begun = path.with_name(f"{path.name}.part")
-        begun.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        with begun.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in kept)
         begun.replace(path)
         # A line is handed to the system as soon as it is written: a killed run keeps the updates that it made.
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -30,19 +31,26 @@ class JsonLines:
         self._file.close()
 
 
-def lines_up_to(path: Path, last_step: int) -> dict[str, dict[str, Any]]:
-    """The whole lines of a file up to an update, and their values. A run that was killed may have left a torn one."""
-    lines = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-            # Updates after the save were made by the earlier run too, but are made again now: their lines would be
-            # there twice.
-            if values["step"] <= last_step:
-                lines[line] = values
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
-    return lines
+def lines_up_to(path: Path, last_step: int, *, before: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The whole lines of a file up to an update, and their values, one after the other.
+
+    before: a key behind which values are not read, nor the key itself: those of a rank are many. Of a run that was
+    killed the last line may be torn.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            head, cut, _ = line.partition(f', "{before}": ') if before else (line, "", "")
+            line, is_whole = line.rstrip("\n"), line.endswith("}\n")
+            try:
+                values = json.loads(head + "}" if cut and is_whole else line)
+                # Updates after the save were made by the earlier run too, but are made again now: their lines would be
+                # there twice.
+                if values["step"] <= last_step:
+                    yield line, values
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue
 
 
 def _finite(value: Any) -> Any:

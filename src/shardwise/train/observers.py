@@ -6,11 +6,12 @@ A run that goes on continues its files; one that is over leaves them alone.
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
@@ -23,6 +24,7 @@ from shardwise.train.json_lines import JsonLines, lines_up_to
 from shardwise.train.quantities import clock, count
 from shardwise.train.run_folder import METRICS, RunMark
 
+_PACE = "tokens_per_second"
 _MAY_BE_NAN = frozenset({"loss", "grad_norm"})
 _IF_GIVEN = ("loss_scale", "losses", "held_out", "learning_rates", "ranks")
 """Lines of runs without them are as they were."""
@@ -39,17 +41,21 @@ class MetricsFile(Callback):
 
     `ranks` has the times of the ranks: of those that were busy longest, where there are more than 64.
     after_step: the file is continued: lines of updates up to this one stay, others go. 0: it begins anew.
+    remember: gets the updates that stay, and the evaluation before them, without the times of ranks.
     """
 
-    def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        lines = _lines_of(path, after_step) if after_step else {}
-        self.kept: Sequence[StepMetrics | EvaluationValues] = list(lines.values())
-        """The updates before, and the evaluation before them, as far as the file has them."""
-        self._path, self._lines = path, list(lines)
+    def __init__(self, path: Path, *, after_step: int = 0, remember: Callable[[Any], None] = lambda seen: None) -> None:
+        self._path, self._after_step, self._remember = path, after_step, remember
 
     def on_begin(self, loop: TrainingLoop) -> None:
         """Open the file."""
-        self._file = JsonLines(self._path, kept=self._lines)
+        self._file = JsonLines(self._path, kept=self._kept() if self._after_step else ())
+
+    def _kept(self) -> Iterator[str]:
+        for line, values in lines_up_to(self._path, self._after_step, before="ranks"):
+            if (seen := _meaning_of(values)) is not None:
+                self._remember(seen)
+                yield line
 
     def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Write a line, where no update comes with it."""
@@ -62,6 +68,8 @@ class MetricsFile(Callback):
     def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Write one line; a number that is not finite has no JSON and becomes null."""
         values = dataclasses.asdict(dataclasses.replace(metrics, ranks=()))
+        values = {f"{metrics.rows}_per_second" if name == _PACE else name: each for name, each in values.items()}
+        del values["rows"]
         for name in _IF_GIVEN:
             if not values[name]:
                 del values[name]
@@ -119,24 +127,22 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def _lines_of(path: Path, last_step: int) -> dict[str, StepMetrics | EvaluationValues]:
-    """The lines of a file of metrics that mean something, up to an update."""
-    lines: dict[str, StepMetrics | EvaluationValues] = {}
-    for line, values in lines_up_to(path, last_step).items():
-        try:
-            if values["step"] == 0:
-                loss = values["held_out_loss"]
-                lines[line] = EvaluationValues(step=0, values={"loss": math.nan if loss is None else loss})
-            else:
-                known = {key: value for key, value in values.items() if key not in ("ranks", "slowest")}
-                lines[line] = StepMetrics(**known | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
-        except (KeyError, TypeError):
-            continue
-    return lines
+def _meaning_of(values: Mapping[str, Any]) -> StepMetrics | EvaluationValues | None:
+    """What a line of metrics says; None where it is not whole."""
+    try:
+        if values["step"] == 0:
+            loss = values["held_out_loss"]
+            return EvaluationValues(step=0, values={"loss": math.nan if loss is None else loss})
+        pace = {_PACE: values["rows_per_second"], "rows": "rows"} if "rows_per_second" in values else {}
+        known = {name: each for name, each in values.items() if name != "rows_per_second"} | pace
+        return StepMetrics(**known | {key: math.nan for key in _MAY_BE_NAN if values[key] is None})
+    except (KeyError, TypeError):
+        return None
 
 
 _INK, _MUTED, _GRID = "#22252b", "#8a8f98", "#e6e8eb"
 _TRAINING, _SMOOTHED, _HELD_OUT = "#9db4d3", "#2f5d9b", "#c8452f"
+_PLACES = 1000
 
 
 class LossCurve(Callback):
@@ -192,7 +198,7 @@ class LossCurve(Callback):
         axes = figure.subplots()
         steps, losses = zip(*self._training, strict=True)
         axes.plot(steps, losses, color=_TRAINING, linewidth=0.8, alpha=0.6)
-        axes.plot(steps, _smoothed(losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
+        axes.plot(*_smoothed(steps, losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
         if self._held_out:
             at, values = zip(*self._held_out.items(), strict=True)
             axes.plot(at, values, "o-", color=_HELD_OUT, linewidth=1.6, markersize=4.5, label="held-out")
@@ -218,16 +224,21 @@ class LossCurve(Callback):
         figure.savefig(self.path)
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over the neighbours on both sides, about a thirtieth of the run. Values that are not finite do not count."""
-    smooth = []
-    for at in range(len(values)):
+def _smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Means over the neighbours on both sides, about a thirtieth of the run, at as many places as a picture shows.
+
+    Losses that are not finite do not count.
+    """
+    values, means = np.asarray(losses), []
+    places = range(0, len(values), max(1, len(values) // _PLACES))
+    for at in places:
         # Near the beginning only as wide as there are neighbours on the left: a one-sided mean would hide how fast the
         # loss falls at first.
         reach = min(len(values) // 60, at)
-        near = [value for value in values[at - reach : at + reach + 1] if math.isfinite(value)]
-        smooth.append(sum(near) / len(near) if near else math.nan)
-    return smooth
+        near = values[at - reach : at + reach + 1]
+        finite = near[np.isfinite(near)]
+        means.append(float(finite.mean()) if len(finite) else math.nan)
+    return [steps[at] for at in places], means
 
 
 @dataclass(slots=True)
@@ -364,10 +375,8 @@ def progress(
 
 def observers_of(config: RunConfig, console: Console, begin: Position, curve: LossCurve) -> list[Callback]:
     """Those of a run that begins or goes on; for rank 0. They open their files when it begins."""
-    file = MetricsFile(config.output / METRICS, after_step=begin.step)
     # The curve of the whole run, with what an earlier process made of it.
-    for seen in file.kept:
-        curve.remember(seen)
+    file = MetricsFile(config.output / METRICS, after_step=begin.step, remember=curve.remember)
     board = [TensorBoard(config.output / "tensorboard", after_step=begin.step)] if tensorboard_installed() else []
     line = progress(console, config.train.steps, every=config.train.log_every, begin=begin, rows=rows_of(config))
     return [file, curve, *board, line]

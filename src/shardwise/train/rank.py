@@ -36,7 +36,7 @@ from shardwise.train.continuations import Continuations
 from shardwise.train.corpus import frequency_loss
 from shardwise.train.learning_rates import SchedulerMaker, scheduler_maker
 from shardwise.train.loop import fit
-from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words
+from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words, rows_of
 from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss_weight, build_metrics, build_model, optimizer_factory
@@ -204,6 +204,7 @@ def _train(
             save_with=lambda path, **given: run.keeper.save_to(path, loop, **given),
             say_with=lambda line: _say(console, line),
             settings=config.settings,
+            rows=rows_of(config),
         )
         if run.begin.step and not run.is_over:
             loop.say(*loop.load_state_dict(run.states))

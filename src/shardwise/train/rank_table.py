@@ -28,8 +28,8 @@ def heading(view: RunView) -> str:
             words.append(f"loss {last['loss']:.4f}")
         if last.get("held_out_loss") is not None:
             words.append(f"held-out {last['held_out_loss']:.4f}")
-        if last.get("tokens_per_second") is not None:
-            words.append(f"{count(last['tokens_per_second'])} {view.mark.get('rows', 'tokens')}/s")
+        if (pace := last.get("tokens_per_second", last.get("rows_per_second"))) is not None:
+            words.append(f"{count(pace)} {view.mark.get('rows', 'tokens')}/s")
         if steps and view.ended is None and len(view.lines) > 1:
             first = view.lines[0]
             pace_s = (last["elapsed_s"] - first["elapsed_s"]) / max(1, last["step"] - first["step"])
