@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import shardwise as sw
-from docs.fill import MACRO, committed, filled, laid_out, measured
+from docs.fill import MACRO, _cells, committed, filled, laid_out
 from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]
@@ -85,28 +85,39 @@ def test_the_configuration_page_has_every_setting() -> None:
     assert rows == keys - from_train
 
 
-def test_the_ratios_of_the_readme_are_those_of_the_results() -> None:
+def ratios_in(pages: str, column: str, *words: str) -> list[float]:
+    """The cells of a column, in the rows that have each of these words in some cell."""
+    found = []
+    for page in pages.split():
+        at = None
+        for row in _cells(page):
+            if column in row:
+                at = row.index(column)
+            elif at is not None and len(row) > at and all(any(re.search(word, each) for each in row) for word in words):
+                found.append(float(row[at]))
+    return found
+
+
+def test_the_ratios_of_the_readme_are_the_least_and_the_most_of_the_results() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^\| .* \| ([0-9.]+) \| ([0-9.]+) \|$", page, re.MULTILINE)
-    blocks = ("plain blocks", "2", "4")
-    loads, large = ("256 MiB, large", "2"), ("1024 MiB, large", "2")
-    ours = "forwards and backwards: ours 1f1b / torch 1f1b"
-    ratios: list[tuple[str | float, str | float]] = [
-        (
-            measured("steps", "ratio", "1", "2x128", "ours", "ddp-bf16"),
-            measured("steps", "ratio", "4", "2x128", "ours", "ddp-bf16"),
-        ),
-        (
-            measured("hybrid", "ratio", "2", "step", "1", "2x128", "stage3", "fsdp2"),
-            measured("hybrid", "ratio", "2", "step", "4", "2x128", "stage3-keep", "fsdp2-keep"),
-        ),
-        (
-            1 / float(measured("checkpoint-warm", "measured", *loads, "load rows as rows: dcp / ours")),
-            1 / float(measured("checkpoint-large", "measured", *large, "load slices as columns: dcp / ours-slices")),
-        ),
-        (
-            measured("pipeline", "measured", *blocks, ours),
-            measured("pipeline-short", "measured", "plain blocks, width 128", *blocks[1:], ours),
-        ),
+    cells = re.findall(r"^\| .* \| ([0-9.]+) \| ([0-9.]+) \| [^|]* \|$", page, re.MULTILINE)
+    checkpoints = "checkpoint checkpoint-warm checkpoint-large"
+    loads = [1 / each for each in ratios_in(checkpoints, "measured", "^load .*dcp / ours-default$")]
+    rows = [
+        ratios_in("steps", "ratio", "^ours$", "^ddp-bf16$"),
+        [
+            *ratios_in("hybrid", "ratio", "^step$", "^stage3$", "^fsdp2$"),
+            *ratios_in("hybrid", "ratio", "^step$", "^stage3-keep$", "^fsdp2-keep$"),
+        ],
+        loads,
+        ratios_in("pipeline pipeline-fine pipeline-short", "measured", "ours 1f1b / torch 1f1b"),
+        ratios_in("transport", "ours / best", "Gbit/s"),
     ]
-    assert cells == [tuple(f"{float(ratio):.2f}" for ratio in row) for row in ratios]
+    assert cells == [(f"{min(row):.2f}", f"{max(row):.2f}") for row in rows]
+
+
+def test_the_figures_have_every_page_of_the_results() -> None:
+    page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r'<!-- results\("([\w-]+)"\) -->', page)) == sorted(
+        each.stem for each in (ROOT / "benchmarks" / "results").glob("*.md")
+    )
