@@ -12,7 +12,7 @@ is what buckets hold. In all of them a thing with several names is listed once, 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -69,6 +69,15 @@ def parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def inside_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """For each module around some of these names, those in it, without itself, in their order; "" is around all."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for around in (*parents(name), *([""] if name else [])):
+            found.setdefault(around, []).append(name)
+    return found
 
 
 Computes = Literal["linear", "transposed linear", "embedding", "other"]

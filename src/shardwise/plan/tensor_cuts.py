@@ -21,7 +21,7 @@ from typing import Literal
 
 from shardwise.errors import PlanError
 from shardwise.plan.adapted_maps import AdaptedMap, adapted_in, copies_in
-from shardwise.plan.outlines import TensorModule, TensorOutline
+from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of
 from shardwise.plan.tensor_matching import RuleTarget, check_uses, match_rules, modules_around
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, ParameterCut, Ranges, Style, TensorPlan
 from shardwise.plan.tensor_rules import Rule
@@ -98,6 +98,7 @@ class _Planner:
         self._outline = outline
         self._num_ranks = num_ranks
         self._modules = {module.name: module for module in outline.modules}
+        self._names_inside = inside_of(self._modules)
         # By parameter, and by where it is held (module, attribute): a tie is cut at each place, and `_check_ties`
         # compares the cuts.
         self._cuts: dict[str, dict[tuple[str, str], ParameterCut]] = {}
@@ -416,7 +417,7 @@ class _Planner:
             )
 
     def _inside(self, module: TensorModule) -> list[TensorModule]:
-        return [each for each in self._modules.values() if _is_inside(each, module)]
+        return [self._modules[name] for name in self._names_inside.get(module.name, ())]
 
     def _held(self, module: TensorModule) -> set[str]:
         """The parameters of a module and of those in it."""
@@ -469,10 +470,6 @@ class _Planner:
 
     def _refuse(self, module: TensorModule, rule: Rule, why: str) -> None:
         self.findings.append(f"{_named(module)} ({module.kind}, {rule.text}): {why}")
-
-
-def _is_inside(module: TensorModule, other: TensorModule) -> bool:
-    return module is not other and (not other.name or module.name.startswith(f"{other.name}."))
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> Ranges:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import PlanError
 from shardwise.plan.names import is_exactly, meant_by, nearest
-from shardwise.plan.outlines import TensorModule, TensorOutline, parents
+from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of, parents
 from shardwise.plan.tensor_plan import CUTS_THE_MODULE, ParameterCut, Style
 from shardwise.plan.tensor_rules import Rule, read_rule
 
@@ -58,7 +58,7 @@ def match_rules(outline: TensorOutline, rules: Mapping[str, str]) -> tuple[dict[
     automatic: set[str] = set()
     for pattern, text in rules.items():
         rule = read_rule(text)
-        meant = meant_by(pattern, names)
+        meant = [pattern] if pattern in targets else meant_by(pattern, names)
         if not meant:
             near = nearest(pattern, names)
             hint = f"; the nearest name is {near!r}" if near else "; the model has none"
@@ -164,6 +164,7 @@ def check_uses(
     """All findings. rules: of modules and parameters. cuts: by parameter, and where it is held. styles: by module."""
     modules = {module.name: module for module in outline.modules}
     summing = {name for name, held in styles.items() if any(style.kind == "sum" for style in held)}
+    inside = inside_of(styles)
     findings: list[str] = []
     for target, rule in rules.items():
         module = modules[target.module]
@@ -187,7 +188,7 @@ def check_uses(
             findings += _of_bare(target, rule, module, own, summing)
     for name, held in styles.items():
         for dim in (style.dim for style in held if style.kind == "sequence"):
-            findings += _in_sequence(name, dim, styles)
+            findings += _in_sequence(name, dim, {each: styles[each] for each in inside.get(name, ())})
     return findings
 
 
@@ -210,10 +211,8 @@ def _of_bare(
 
 
 def _in_sequence(around: str, dim: int, styles: Mapping[str, Sequence[Style]]) -> Iterator[str]:
-    """Modules that would mix the positions of one rank with those of others."""
+    """Modules inside that would mix the positions of one rank with those of others. styles: of modules inside."""
     for name, held in styles.items():
-        if name == around or (around and not name.startswith(f"{around}.")):
-            continue
         for style in held:
             if style.kind in _KEEP_POSITIONS or (style.kind, style.gather) == ("column", dim):
                 continue

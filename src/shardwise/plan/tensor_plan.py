@@ -11,11 +11,12 @@ that holds what begins a cut and what ends it. Its output is that of the uncut m
                                    fc1 begins + fc2 ends  -> their parent, the layer, is needed
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import Literal
 
-from shardwise.plan.outlines import parents
+from shardwise.plan.outlines import inside_of, parents
 from shardwise.plan.specs import toml_text
 from shardwise.space import Portion
 
@@ -162,7 +163,10 @@ def regions_of(plan: TensorPlan) -> tuple[CutRegion, ...]:
             # Nothing ends what is open at the model (a head whose logits stay cut): the module that holds the cut is
             # compared. Where that is the model, its name is "" and nothing is added.
             needed |= {holder for each, end in here if (holder := each if end == "bare" else _parent(each))}
-    return tuple(_region(plan, name, is_needed=name in needed) for name in sorted(within, key=_depth))
+    inside = inside_of(plan.styles)
+    return tuple(
+        _region(plan, name, inside.get(name, ()), is_needed=name in needed) for name in sorted(within, key=_depth)
+    )
 
 
 def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
@@ -182,8 +186,8 @@ def _ends(plan: TensorPlan) -> list[tuple[str, End]]:
     return found
 
 
-def _region(plan: TensorPlan, name: str, *, is_needed: bool) -> CutRegion:
-    styles = {each: held for each, held in plan.styles.items() if name in _around(each)}
+def _region(plan: TensorPlan, name: str, inside: Iterable[str], *, is_needed: bool) -> CutRegion:
+    styles = {each: plan.styles[each] for each in chain([name] if name in plan.styles else (), inside)}
     dims = {
         dim
         for held in styles.values()
