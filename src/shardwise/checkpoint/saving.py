@@ -330,7 +330,7 @@ def prepare(
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
     # Ranks know different settings, such as the optimizers of their own stage.
-    settings = merge_settings([settings for _, settings in known.values()])
+    settings = merge_settings([known[text][1] for text in facts])
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, layout_of(settings))
         held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, aborting, agreed, understood
+from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
@@ -30,11 +30,11 @@ from shardwise.engine.optimizers import of_no_parameter
 from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.reports import Counters
 from shardwise.engine.state import EngineRestoration, HandOver
-from shardwise.engine.state_of_all import sources_of, stored_of_all, targets_of
+from shardwise.engine.state_of_all import merged_settings, sources_of, stored_of_all, targets_of
 from shardwise.errors import CheckpointError, ModelError, PlanError, ShardwiseError
-from shardwise.moving import reshard
+from shardwise.moving import Gathering, reshard
 from shardwise.plan import Plan
-from shardwise.plan.saved_settings import ADDED, merge_settings
+from shardwise.plan.saved_settings import ADDED
 from shardwise.space import Piece
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -133,7 +133,7 @@ def refit(engine: Engine[Model]) -> None:
 def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[str, Any]:
     """The settings that ranks know together. Raises, on all ranks, where it cannot go on."""
     given = [name for name, parameter in handed.model.named_parameters() if is_dtensor(parameter)]
-    with agreed(channel, purpose="settings of a relayout") as agreement:
+    with Gathering("settings of a relayout").agreed(channel) as gathered:
         if not isinstance(plan, Plan):
             raise PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
         if given:
@@ -142,9 +142,8 @@ def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[s
                 "layout. Build the model without them, with sw.Tensor(rules=...), or go on from a checkpoint: "
                 "sw.save, and sw.load under the other plan"
             )
-        agreement.value = json.dumps(handed.settings).encode()
-    # Ranks name different state that is no tensor: each knows only what its optimizers hold.
-    settings = merge_settings(understood(agreement.values, a_table, purpose="settings of a relayout"))
+        gathered.own = [json.dumps(handed.settings).encode()]
+    settings = merged_settings(*gathered.texts, purpose="settings of a relayout")
     return {**settings, ADDED: sorted(handed.unfrozen)}
 
 

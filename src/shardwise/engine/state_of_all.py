@@ -7,8 +7,9 @@ buffers                        also those that checkpoints leave out
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, understood
 from shardwise.engine.state import EngineRestoration, HandOver, whole
+from shardwise.moving import Gathering
 from shardwise.plan.names import MASTER, split_state_name
+from shardwise.plan.saved_settings import merge_settings
 from shardwise.space import Piece
 
 Pieces = dict[Piece, torch.Tensor]
@@ -53,17 +56,31 @@ def _buffers(model: nn.Module) -> Pieces:
 
 def stored_of_all(channel: Channel, pieces: Pieces, *, purpose: str) -> dict[str, Piece]:
     """Every tensor that ranks hold together in these pieces, as one piece, as a checkpoint would hold it."""
-    answers = channel.exchange(json.dumps(described(pieces)).encode(), purpose=purpose)
-    return {piece.name: piece for each in understood(answers, _whole_pieces, purpose=purpose) for piece in each}
+    (texts,) = Gathering(purpose).gather(channel, [json.dumps(described(pieces)).encode()])
+    tables = {id(table): table for table in _tables(texts, purpose)}  # replicas hold the same
+    return {piece.name: piece for table in tables.values() for piece in whole_pieces(table)}
+
+
+def merged_settings(texts: Sequence[bytes], *, purpose: str) -> dict[str, Any]:
+    """What `merge_settings` makes of the settings of all ranks, from their texts."""
+    return merge_settings(_tables(texts, purpose))
+
+
+def _tables(texts: Sequence[bytes], purpose: str) -> list[dict[str, Any]]:
+    """Of all ranks; those with the same text share one."""
+    known: dict[bytes, dict[str, Any]] = {}
+
+    def table(text: bytes) -> dict[str, Any]:
+        if text not in known:
+            known[text] = a_table(text)
+        return known[text]
+
+    return understood(texts, table, purpose=purpose)
 
 
 def described(pieces: Pieces) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name, dtype and shape of the whole tensors, as JSON has them."""
     return {piece.name: (piece.dtype, piece.global_shape) for piece in pieces}
-
-
-def _whole_pieces(answer: bytes) -> list[Piece]:
-    return whole_pieces(a_table(answer))
 
 
 def whole_pieces(facts: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[Piece]:

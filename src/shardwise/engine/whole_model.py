@@ -31,6 +31,7 @@ from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, whol
 from shardwise.engine.state_of_all import (
     Pieces,
     described,
+    merged_settings,
     sources_of,
     stored_of_all,
     targets_of,
@@ -39,11 +40,11 @@ from shardwise.engine.state_of_all import (
 from shardwise.engine.tensor.styles import HEAD_MARK, TensorParallel
 from shardwise.engine.wrapping import is_ours
 from shardwise.errors import CheckpointError, MismatchError, ModelError, few_of
-from shardwise.moving import reshard
+from shardwise.moving import Gathering, reshard
 from shardwise.plan import Parameter
 from shardwise.plan.names import any_matches, holds_weights, is_state_name, split_state_name, state_name, unmatched
 from shardwise.plan.nested_state import flat_state, nested_state
-from shardwise.plan.saved_settings import PYTHON_DTYPES, merge_settings, origin_of
+from shardwise.plan.saved_settings import PYTHON_DTYPES, origin_of
 from shardwise.space import Piece
 
 Restore: TypeAlias = Callable[[Mapping[str, Piece], Mapping[str, Any]], EngineRestoration]
@@ -111,14 +112,16 @@ def _gathered(
     asked = f"optimizer={optimizer}, rank0_only={ranks == range(1)}, offload={offload}"
     if only is not None:
         asked += f", only={few_of(sorted(only))} (digest {digest_of_lines(sorted(only))[:8]})"
-    mine = {"asked": {str(channel.rank): asked}, **handed.settings}
-    answers = channel.exchange(json.dumps(mine).encode(), purpose=f"settings of {_PURPOSE}")
-    settings = merge_settings(understood(answers, a_table, purpose=_PURPOSE))
-    if other := [rank for rank, each in settings["asked"].items() if each != settings["asked"]["0"]]:
+    with Gathering(f"settings of {_PURPOSE}").agreed(channel) as gathered:
+        gathered.own = [json.dumps(handed.settings).encode()]
+        gathered.value = asked.encode()
+    calls = [each.decode(errors="replace") for each in gathered.values]
+    if other := [rank for rank, each in enumerate(calls) if each != calls[0]]:
         raise MismatchError(
-            f"rank {other[0]} calls engine.whole({settings['asked'][other[0]]}), but rank 0 engine.whole("
-            f"{settings['asked']['0']}); make the same call on all ranks"
+            f"rank {other[0]} calls engine.whole({calls[other[0]]}), but rank 0 engine.whole({calls[0]}); make the "
+            "same call on all ranks"
         )
+    settings = merged_settings(*gathered.texts, purpose=f"settings of {_PURPOSE}")
     sources = {
         piece: each
         for piece, each in sources_of(handed).items()

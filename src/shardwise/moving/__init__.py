@@ -9,6 +9,7 @@
 
 from shardwise.moving.live_states import reshard
 from shardwise.moving.nested_exchange import exchange
+from shardwise.moving.piece_exchange import Gathering
 from shardwise.moving.tensors import reshard_tensor
 
-__all__ = ["exchange", "reshard", "reshard_tensor"]
+__all__ = ["Gathering", "exchange", "reshard", "reshard_tensor"]

@@ -134,10 +134,16 @@ def _written(config: Any) -> dict[str, Any] | None:
 
 
 def merge_settings(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings that ranks know together. Raises MismatchError where two say different things under one key."""
+    """The settings that ranks know together. Raises MismatchError where two say different things under one key.
+
+    Ranks that say the same share one object, which is merged once: thousands of ranks differ in a few entries.
+    """
     merged: dict[str, Any] = {}
+    seen: dict[int, Mapping[str, Any]] = {}
     for rank, settings in enumerate(by_rank):
-        merged = _merge(merged, settings, rank, "settings")
+        if id(settings) not in seen:
+            seen[id(settings)] = settings
+            merged = _merge(merged, settings, rank, "settings")
     return merged
 
 

@@ -1,0 +1,52 @@
+"""Settings of many ranks: what several say travels, is read and is merged once."""
+
+import json
+from typing import Any
+
+import pytest
+
+from shardwise.engine.state_of_all import merged_settings
+from shardwise.errors import MismatchError, PeerError
+from tests.costs import calls_in
+
+
+def text(rank: int, *, lr: float = 0.1) -> bytes:
+    """As an engine gives them: ranks differ in what is no tensor in their state, and the first has more."""
+    names = [f"layers.{at}.weight" for at in range(50)]
+    settings: dict[str, Any] = {
+        "optimizers": [
+            {
+                "groups": [{"parameters": names, "settings": {"lr": lr}}],
+                "plain": {"step": "int"} if rank % 2 else {},
+                "none": {"buffer": True} if rank % 3 else {},
+            }
+        ],
+        **({"model_files": {}} if rank == 0 else {}),
+    }
+    return json.dumps(settings).encode()
+
+
+def test_they_are_merged() -> None:
+    settings = merged_settings([text(rank) for rank in range(8)], purpose="settings")
+    assert settings["model_files"] == {}
+    (optimizer,) = settings["optimizers"]
+    assert (optimizer["plain"], optimizer["none"]) == ({"step": "int"}, {"buffer": True})
+
+
+@pytest.mark.parametrize("odd", [1, 6])
+def test_the_rank_that_differs_is_named(odd: int) -> None:
+    texts = [text(rank, lr=0.2 if rank == odd else 0.1) for rank in range(8)]
+    with pytest.raises(MismatchError, match=rf"0.1 on the ranks before rank {odd}, and 0.2 there"):
+        merged_settings(texts, purpose="settings")
+
+
+def test_the_rank_that_says_nothing_is_named() -> None:
+    with pytest.raises(PeerError, match="rank 2"):
+        merged_settings([text(0), text(1), b"[]", b"[]"], purpose="settings")
+
+
+def test_more_ranks_cost_little() -> None:
+    few, many = ([text(rank) for rank in range(count)] for count in (12, 1200))
+    costs = [calls_in(lambda texts=texts: merged_settings(texts, purpose="settings")) for texts in (few, many)]
+    assert costs[1] - costs[0] < 8 * len(many)  # to look each text up
+    assert costs[0] > 100
