@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import is_initialized
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    is_initialized,
+)
 
 import shardwise as sw
 from shardwise.errors import CollectivesWarning, ModelError
@@ -91,7 +94,7 @@ def test_what_is_left_out_is_said_once(
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

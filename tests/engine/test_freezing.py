@@ -453,12 +453,13 @@ def test_all_that_a_program_may_hold_of_an_engine_survives_what_it_takes_in(name
         engine.step(share)
         held = {key: each for key, each in values_in(engine).items() if key not in SETTINGS}
         assert {"recorder", "counters", "activations", "optimizers", "channel", "model"} <= held.keys()
-        stepped, losses, asked, spans, updates = [], [], [], [], []
+        noted: dict[str, list[Any]] = {key: [] for key in ("stepped", "losses", "asked", "updates", "spans")}
+        stepped, losses, asked, updates, spans = noted.values()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.5**at)
         optimizer.register_step_post_hook(lambda *_: stepped.append(1))
         engine.see_losses = losses.append
         engine.extra = "set by an adapter"  # type: ignore[attr-defined]
-        step, stop_asking = engine.step, engine.ask_in_steps(lambda: bool(asked.append(1)))
+        step, stop_asking = engine.step, engine.ask_in_steps(lambda: len(asked.__iadd__([1])) < 0)
         held["recorder"].spans, held["recorder"].updates = spans, updates
         held["recorder"].clock = iter(range(10**6)).__next__
         turn(model.embed, True)

@@ -17,13 +17,18 @@ from shardwise.engine.norm import (
     norm_of_norms,
     norm_on_device,
     norms_of,
-    total_norm,
+    norms_on_device,
+    total_of_each,
     total_of_norms,
 )
 
 CPU = torch.device("cpu")
 BLOCK = 256
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+def on_device(found: list[torch.Tensor], kept: KeptNumbers) -> float:
+    return float(total_of_each(norms_on_device(found), kept))
 
 
 def gradients(*dtypes: torch.dtype) -> list[torch.Tensor]:
@@ -96,9 +101,9 @@ def test_norms_of_stages_make_the_norm_of_one_process_in_every_bit(dtypes: list[
     there = {at: torch.tensor(norm, dtype=torch.float64) for at, norm in norms.items()}
     kept = KeptNumbers(CPU)
     got = float(total_of_norms(there, dtypes, kept))
-    assert got == norm_of_norms(norms, dtypes, CPU) == norm_in_one_process(found) == float(total_norm(found, kept))
+    assert got == norm_of_norms(norms, dtypes, CPU) == norm_in_one_process(found) == on_device(found, kept)
     assert float(total_of_norms({}, dtypes, kept)) == 0.0
-    assert float(total_norm([], kept)) == 0.0
+    assert on_device([], kept) == 0.0
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 3.7])

@@ -1,6 +1,7 @@
 """Settings of many ranks: what several say travels, is read and is merged once."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,6 +48,6 @@ def test_the_rank_that_says_nothing_is_named() -> None:
 
 def test_more_ranks_cost_little() -> None:
     few, many = ([text(rank) for rank in range(count)] for count in (12, 1200))
-    costs = [calls_in(lambda texts=texts: merged_settings(texts, purpose="settings")) for texts in (few, many)]
+    costs = [calls_in(partial(merged_settings, texts, purpose="settings")) for texts in (few, many)]
     assert costs[1] - costs[0] < 8 * len(many)  # to look each text up
     assert costs[0] > 100

@@ -157,5 +157,5 @@ def test_a_gradient_that_comes_after_those_of_its_unit_is_told_with_the_unit() -
     told = [error for error in errors if isinstance(error, ModelError)]
     assert told
     assert all(isinstance(error, ModelError | PeerError) for error in errors)
-    assert "after the backward of all calls of its unit 'layer'" in str(told[0])
-    assert "In sharding.units name the module around all its uses" in str(told[0])
+    assert "once more, after the gradients of its unit 'layer' had been summed" in str(told[0])
+    assert "name the module around all uses of the unit in sharding.units" in str(told[0])

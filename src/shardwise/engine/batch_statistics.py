@@ -89,7 +89,7 @@ class _OfAllRows(OfEngine):
             output = output * module.weight.view(shape)
         if module.bias is not None:
             output = output + module.bias.view(shape)
-        return output.to(given.dtype)
+        return cast("torch.Tensor", output.to(given.dtype))
 
 
 @torch.no_grad()

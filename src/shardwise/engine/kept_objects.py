@@ -139,7 +139,7 @@ def _aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
                                 tensor=tensor,
                                 parameter=name,
                                 shape=parameter.shape,
-                                offset=tensor.storage_offset() - parameter.storage_offset(),
+                                offset=int(tensor.storage_offset() - parameter.storage_offset()),
                                 goes_along=along and parameter.is_contiguous(),
                                 is_trained=parameter.requires_grad and not is_set,
                             )

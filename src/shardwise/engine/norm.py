@@ -217,11 +217,6 @@ def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torc
     torch.linalg.vector_norm(_stacked(norms, kept, of), out=out)
 
 
-def total_norm(gradients: Sequence[torch.Tensor], kept: KeptNumbers) -> torch.Tensor:
-    """As `norm_in_one_process`, on the device of the gradients."""
-    return total_of_each(norms_on_device(gradients), kept)
-
-
 def norms_on_device(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The 2-norm of each gradient by its place, in the order in which `torch.nn.utils.get_total_norm` adds them."""
     norms: dict[int, torch.Tensor] = {}

@@ -369,10 +369,6 @@ class _WholeOptimizers:
         return found
 
 
-def _of_parameters(known: KnownOptimizer) -> Iterator[Mapping[str, Any]]:
-    return (state for parameter, state in known.optimizer.state.items() if isinstance(parameter, torch.Tensor))
-
-
 def _version_of(value: object) -> object:
     """Another after every write to a tensor, and for another value."""
     if isinstance(value, torch.Tensor) and is_shell(value):

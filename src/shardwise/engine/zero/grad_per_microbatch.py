@@ -657,9 +657,10 @@ class GradPerMicrobatch(Passes):
         if self._starts_when_complete:
             return twice_in_one_backward(name)
         return (
-            f"parameter {name!r} got a gradient after the backward of all calls of its unit "
-            f"{self._of[name].bucket.unit!r}, when the unit's gradients were reduced (stage 3). In sharding.units "
-            "name the module around all its uses; give activation checkpoints use_reentrant=False"
+            f"a backward came to parameter {name!r} once more, after the gradients of its unit "
+            f"{self._of[name].bucket.unit!r} had been summed over the ranks and freed (stage 3). Reentrant activation "
+            "checkpoints do so: give them use_reentrant=False. Or name the module around all uses of the unit in "
+            "sharding.units"
         )
 
     def _add_strays(self) -> None:

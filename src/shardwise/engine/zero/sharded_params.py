@@ -73,7 +73,7 @@ def sharded_class(kind: type) -> type:
             output = read(func, args, kwargs or {}, taken)
             if output is not NotImplemented:
                 return output
-        raise _refusal(getattr(func, "__name__", str(func)), given)
+        raise _refusal(_in_words(func), given)
 
     def described(self: Any) -> str:
         name, unit = self._unit_place
@@ -86,6 +86,13 @@ def sharded_class(kind: type) -> type:
         "_is_sharded_param": True,
     }
     return type(kind)(f"Sharded{kind.__name__}", (kind,), body)
+
+
+def _in_words(func: Any) -> str:
+    """What a program does that calls this function of torch."""
+    name: str = getattr(func, "__name__", str(func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return {"__get__": f"to read .{attribute}", "__set__": f"to set .{attribute}"}.get(name, name)
 
 
 def _refusal(what: str, args: Iterable[Any]) -> ModelError:
