@@ -16,7 +16,9 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import block_scales, outputs, windows
 from shardwise.cli import main
+from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, RewriteError
+from shardwise.rewrite import TensorMeta
 from tests.checkpoint.cut_tensors import Cut, save_pieces
 from tests.checkpoint.fused_models import model_of, wholes
 from tests.checkpoint.memory_peaks import peaks_of
@@ -301,6 +303,59 @@ def test_a_number_is_dequantised(tmp_path: Path) -> None:
     state = {"w": torch.zeros((), dtype=torch.bfloat16)}
     sw.load(tmp_path, state, rewrite=checkpoint.dequantising(tmp_path))
     assert state["w"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [
+        ((6, 4), ()),
+        ((6, 4), (1,)),
+        ((6, 4), (6,)),
+        ((6, 4), (1, 1)),
+        ((6, 4), (6, 1)),
+        ((3, 6, 4), ()),
+        ((3, 6, 4), (3,)),
+        ((3, 6, 4), (3, 1)),
+        ((3, 6, 4), (3, 6)),
+        ((6,), ()),
+        ((6,), (1,)),
+        ((), ()),
+    ],
+)
+def test_scales_may_lack_the_last_dims_where_these_have_one_block(
+    shape: tuple[int, ...], scales: tuple[int, ...], tmp_path: Path
+) -> None:
+    given = torch.rand(scales) + 0.5
+    weight = torch.randn(shape).to(torch.float8_e4m3fn)
+    stored = {"weight": weight, "weight_scale": given}
+    sw.save(tmp_path / "a", {f"{at}.{key}": each.clone() for at in "01" for key, each in stored.items()})
+    rewrite = checkpoint.dequantising(tmp_path / "a")
+    expected = (weight.float() * given.reshape((*scales, *[1] * (len(shape) - len(scales))))).bfloat16()
+
+    def run(channel: Channel) -> None:
+        target = torch.zeros(shape, dtype=torch.bfloat16)
+        sw.load(tmp_path / "a", {"0.weight": target, "1.weight": target.clone()}, rewrite=rewrite, channel=channel)
+        assert torch.equal(target, expected)
+
+    sw.simulate(2, run)
+    checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=rewrite)
+    assert torch.equal(checkpoint.open(tmp_path / "b").read("1.weight"), expected)
+    back = rewrite.check(checkpoint.open(tmp_path / "a").tensors).inverse(lossy="allow")
+    checkpoint.convert(tmp_path / "b", tmp_path / "c", rewrite=sw.Rewrite(str(back)))
+    found = checkpoint.open(tmp_path / "c")
+    assert found.tensors["0.weight_scale"].shape == scales
+    again = found.read("0.weight").float() * found.read("0.weight_scale").reshape(
+        (*scales, *[1] * (len(shape) - len(scales)))
+    )
+    torch.testing.assert_close(again, expected.float(), rtol=0.07, atol=0.01)  # 3 bits of mantissa
+
+
+def test_scales_of_fewer_dims_than_blocks_are_refused() -> None:
+    metas = {"w": TensorMeta((6, 4), "float8_e4m3fn"), "s": TensorMeta((4,), "float32")}
+    with pytest.raises(RewriteError, match=r"has \[6, 1\] blocks of \[1, 4\], but .*\[4\] scales"):
+        sw.Rewrite("w, s -> w, dequantise='[1,-1]'").check(metas)
+    with pytest.raises(RewriteError, match=r"scale_dims=0 leaves out dims of \[6, 1\] blocks"):
+        sw.Rewrite("w -> w, s, quantise='[1,-1]', scale_dims=0").check({"w": TensorMeta((6, 4), "float32")})
 
 
 def test_scales_that_do_not_go_together_with_their_elements_are_all_told(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Which saves stay, what is refused for lack of room, and what a saver says of a save in the background."""
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, FsspecStore, LocalStore
+from shardwise.checkpoint import AsyncSaver, LocalStore
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
@@ -140,14 +142,24 @@ def test_a_save_without_room_is_refused_on_all_ranks_before_it_begins(how: str, 
     assert not list(tmp_path.rglob("*"))
 
 
-def test_the_room_of_a_folder_that_is_not_there_yet_and_of_no_disk(tmp_path: Path) -> None:
-    free = LocalStore(tmp_path / "a" / "b").free_bytes()
-    assert free is not None
-    assert free > 0
-    assert FsspecStore(f"file://{tmp_path}").free_bytes() is not None
-    store = FsspecStore("memory://retention")
-    assert store.free_bytes() is None
-    sw.save(store, whole_state(1))
+def test_a_mount_that_says_too_little_is_tried_and_a_full_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = os.statvfs_result((4096, 4096, 1 << 30, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: said)
+    for store in (tmp_path / "a", f"file://{tmp_path}/b", "memory://retention"):
+        sw.save(store, whole_state(1))
+
+    def fallocate(descriptor: int, start: int, num_bytes: int) -> None:
+        if num_bytes > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device; .* Keep fewer saves, make room, or save elsewhere"
+    ):
+        sw.save(tmp_path / "c", whole_state(1))
+    assert not list((tmp_path / "c").rglob("*"))
 
 
 class Gated(Watched):

@@ -14,7 +14,7 @@ DTYPES = ", ".join(ITEMSIZE_BYTES)
 ATTRIBUTES = (
     "axis, sizes, stack, fused_qkv, fused_qkv_old, fused_ffn, num_heads, num_key_value_groups, src_tp, dst_tp, "
     "permute, reshape, pad, crop, fill, dtype, src_dtype, dst_dtype, dequantise, quantise, element_dtype, "
-    "scale_dtype, optional, gaps"
+    "scale_dtype, scale_dims, optional, gaps"
 )
 VALUES = "values are integers, words, and lists such as '[2,0,1]', after one equals sign"
 ARRAY = "an array of names is written w[0:3], which is w_0, w_1, w_2"

@@ -43,9 +43,11 @@ class BlockScales:
     """A box."""
     block: tuple[int, ...]
     scales: Piece
-    """What is needed of the scales: a box."""
+    """What is needed of the scales: a box, of their own dims."""
+    grid: Box
+    """The same as a box of blocks."""
     values: torch.Tensor
-    """Of that shape, in the dtype of the scales."""
+    """Of the shape of `scales`, in their dtype."""
 
     @classmethod
     def of(cls, elements: Piece, name: str, block: tuple[int, ...], meta: TensorMeta) -> "BlockScales":
@@ -53,20 +55,22 @@ class BlockScales:
         assert elements.run is None, "a run has no box of scales"
         first = tuple([start // each for start, each in zip(elements.offset, block, strict=True)])
         stop = [-(-stop // each) for stop, each in zip(elements.box.stop, block, strict=True)]
-        shape = tuple([b - a for a, b in zip(first, stop, strict=True)])
-        piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=first, shape=shape)
-        return cls(elements, block, piece, torch.empty(shape, dtype=torch_dtype(meta.dtype)))
+        grid = Box(first, tuple([b - a for a, b in zip(first, stop, strict=True)]))
+        # The last dims may be left out, where they have one block.
+        offset, shape = grid.offset[: len(meta.shape)], grid.shape[: len(meta.shape)]
+        piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=offset, shape=shape)
+        return cls(elements, block, piece, grid, torch.empty(shape, dtype=torch_dtype(meta.dtype)))
 
     def products(
         self, view: torch.Tensor, move: Move, taken: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is copied, (target, source), where `taken` are the elements of a move into the piece; part by part."""
         memory = part_of(view, move.target, move.shape)
-        scales = _as_float32(self.values)
+        scales = _as_float32(self.values).view(self.grid.shape)
         index = [
             torch.arange(start + first, start + first + size) // each - origin
             for start, first, size, each, origin in zip(
-                self.elements.offset, move.target.offset, move.shape, self.block, self.scales.offset, strict=True
+                self.elements.offset, move.target.offset, move.shape, self.block, self.grid.offset, strict=True
             )
         ]
         for dim, places in enumerate(index[1:], 1):

@@ -101,17 +101,6 @@ class LocalStore:
         """See `Store.parallel_reads`: the kernel reads ahead."""
         return 1
 
-    def free_bytes(self) -> int | None:
-        """Bytes that the file system of the folder has left for this user; None where it does not say."""
-        path = self._root
-        while not os.path.isdir(path):  # the folder is made by the first file
-            path = os.path.dirname(path)
-        try:
-            found = os.statvfs(path)
-        except OSError:
-            return None
-        return found.f_bavail * found.f_frsize if found.f_blocks else None
-
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files below `folder`, sorted; hidden ones are listed too."""
         found: list[str] = []

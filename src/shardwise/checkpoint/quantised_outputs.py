@@ -54,6 +54,10 @@ class QuantisingReader:
         step, meta = self._checked.quantised(name), self._checked.elements_of(name)
         assert step is not None, "only such pieces are made"
         is_scales = self._checked.is_scales(name)
+        if is_scales:  # with the dims that are left out
+            more = len(meta.shape) - len(box.shape)
+            box = Box((*box.offset, *[0] * more), (*box.shape, *[1] * more))
+            target = target.view(box.shape)
         for grid, values in boxes_of_grid(box if is_scales else _grid_around(box, step.block), meta, step.block):
             piece = Piece(name=name, dtype="float32", global_shape=meta.shape, offset=values.offset, shape=values.shape)
             (read,) = self._wide.read([piece])

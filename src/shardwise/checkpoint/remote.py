@@ -80,10 +80,6 @@ class FsspecStore:
         """See `Store.parallel_reads`: each read is a request with a way there and back."""
         return 8
 
-    def free_bytes(self) -> int | None:
-        """See `LocalStore.free_bytes`; None for all that is not on a local disk."""
-        return None if self._local is None else self._local.free_bytes()
-
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files at any depth below `folder`, sorted."""
         top = self._path(folder) if folder else self._root

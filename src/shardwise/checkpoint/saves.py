@@ -13,6 +13,7 @@ manifest or a folder of the user stays as it was.
 """
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -252,8 +253,10 @@ def storing(store: Store, name: str, done: str) -> Iterator[None]:
         yield
     except (OSError, EOFError) as error:
         where = f"{store.location}/{name}".rstrip("/")
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise CheckpointError(
             f"{where} cannot be {done}: {reason(error)}; nothing was committed, and older saves are as they were"
+            + (". Keep fewer saves, make room, or save elsewhere" if is_full else "")
         ) from error
 
 

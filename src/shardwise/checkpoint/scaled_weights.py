@@ -1,9 +1,10 @@
 """Scaled weights: which tensors of a checkpoint are narrow floats with scales, and the rewrite that dequantises them.
 
     w.weight_scale_inv   float32 or float8_e8m0fnu    DeepSeek, and FineGrainedFP8 of transformers
-    w.weight_scale       float8_e8m0fnu or uint8      MXFP8; float32 by rows, of compressed-tensors
+    w.weight_scale       float8_e8m0fnu or uint8      MXFP8; float32 by rows or one, of compressed-tensors or ModelOpt
 
-Shapes say the block: the one of `config.json` where it fits, else (128, 128), (1, 32), or what divides evenly.
+Shapes say the block: the one of `config.json` where it fits, else (128, 128), (1, 32), or what divides evenly. Scales
+with fewer dims ([], [1], [rows]) are one for all, or one for each index of the first dims.
 """
 
 import re
@@ -115,8 +116,12 @@ def _said_block(config: Any) -> Sequence[int] | None:
 
 def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], said: Sequence[int] | None) -> tuple[int, ...] | None:
     """The block by which scales are of elements; None where there is none."""
-    if len(shape) != len(scales) or not all(scales):
+    if not all(scales):
         return None
+    if len(shape) != len(scales):
+        first = [size for size in scales if size != 1]
+        block = (*[1] * len(first), *[-1] * (len(shape) - len(first)))
+        return block if list(shape[: len(first)]) == first and shape else None
     # Blocks are of the last two dims; of a stack of experts each has its own.
     known = [(1,) * (len(shape) - 2) + tuple(each) for each in ([said] if said else []) + [(128, 128), (1, 32)]]
     even = [tuple([size // each for size, each in zip(shape, scales, strict=True)])]

@@ -118,7 +118,8 @@ class Store(Protocol):
     """A folder of files under names such as "save-00000001/manifest.json".
 
     A store may have a method `free_bytes() -> int | None` in addition: the room that is left. A save that needs more is
-    refused before it begins.
+    refused before it begins. `LocalStore` has none: what mounts say of their room is not always so, and it reserves the
+    bytes of each file before they are written.
 
     Folders exist while they hold a file: they need no making, and go with their last file. All failures are OSError
     (FileNotFoundError, FileExistsError, PermissionError, ... with `strerror`) or EOFError. Names that could lead out of

@@ -34,6 +34,7 @@ from shardwise.rewrite.op_steps import (
     Unstacks,
     grid_of,
     inverted,
+    is_grid,
     undone,
 )
 from shardwise.rewrite.statements import (
@@ -524,12 +525,13 @@ class _Working:
                 f"dequantise takes elements of {', '.join(QUANTISED)} and scales of {', '.join(SCALES)}, but "
                 f"{_tensor(0)} has {elements} and {_tensor(1)} has {scales}"
             )
-        if self.shapes[1] != grid:
+        if not is_grid(self.shapes[1], grid):
             raise OpsRefusal(
                 f"{_tensor(0)} of shape {list(self.shapes[0])} has {list(grid)} blocks of {list(block)}, but "
                 f"{_tensor(1)} has {list(self.shapes[1])} scales"
             )
-        self._join([Dequantises(block, elements, scales)], Quantise(asked, elements, scales))
+        dims = len(self.shapes[1]) if len(self.shapes[1]) < len(grid) else None
+        self._join([Dequantises(block, elements, scales, dims)], Quantise(asked, elements, scales, dims))
         self.shapes, self.dtypes = self.shapes[:1], ["float32"]
 
     def _quantise(self, operation: Quantise) -> None:
@@ -548,8 +550,11 @@ class _Working:
         if not keeps_values(self.dtypes[0], "float32"):
             raise OpsRefusal(f"quantise computes in float32, which does not hold {self.dtypes[0]}: cast it before")
         self._cast(["float32"])
-        self._join([Quantises(block, elements, scales)], Dequantise(operation.block))
-        self.shapes, self.dtypes = [self.shapes[0], grid_of(self.shapes[0], block)], [elements, scales]
+        grid, dims = grid_of(self.shapes[0], block), operation.scale_dims
+        if dims is not None and not (0 <= dims < len(grid) and is_grid(grid[:dims], grid)):
+            raise OpsRefusal(f"scale_dims={dims} leaves out dims of {list(grid)} blocks that have more than one")
+        self._join([Quantises(block, elements, scales, dims)], Dequantise(operation.block))
+        self.shapes, self.dtypes = [self.shapes[0], grid[:dims]], [elements, scales]
 
     def _heads(self, axis: int, qkv: Qkv | QkvPerRank) -> tuple[int, ...]:
         """Sizes of query, key and value along the axis, whether they are fused or not."""

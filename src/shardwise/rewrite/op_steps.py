@@ -89,6 +89,8 @@ class Dequantises:
     block: tuple[int, ...]
     element_dtype: str
     scale_dtype: str
+    scale_dims: int | None
+    """See `Quantise`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,17 @@ class Quantises:
     block: tuple[int, ...]
     element_dtype: str
     scale_dtype: str
+    scale_dims: int | None
 
 
 def grid_of(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of a tensor."""
     return tuple([-(-size // max(1, each)) for size, each in zip(shape, block, strict=True)])
+
+
+def is_grid(scales: tuple[int, ...], grid: tuple[int, ...]) -> bool:
+    """Whether scales of this shape are those of a grid: the last dims may be left out where they have one block."""
+    return scales == grid[: len(scales)] and all(size == 1 for size in grid[len(scales) :])
 
 
 Step: TypeAlias = Permutes | Reshapes | Resizes | Casts | Arrange | Stacks | Unstacks | Dequantises | Quantises
@@ -128,10 +136,10 @@ def _undo(step: Step) -> Step:
             return Resizes(old, shapes, fill)
         case Casts(dtypes, old):
             return Casts(old, dtypes)
-        case Dequantises(block, elements, scales):
-            return Quantises(block, elements, scales)
-        case Quantises(block, elements, scales):
-            return Dequantises(block, elements, scales)
+        case Dequantises(block, elements, scales, dims):
+            return Quantises(block, elements, scales, dims)
+        case Quantises(block, elements, scales, dims):
+            return Dequantises(block, elements, scales, dims)
         case Stacks(axis, count):
             return Unstacks(axis, count)
         case Unstacks(axis, count):
@@ -184,9 +192,9 @@ def _applied(step: Step, values: list[ViewedTensor]) -> list[ViewedTensor]:
             return [value.cast(dtype) for value, dtype in zip(values, dtypes, strict=True)]
         case Dequantises(block):
             return [values[0].scaled(values[1], block)]
-        case Quantises(block, elements, scales):
+        case Quantises(block, elements, scales, dims):
             value = values[0]
-            of_scales = ViewedTensor(grid_of(value.shape, block), scales, ())
+            of_scales = ViewedTensor(grid_of(value.shape, block)[:dims], scales, ())
             return [ViewedTensor(value.shape, elements, value.views), of_scales]
         case Stacks(axis, _):
             return [ViewedTensor.stack(values, axis)]

@@ -253,10 +253,11 @@ def _arguments(operation: StatementOperation) -> Iterator[str]:
             yield from [f"sizes={RECORDED}"] if recorded else [f"sizes={_list(sizes)}"] if sizes is not None else []
         case Dequantise(block):
             yield f"dequantise={_list(block)}"
-        case Quantise(block, elements, scales):
+        case Quantise(block, elements, scales, dims):
             yield f"quantise={_list(block)}"
             yield f"element_dtype={_word(elements)}"
             yield f"scale_dtype={_word(scales)}"
+            yield from [f"scale_dims={dims}"] if dims is not None else []
         case Stack(axis) | Unstack(axis):
             yield f"stack={axis}"
         case Qkv() | QkvPerRank() | Ffn():

@@ -57,6 +57,7 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "quantise": "quantise='[128,128]'",
     "element_dtype": "element_dtype='float8_e4m3fn'",
     "scale_dtype": "scale_dtype='float32'",
+    "scale_dims": "scale_dims=1",
     "optional": "optional=1",
     "gaps": "gaps=1",
 }
@@ -64,7 +65,7 @@ _EXAMPLES: Final[Mapping[str, str]] = {
 WORDS: Final = frozenset(_EXAMPLES)
 """All attributes. On the right of a statement, a tensor that is called so is written in quotes."""
 
-_INTEGERS = ("axis", "stack")
+_INTEGERS = ("axis", "stack", "scale_dims")
 _COUNTS = ("num_heads", "num_key_value_groups", "src_tp", "dst_tp")
 _LISTS = ("sizes", "permute", "reshape", "pad", "crop", "dequantise", "quantise")
 _RECORDABLE = ("sizes", "reshape", "pad", "crop", "dtype", "dst_dtype", "element_dtype", "scale_dtype")
@@ -81,6 +82,7 @@ _DETAILS = (
     "fill",
     "element_dtype",
     "scale_dtype",
+    "scale_dims",
     "optional",
     "gaps",
 )
@@ -116,6 +118,7 @@ _BELONGS: Final[Mapping[str, tuple[str, ...]]] = {
     "dst_tp": ("fused_qkv_old", "fused_ffn"),
     "element_dtype": ("quantise",),
     "scale_dtype": ("quantise",),
+    "scale_dims": ("quantise",),
 }
 
 _SCALING_FORMS: Final[Mapping[str, tuple[tuple[int, int], str]]] = {
@@ -515,7 +518,8 @@ def _scaling(
         return Dequantise(word.value)
     given = {key: once[key].value if key in once else each for key, each in _QUANTISED_TO.items()}
     elements, scales = (None if each == RECORDED else str(each) for each in given.values())
-    return Quantise(word.value, elements, scales)
+    dims = once["scale_dims"].value if "scale_dims" in once else None
+    return Quantise(word.value, elements, scales, dims if isinstance(dims, int) else None)
 
 
 def _axis(axis: ReadArgument, sizes: ReadArgument | None, names: StatementNames, faults: Faults) -> JoinOrSplit | None:

@@ -214,6 +214,8 @@ class Quantise:
     element_dtype: str | None
     """None: as recorded (only in inverses)."""
     scale_dtype: str | None
+    scale_dims: int | None = None
+    """So many dims the scales have; those behind them have one block and are left out. None: a dim for each."""
 
 
 JoinOrSplit: TypeAlias = Concat | SplitStatement | Stack | Unstack | Qkv | QkvPerRank | Ffn | Dequantise | Quantise
