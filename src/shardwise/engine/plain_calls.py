@@ -57,7 +57,7 @@ class PlainCalls:
         """
         self._model = model
         self._optimizers = optimizers
-        self._cut = {id(parameter) for parameter in cut}
+        self._cut = frozenset(cut)
         self._owns_all = owns_all
         self.is_engine_step = False
         """Whether the engine is stepping the optimizers."""
@@ -157,7 +157,7 @@ class PlainCalls:
                 continue
             if hasattr(type(parameter), "_is_sharded_param"):
                 found[key] = "is cut over ranks (sharding stage 3)"
-            elif id(parameter) in self._cut:
+            elif parameter in self._cut:
                 found[key] = "is cut over ranks (mesh.tp)"
             elif parameter.is_meta:
                 found[key] = "is of a pipeline stage of another rank (mesh.pp)"

@@ -96,3 +96,21 @@ def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
     never_begun.abandon()
     assert unwound == [True]
     assert threading.active_count() == before
+
+
+def test_an_abandoned_forward_that_would_park_again_ends_too() -> None:
+    ended: list[str] = []
+
+    def body() -> None:
+        try:
+            turn.park()
+        finally:
+            try:
+                turn.park()
+            finally:
+                ended.append("outer")
+
+    turn = Turn(body, CPU)
+    turn.advance()
+    turn.abandon()
+    assert ended == ["outer"]

@@ -164,6 +164,7 @@ class Executor:
                     real_args, real_kwargs = seen.real(used, args, kwargs)
                     result = call.run_plainly(real_args, real_kwargs)
             except Exception as error:
+                flow.ended = error
                 _note_place(error, flow, call, stage)
                 raise
             made = fits(known, result, used, versions)
@@ -319,6 +320,7 @@ class Executor:
                 answer, records = call.run(args, kwargs)
                 return answer, records, writes.found()
         except Exception as error:
+            flow.ended = error
             _note_place(error, flow, call, stage)
             raise
 

@@ -54,7 +54,8 @@ class ObjectContents:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._leaves: dict[Place, Any] = {}
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}
+        """By id; kept alive: another object must not get it."""
         for at, each in enumerate(objects):
             self._walk((("item", at),), each)
 
@@ -67,7 +68,7 @@ class ObjectContents:
             # By id: another object in the place is a change that no list of places says.
             self._leaves[place] = (type(value).__qualname__, id(value))
             if id(value) not in self._seen and not callable(value):
-                self._seen.add(id(value))
+                self._seen[id(value)] = value
                 for step, held in _parts_of(value):
                     self._walk((*place, step), held)
 

@@ -4,6 +4,7 @@ The program of the forward is the same on all ranks. All ranks count alike: tran
 checksum that travels with every value. So ranks with different programs notice.
 """
 
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -45,6 +46,9 @@ _ERRORS: dict[str, type[Exception]] = {
 
 class MicrobatchFlow:
     """The forward of one microbatch, and the graphs for its backward."""
+
+    ended: BaseException | None = None
+    """What this rank's forward ended with, and no other rank's: an error of what it executed."""
 
     def __init__(
         self,
@@ -108,8 +112,8 @@ class MicrobatchFlow:
         # By id, and with the tensor itself: while it is kept alive, no other tensor can get its id.
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
-        self._shaded: set[int] = set()
-        """Memories of plain tensors that values of a stage were written to."""
+        self._shaded: dict[int, torch.UntypedStorage] = {}
+        """Memories of plain tensors that values of a stage were written to, kept alive for the same reason."""
         # Taken at the beginning of each forward: a forward may put other tensors in the place of buffers.
         self._buffers = {id(buffer): (buffer, stage, name) for buffer, stage, name in stages.placed_buffers()}
 
@@ -120,6 +124,8 @@ class MicrobatchFlow:
 
         numbers: the Python numbers among its inputs.
         """
+        if self.ended is not None:
+            self._refuse_to_go_on(self.ended)
         # Backward counts nothing: a recomputation runs on some ranks only, so its calls would make checksums differ.
         if not self.is_forward:
             return
@@ -136,6 +142,19 @@ class MicrobatchFlow:
             self.steps_back = True
             self._leave_schedule(is_known=self._may_step_back)
         self._entered[rank] = max(self._entered[rank], stage)
+
+    def _refuse_to_go_on(self, ended: BaseException) -> None:
+        """Raise what the forward ended with again, for code that runs because of it (`finally`, `except`).
+
+        Other ranks make no such call: this one would wait for them.
+        """
+        handled = sys.exception()
+        # Nobody catches what is no `Exception`. Who has caught an error, and is done with it, may go on.
+        while isinstance(ended, Exception) and handled is not ended:
+            if handled is None:
+                return
+            handled = handled.__context__
+        raise ended
 
     def _leave_schedule(self, *, is_known: bool) -> None:
         """What comes next in this forward may wait for other ranks where the schedule does not know of it.
@@ -224,7 +243,8 @@ class MicrobatchFlow:
 
     def shade(self, tensor: torch.Tensor) -> None:
         """Values of a stage were written to a plain tensor: on other ranks, views of its memory have old elements."""
-        self._shaded.add(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        self._shaded[storage._cdata] = storage
 
     def _is_shaded(self, leaf: torch.Tensor) -> bool:
         if not self._shaded or leaf.layout is not torch.strided:
@@ -510,6 +530,8 @@ class MicrobatchFlow:
         self.opaque.clear()
         self.given_objects.clear()
         self._recomputable.clear()
+        self._shaded.clear()
+        self.ended = None
         for graph in self.graphs.values():
             graph.clear()
         self.graphs.clear()

@@ -15,10 +15,11 @@ import dataclasses
 import enum
 import json
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from types import MemberDescriptorType
+from types import MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -118,10 +119,33 @@ def token_of(leaf: Any) -> Hashable:
         return (slice, token_of(leaf.start), token_of(leaf.stop), token_of(leaf.step))
     if is_plain(leaf):
         return (type(leaf), leaf)
-    # By id: two functions may do different things under one name. A new lambda in each call is tried each time.
+    # By itself: two functions may do different things under one name. A new lambda in each call is tried each time.
+    if isinstance(leaf, MethodType):
+        return (MethodType, token_of(leaf.__func__), _Itself(leaf.__self__))
     if callable(leaf):
-        return (type(leaf), id(leaf))
+        return (type(leaf), _Itself(leaf))
     return (type(leaf),)
+
+
+class _Itself:
+    """An object as a key: equal to itself alone, also after it is gone and another one has its id."""
+
+    # Not kept alive, where that can be: a lambda of a forward may hold activations, and keys stay.
+    __slots__ = ("_hash", "_held")
+
+    def __init__(self, held: object) -> None:
+        self._hash = id(held)
+        try:
+            self._held: Callable[[], object] = weakref.ref(held)
+        except TypeError:
+            self._held = lambda: held
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        own = self._held()
+        return isinstance(other, _Itself) and own is not None and own is other._held()
 
 
 def state_text(value: Any) -> str:

@@ -80,6 +80,9 @@ class Turn:
 
     def park(self) -> None:
         """Called in the forward: let the scheduler go on until it advances this one again."""
+        # Nobody advances one that was abandoned, and is still in a `finally` of the user's.
+        if self._is_abandoned:
+            raise _Abandoned
         self._stop.release()
         self._go.acquire()
         if self._is_abandoned:
@@ -262,7 +265,8 @@ class TrainingStep:
 
     def close(self) -> None:
         """Let go of everything, also of forwards that will not go on."""
-        for turn in self._turns.values():
+        for number, turn in self._turns.items():
+            self.flows[number].ended = _Abandoned()
             turn.abandon()
         for flow in self.flows.values():
             flow.close()
