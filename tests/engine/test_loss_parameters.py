@@ -172,6 +172,7 @@ def test_tensors_of_a_rank_alone_stay_its_own() -> None:
 
         def loss(batch: Plain) -> torch.Tensor:
             kept[channel.rank] = given = batch["x"].clone().requires_grad_()
+            given.grad = torch.full_like(given, 7.0)
             output = model(given)
             (slope,) = torch.autograd.grad(output.sum(), given, create_graph=True)
             found: torch.Tensor = output.square().mean() + slope.square().mean()
@@ -189,6 +190,7 @@ def test_tensors_of_a_rank_alone_stay_its_own() -> None:
     assert first is not None
     assert second is not None
     assert not torch.equal(first, second)
+    assert (first - 7).abs().max() < 1 > (second - 7).abs().max()
 
 
 @pytest.mark.parametrize("way", [by_output, by_microbatch], ids=lambda way: way.__name__)

@@ -59,7 +59,7 @@ def attribute(module: Noise) -> Callable[[], torch.Generator]:
 
 def in_containers(module: Any) -> Callable[[], torch.Generator]:
     module.generators = {"masks": (generator(),)}
-    return lambda: module.generators["masks"][0]  # type: ignore[no-any-return]
+    return lambda: module.generators["masks"][0]
 
 
 def in_object(module: Noise) -> Callable[[], torch.Generator]:

@@ -20,7 +20,6 @@ from torch import nn
 
 from shardwise.comm.agreement import a_list, digest_of_values, understood
 from shardwise.comm.collective_calls import CollectiveCalls
-from shardwise.comm.local_tensors import dtype_name
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batches import Microbatch, MicrobatchLoss
 from shardwise.engine.channels import EngineChannels
@@ -118,32 +117,23 @@ class LossParameters:
         has_more, *used = anywhere
         if has_more:
             used += self._agree()
-        gradients = []
+        gradients = {}
         for leaf, before, is_used in zip(self._known, self._before, used, strict=True):
             if is_used:
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 is_sent = self._channels.everyone.size > 1
-                gradients.append(gradient.to_dense() if gradient.is_sparse and is_sent else gradient)
+                gradients[leaf] = gradient.to_dense() if gradient.is_sparse and is_sent else gradient
             leaf.grad = before
-        sum_over_ranks(gradients, self._channels.everyone, _PURPOSE)
-        reduced = iter(gradients)
-        for leaf, is_used in zip(self._known, used, strict=True):
-            if is_used:
-                gradient = next(reduced).div_(divisor)
-                gradient = gradient if scale is None else gradient.div_(scale)
-                leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+        sum_over_ranks([*gradients.values()], self._channels.everyone, _PURPOSE)
+        for leaf, gradient in gradients.items():
+            gradient.div_(divisor if scale is None else divisor * scale)
+            leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
     def _agree(self) -> list[bool]:
         """Take in what was found; for each whether it has a gradient."""
         found = [(each, leaf) for each in self._found.values() if (leaf := each.leaf()) is not None]
         mine = [
-            [
-                isinstance(leaf, nn.Parameter),
-                each.is_whole,
-                list(leaf.shape),
-                dtype_name(leaf.dtype),
-                digest_of_values(leaf),
-            ]
+            [isinstance(leaf, nn.Parameter), each.is_whole, list(leaf.shape), str(leaf.dtype), digest_of_values(leaf)]
             for each, leaf in found
         ]
         world = self._channels.world
@@ -163,15 +153,15 @@ class LossParameters:
                     f"{what} are not the model's, and rank {rank} has others, or other values. Build the loss from the "
                     f"same seed on every rank, before the first step. Or: {WAY_OUT[0].lower()}{WAY_OUT[1:]}"
                 )
-        # Any other tensor may be a rank's own, an input for whose gradient a loss asks, say: its values show that.
-        taken = [
-            (each, leaf)
-            for (each, leaf), entry in zip(found, mine, strict=True)
-            if entry[0] or len({answer.count(entry) for answer in answers}) == 1
-        ]
-        self._known += [leaf for _, leaf in taken]
-        self._before += [each.before for each, _ in taken]
-        return [True] * len(taken)
+        num_known = len(self._known)
+        for (each, leaf), entry in zip(found, mine, strict=True):
+            # Any other tensor may be a rank's own, an input for whose gradient a loss asks, say: its values show that.
+            if entry[0] or len({answer.count(entry) for answer in answers}) == 1:
+                self._known.append(leaf)
+                self._before.append(each.before)
+            elif each.before is not None:
+                leaf.grad = each.before if leaf.grad is None else each.before + leaf.grad
+        return [True] * (len(self._known) - num_known)
 
 
 class _Found:
