@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import windows
+from shardwise.checkpoint.local import LocalReader
+from shardwise.space import Piece
+from tests.checkpoint.stored_values import save_dcp
 
 ZERO3 = Path(__file__).parent / "deepspeed" / "folders" / "z3-bf16-3"
 NEVER, ALWAYS = 1 << 40, 0
@@ -77,3 +80,40 @@ def test_a_file_that_ends_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(sw.errors.CheckpointError, match=r"model\.safetensors cannot be read: .*ends"):
         checkpoint.convert(path, tmp_path / "hf", to="hf")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("way", ["load", "catalogue"])
+def test_columns_of_many_rows_are_read_in_few_calls(
+    tmp_path: Path, kind: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(4000, 16)
+    path = tmp_path / {"safetensors": "a.safetensors", "torch": "a.pt", "dcp": "a"}[kind]
+    if kind == "safetensors":
+        save_file({"w": weight}, path)
+    elif kind == "torch":
+        torch.save({"w": weight}, path)
+    else:
+        save_dcp(path, {"w": weight})
+    calls: list[int] = []
+    real = LocalReader.read_into
+
+    def counted(self: LocalReader, buffer: memoryview, start: int) -> None:
+        calls.append(len(buffer))
+        real(self, buffer, start)
+
+    monkeypatch.setattr(LocalReader, "read_into", counted)
+    piece = Piece(name="w", dtype="float32", global_shape=(4000, 16), offset=(0, 4), shape=(4000, 4))
+    found = torch.zeros(4000, 4)
+    calls.clear()
+    if way == "load":
+        sw.load(path, {piece: found})
+    else:
+        found = checkpoint.open(path).read("w", (slice(None), slice(4, 8)))
+    assert torch.equal(found, weight[:, 4:8])
+    assert len(calls) < 100
+    # Few rows, and rows that are long, are read alone: nothing between them.
+    calls.clear()
+    checkpoint.open(path).read("w", (slice(0, 100), slice(4, 8)))
+    assert sum(each for each in calls if each == 16) == 100 * 16

@@ -22,7 +22,7 @@ from shardwise.checkpoint.reading import BatchReader, batches_of, check_file
 from shardwise.checkpoint.saves import folder_of, list_saves, read_save, select, strays
 from shardwise.checkpoint.sources import read_contents, was_removed, with_contents
 from shardwise.checkpoint.stores import Address, OpenFile, Store, is_value, store_of
-from shardwise.checkpoint.windows import ReadTarget
+from shardwise.checkpoint.windows import ReadTarget, is_in_strips
 from shardwise.comm import Channel, alone
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, PlanError, few_of
@@ -101,13 +101,16 @@ class Catalogue:
 
     def _fill(self, result: torch.Tensor, stored: StoredTensor, piece: Piece, *, verify: bool) -> None:
         targets = [ReadTarget(piece, result, (piece.dtype,))]
-        # A block is read as a whole to be verified; without that exactly the bytes of the part are.
-        if not (verify and self.contents.verifiable):
+        plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=self.contents.block_bytes, readers={0})
+        verify = verify and self.contents.verifiable
+        thin, max_bytes = is_in_strips(stored.pieces, [piece])
+        # A block is read as a whole to be verified. Without that just the bytes of the part are, unless these are in so
+        # many strips that it takes longer.
+        if not verify and not (thin and plan.read_bytes <= max_bytes):
             read_exactly(self._channel, self._store, stored.pieces, targets)
             return
-        plan = plan_reads(stored.pieces, [[piece]], 0, block_bytes=self.contents.block_bytes, readers={0})
         read_in_rounds(
-            self._channel, self._store, self.contents, stored.pieces, plan, targets, verify=True, twice=False
+            self._channel, self._store, self.contents, stored.pieces, plan, targets, verify=verify, twice=False
         )
 
     def _stored(self, name: str) -> StoredTensor:

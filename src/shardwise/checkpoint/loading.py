@@ -47,9 +47,6 @@ from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-_READ_LIMIT = 1.05
-"""Without verification no rank reads more than so many times what it needs."""
-
 __all__ = ["LoadReport", "Loaded", "Verify", "load", "load_seen"]
 
 Verify = bool | Literal["first"]
@@ -366,10 +363,10 @@ def _as_stored(piece: Piece, found: Match) -> Piece:
 def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Piece], plan: ReadPlan) -> bool:
     """Whether ranks want strips so thin that to read whole blocks for each other is faster than each strip alone.
 
-    That is done only where no rank reads noticeably more than it needs.
+    That is done only where no rank reads noticeably more than it needs, or as much as takes longer than the strips.
     """
-    thin, num_bytes = is_in_strips(stored, wanted)
-    exact = plan.read_bytes <= _READ_LIMIT * num_bytes
+    thin, max_bytes = is_in_strips(stored, wanted)
+    exact = plan.read_bytes <= max_bytes
     # All decide alike: otherwise some would wait for rounds that others do not make.
     purpose = "which ranks read thin strips"
     answers = channel.exchange(json.dumps([thin, exact]).encode(), purpose=purpose)

@@ -67,6 +67,12 @@ _MAX_OPEN_FILES = 64
 _STRIP_BYTES = 16 << 10
 """Below so many bytes a read costs more than the bytes that it brings."""
 
+_FEW_STRIPS = 256
+"""Up to so many take some milliseconds, and are read alone."""
+
+_READ_LIMIT = 1.05
+"""So many times the bytes that are needed may be read for few strips."""
+
 
 Stretch = tuple[int, int, int]
 """(position in the list, first element, the element after the last)."""
@@ -431,9 +437,13 @@ class PieceReader:
 
 
 def is_in_strips(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[bool, int]:
-    """Whether pieces are stored in ranges so short that it costs more to read each alone, and their bytes."""
+    """Whether pieces are stored in ranges so short that it costs more to read each alone.
+
+    And the bytes of blocks that take no longer.
+    """
     num_ranges, num_bytes = count_exact_ranges(stored, wanted)
-    return num_bytes < num_ranges * _STRIP_BYTES, num_bytes
+    many = num_ranges * _STRIP_BYTES if num_ranges > _FEW_STRIPS else 0
+    return num_bytes < num_ranges * _STRIP_BYTES, max(int(_READ_LIMIT * num_bytes), many)
 
 
 def check_whole(contents: Contents, tensors: Iterable[StoredTensor]) -> None:
