@@ -24,8 +24,8 @@ from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.forward_recording import record
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.errors import PlanError, in_words
-from shardwise.plan.outlines import TensorModule, TensorOutline, parents
-from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor
+from shardwise.plan.outlines import TensorModule, TensorOutline, inside_of, parents
+from shardwise.plan.tensor_cuts import GROUPS, HEADS, WORDS, plan_tensor, refused_by_plan
 from shardwise.plan.tensor_inference import ForwardTrace, MapFamily, RuleInference, infer_rules
 from shardwise.plan.tensor_plan import TensorPlan
 
@@ -96,7 +96,7 @@ class _Search:
             try:
                 plan = plan_tensor(self.outline, rules, num_ranks=self.num_ranks)
             except PlanError as error:
-                self._give_up_planned(inference, error)
+                self._give_up_planned(inference, rules, error)
                 continue
             try:
                 rehearse(self.model, self.outline, plan, self.call)
@@ -203,11 +203,12 @@ class _Search:
                 return inside
         return []
 
-    def _give_up_planned(self, inference: RuleInference, error: PlanError) -> None:
+    def _give_up_planned(self, inference: RuleInference, rules: Mapping[str, str], error: PlanError) -> None:
         """Leave whole what the planner refuses."""
-        # The planner reports names in its sentences. Only the families that it names are given up, where it names any.
-        text = str(error)
-        names = [name for name in inference.rules if f"'{name}'" in text or f"'{name}." in text]
+        # Only the families that it refuses are given up, where it refuses any by itself.
+        refused = refused_by_plan(self.outline, rules, num_ranks=self.num_ranks)
+        around = {*refused, *inside_of(refused)} - {""}
+        names = [name for name in inference.rules if name in around]
         families = [each for each in inference.families if {*each.rules} & {*names}] or (
             [] if {*inference.vocabulary} & {*names} else list(inference.families)
         )
