@@ -51,6 +51,11 @@ class Arrangement:
         return sum(each.num_elements * itemsize_bytes(each.dtype) for each in self.tensors)
 
     @cached_property
+    def shared(self) -> Sequence[tuple[Piece, Sequence[int]]]:
+        """The pieces that several ranks hold, each with these ranks."""
+        return [(piece, ranks) for piece, ranks in in_order(self.holders) if len(ranks) > 1 and piece.num_elements]
+
+    @cached_property
     def _files(self) -> dict[int, DataFile]:
         return {}
 

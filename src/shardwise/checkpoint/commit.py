@@ -27,6 +27,7 @@ from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTen
 from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
+from shardwise.checkpoint.replica_samples import compare_samples
 from shardwise.checkpoint.safetensors_files import DataFile
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, storing
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
@@ -87,10 +88,12 @@ class Written:
 
     checksums: Sequence[bytes]
     """Of each piece, in the order of the file."""
+    samples: bytes = b""
+    """Digests of its replicas: see `replica_samples`."""
 
     def pack(self) -> bytes:
         """As bytes; the reader knows the pieces."""
-        return b"".join(self.checksums)
+        return b"".join([*self.checksums, self.samples])
 
     @classmethod
     def unpack(cls, data: bytes, file: DataFile, block_bytes: int) -> "Written":
@@ -99,12 +102,12 @@ class Written:
         ends = [0]
         for num_bytes in file.sizes:
             ends.append(ends[-1] + CHECKSUM_BYTES * -(-num_bytes // block_bytes))
-        if ends[-1] != len(data):
+        if ends[-1] > len(data):
             raise CheckpointError(
                 f"a rank has reported {len(data)} bytes of checksums for a file whose blocks have {ends[-1]}. Its "
                 "memory is broken, or it runs another version of shardwise"
             )
-        return cls([data[start:stop] for start, stop in pairwise(ends)])
+        return cls([data[start:stop] for start, stop in pairwise(ends)], samples=data[ends[-1] :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,9 +167,10 @@ def commit(
 
     again: called while a rank's file is not visible here, as on network file systems for some seconds. Pauses, and says
         whether to look once more.
-    Raises CheckpointError when another saver was faster, a rank's file is not visible here, or the store fails. Then no
-    save was made.
+    Raises CheckpointError when another saver was faster, a rank's file is not visible here, replicas differ, or the
+    store fails. Then no save was made.
     """
+    compare_samples(arrangement, [each.samples for each in written])
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
     sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}

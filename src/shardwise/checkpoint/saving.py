@@ -18,6 +18,7 @@ from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.full_tensors import stream_whole
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import layout_of, renamed_settings
+from shardwise.checkpoint.replica_samples import samples_of
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
 from shardwise.checkpoint.saves import check_retention, prune, storing
@@ -130,6 +131,8 @@ class Prepared:
     arrangement: Arrangement
     description: Description
     held: Held
+    samples: bytes
+    """Digests of the replicas of this rank: see `replica_samples`."""
 
     def report(self, rank: int) -> SaveReport:
         """What `rank` tells its caller when all is done."""
@@ -221,7 +224,7 @@ def _write_file(channel: Channel, prepared: Prepared) -> Written:
     store, attempt, arrangement = prepared.store, prepared.attempt, prepared.arrangement
     name = attempt.folder + attempt.data_file(channel.rank)
     file = arrangement.file(channel.rank)
-    written = Written([])
+    written = Written([], samples=prepared.samples)
     # Whole tensors are put together out of what all ranks hold: whatever becomes of its own file, a rank takes part in
     # that once, and no more than once.
     others_wait = arrangement.file_layout == "whole"
@@ -235,7 +238,7 @@ def _write_file(channel: Channel, prepared: Prepared) -> Written:
                 else:
                     write_pieces(file.pieces, prepared.held, filling)
                 filling.flush()
-            written = Written(filling.checksums)
+            written = replace(written, checksums=filling.checksums)
     except CheckpointError:
         if others_wait:  # also where this rank cannot write its own file
             stream_whole(channel, arrangement, prepared.held, None)
@@ -304,9 +307,18 @@ def _place_in(answer: bytes) -> tuple[int, str, str, int | None]:
 
 
 def prepare(
-    channel: Channel, path: Address, state: State, arguments: Arguments, memory: SaveMemory | None = None
+    channel: Channel,
+    path: Address,
+    state: State,
+    arguments: Arguments,
+    memory: SaveMemory | None = None,
+    *,
+    queued: bool = False,
 ) -> Prepared:
-    """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse."""
+    """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse.
+
+    queued: devices are not waited for.
+    """
     memory = memory if memory is not None else SaveMemory()
     with memory.gathering.agreed(channel) as gathered:
         # All that may refuse on one rank alone is in here, so that every rank learns of it.
@@ -331,6 +343,7 @@ def prepare(
     ties = [known[text][0] for text in facts]
     # Ranks know different settings, such as the optimizers of their own stage.
     settings = merge_settings([known[text][1] for text in facts])
+    became = None
     if arguments.rewrite is not None:
         became = memory.rewriting(arguments.rewrite).apply(channel, held, pieces, ties, layout_of(settings))
         held, pieces, ties = became.held, became.texts, [became.held.aliases] * channel.size
@@ -352,7 +365,21 @@ def prepare(
         settings=settings,
         extra=arguments.extra or {},
     )
+    samples = b""
+    # An engine keeps its replicas equal. A device would be waited for where the caller is not to wait.
+    if channel.size > 1 and "plan" not in settings:
+        left_out = getattr(state, "differing", set)()
+        if became is not None:
+            checked = became.checked
+            left_out = {name for name in checked.outputs if not left_out.isdisjoint(checked.sources_of(name))}
+        compared = {
+            piece: tensor
+            for piece, tensor in held.tensors.items()
+            if piece.name not in left_out and not (queued and tensor.device.type != "cpu")
+        }
+        samples = samples_of(arrangement, channel.rank, compared)
     return Prepared(
+        samples=samples,
         store=store,
         attempt=Attempt(number=number, id=name),
         arrangement=arrangement,

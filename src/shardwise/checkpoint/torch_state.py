@@ -90,6 +90,11 @@ class TorchState:
         optimizers = [each.named_with_state().to_json() for each in _trained(tensors, self._optimizers)]
         return {"ties": tensors.ties, "optimizers": optimizers, **settings_of_model(_bare(self._model)), **self._origin}
 
+    def differing(self) -> set[str]:
+        """Names of what data ranks may hold with different values: buffers, such as running statistics under DDP."""
+        held = _Tensors.of(self._model).by_name
+        return {name for name, tensor in held.items() if not isinstance(tensor, nn.Parameter)}
+
     def names(self) -> list[str]:
         """Names of the model's parameters and buffers in its own order, ties under each of their names."""
         return list(_Tensors.of(self._model).names)
