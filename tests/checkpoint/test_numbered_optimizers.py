@@ -10,6 +10,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -313,6 +315,45 @@ def test_renamed_parameters_keep_their_numbers_and_joined_ones_need_the_same_ord
     optimizer = torch.optim.AdamW([other.d, other.bias, other.e, other.n, other.m])
     with pytest.raises(CheckpointError, match=r"joined or cut parameters"):
         sw.load(tmp_path / "x.pt", TorchState(other, optimizer), rewrite=joined)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form: str, plan: str) -> None:
+    model, optimizer = _trained("swapped", OPTIMIZERS["AdamW"])
+    weights, moments = get_state_dict(model, optimizer)
+    if form == "sharded":
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+        dcp.save({"optimizer": moments}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    else:
+        torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+        torch.save(moments, tmp_path / "optimizer.bin")
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.pt")
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    again = _Net()
+    ours = torch.optim.AdamW(again.parameters(), lr=5.0)
+    loaded = sw.load(tmp_path, TorchState(again, ours))
+    assert (loaded.report.step, loaded.report.notes) == (3, ())
+    assert loaded["objects"]["scheduler"] == {"last_epoch": 3}
+    assert ours.param_groups[0]["lr"] == RATE
+    for name, each in again.named_parameters():
+        for key, value in optimizer.state[dict(model.named_parameters())[name]].items():
+            assert torch.equal(ours.state[each][key], value)
+    num_ranks, chosen = PLANS[plan]
+
+    def run(channel: sw.Channel) -> float:
+        engine = sw.parallelize(
+            _Net(), chosen, channel=channel, optimizer=OPTIMIZERS["AdamW"], loss=lambda output, _: output.sum()
+        )
+        sw.load(tmp_path, engine)
+        held = dict(sw.full(engine, optimizer=True))
+        return float(held["optimizer/encoder.weight/exp_avg"].sum())
+
+    assert sw.simulate(num_ranks, run) == [float(optimizer.state[model.encoder.weight]["exp_avg"].sum())] * num_ranks
+    assert CliRunner().invoke(main, ["ckpt", "verify", str(tmp_path)]).exit_code == 0
+    checkpoint.convert(tmp_path, tmp_path / "out")
+    assert checkpoint.diff(tmp_path, tmp_path / "out").equal
 
 
 def test_state_that_a_format_leaves_out_is_a_finding(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.errors import RewriteError
+from shardwise.errors import CheckpointError, RewriteError
 from tests.checkpoint.fused_models import Whole, model_of, wholes
 from tests.checkpoint.small_states import same_tensor
 from tests.checkpoint.test_matrix import masters_of
@@ -179,3 +179,49 @@ def test_the_command_pads_to_a_parameter_and_goes_back_by_the_record(tmp_path: P
     assert sw.checkpoint.open(save).read("wte").tolist() == [*tensors["wte"].tolist(), *[[0.0] * 3] * 3]
     assert CliRunner().invoke(main, ["ckpt", "convert", save, back, "--to", "hf", "--inverse"]).exit_code == 0
     assert same_tensor(load_file(f"{back}/model.safetensors")["wte"], tensors["wte"])
+
+
+KEPT = f"""
+    embedding.weight -> embedding.weight, pad='[{PADDED},-1]', fill='kept'
+    head.weight -> head.weight, pad='[{PADDED},-1]', fill='kept'
+    head.bias -> head.bias, pad='[{PADDED}]', fill='kept'
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_new_rows_of_a_larger_model_keep_their_values(tmp_path: Path, layout: str) -> None:
+    def save(channel: sw.Channel) -> None:
+        engine = engine_of("one", NUM_WORDS, channel)
+        engine.step(word_batch(0, 4))
+        sw.save(tmp_path, engine, channel=channel)
+
+    def load(channel: sw.Channel) -> tuple[Whole, Whole]:
+        engine = engine_of(layout, PADDED, channel)
+        before = dict(sw.full(engine, optimizer=True))
+        sw.load(tmp_path, engine, rewrite=sw.Rewrite(KEPT), channel=channel)
+        return before, dict(sw.full(engine, optimizer=True))
+
+    sw.simulate(1, save)
+    before, after = sw.simulate(LAYOUTS[layout].mesh.size, load)[0]
+    saved = sw.checkpoint.open(tmp_path)
+    for name in FILLS:
+        master = f"optimizer/{name}/master"
+        held = master if master in after else name
+        assert torch.equal(after[held][NUM_WORDS:], before[held][NUM_WORDS:])
+        assert torch.equal(after[held][:NUM_WORDS], saved.read(name))
+        moments = after[f"optimizer/{name}/exp_avg"]
+        assert torch.equal(moments[:NUM_WORDS], saved.read(f"optimizer/{name}/exp_avg"))
+        assert not moments[NUM_WORDS:].any()
+
+
+def test_only_a_load_has_values_to_keep(tmp_path: Path) -> None:
+    state = {name: torch.ones(NUM_WORDS, *([6] if "weight" in name else [])) for name in FILLS}
+    sw.save(tmp_path, state)
+    with pytest.raises(CheckpointError, match="fill='kept'"):
+        sw.checkpoint.convert(tmp_path, tmp_path / "out", rewrite=sw.Rewrite(KEPT))
+    for give in (
+        lambda: sw.save(tmp_path, state, rewrite=sw.Rewrite(KEPT)),
+        lambda: dict(sw.full(state, sw.Rewrite(KEPT))),
+    ):
+        with pytest.raises(RewriteError, match="here is no load"):
+            give()

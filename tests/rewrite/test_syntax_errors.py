@@ -151,7 +151,10 @@ ERRORS = [
         "scale_dtype='uint8' says something about quantise, which is not given",
     ),
     ("a -> b, |pad='[-2]'|", "pad='[-2]': sizes are not negative, but for -1, which keeps a size"),
-    ("a -> b, crop='[2]', |fill=many|", "fill=many: fill wants a number, such as 0, 0.5, '-inf' or '1e-5'"),
+    (
+        "a -> b, crop='[2]', |fill=many|",
+        "fill=many: fill wants a number, such as 0, 0.5, '-inf' or '1e-5', or 'kept' for the values of the target",
+    ),
     ("a -> b, |fill=0|", "fill=0 is the value of elements that pad= adds or crop= takes away; neither is given"),
     ("a -> b, pad='[2]', |pad='[3]'|", "pad is given twice, as pad='[2]' and as pad='[3]'; give it once"),
     ("a -> b, |permute=1|", "permute=1: permute wants a list of integers, such as permute='[1,0]'"),

@@ -14,7 +14,7 @@ from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.quantised_outputs import QuantisingReader
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.renamed_settings import names_state
-from shardwise.checkpoint.rewrite_view import RewriteView, metas_of_contents
+from shardwise.checkpoint.rewrite_view import RewriteView, kept_in, metas_of_contents
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import (
     LARGE_WINDOW_BYTES,
@@ -192,11 +192,11 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
         contents = model_of(contents)
     # Files of a model alone have no optimizers, so that the settings of these need not fit.
     view = RewriteView.of(contents, rewrite, settings={} if model_only else None)
-    if view.added:
+    if kept := [*sorted(view.checked.added), *kept_in(view.checked)]:
         raise CheckpointError(
-            f"the rewrite adds {', '.join(sorted(view.checked.added))}, which keep the values of the state that is "
-            "loaded into. A conversion has no such state: leave these statements (`_ -> ...`) out, or load with this "
-            "rewrite"
+            f"the rewrite adds {', '.join(kept)}, or elements of it, which keep the values of the state that is loaded "
+            "into. A conversion has no such state: leave these statements (`_ -> ...`, fill='kept') out, or load with "
+            "this rewrite"
         )
     if view.findings:
         raise CheckpointError(*view.findings, about=f"the rewrite does not fit the optimizers of {contents.location}")

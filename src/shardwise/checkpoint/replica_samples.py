@@ -4,7 +4,7 @@
     rank 1    experts.0.w   0.7 0.2 ...      digest 09ab      refused: another tensor under the same name
 
 Each rank takes digests of some elements, and reports them with the checksums of its file. So a save has no further
-round, and costs some ten microseconds for each replica. Tensors of up to 256 elements are compared whole, larger ones by 64
+round, and a replica costs some ten microseconds. Tensors of up to 256 elements are compared whole, larger ones by 64
 elements all over them: replicas that differ in more than a few elements are found, others may not be.
 """
 

@@ -287,7 +287,7 @@ def locate(
     found = [
         target
         for piece in wanted
-        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)])
+        for target in view.read_targets(piece, tensors[piece], source[WantedTensor.of(piece)], keeps=True)
     ]
     targets = [each for each in found if isinstance(each, ReadTarget)]
     padding = [each for each in found if isinstance(each, PaddingTarget)]

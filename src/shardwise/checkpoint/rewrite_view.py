@@ -28,12 +28,12 @@ from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settin
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PaddingTarget, PieceReader, ReadTarget, padding_value, windows
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, RewriteError, few_of
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import split_state_name
 from shardwise.rewrite import Checked, Fragment, Rewrite, TensorMeta
-from shardwise.rewrite.metas import needed_casts
+from shardwise.rewrite.metas import KEPT_FILL, needed_casts
 from shardwise.rewrite.strided_views import fill_of, scales_of
 from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
@@ -43,6 +43,7 @@ __all__ = [
     "Counterpart",
     "RewriteView",
     "differences",
+    "kept_in",
     "metas_of_contents",
     "metas_of_pieces",
     "outputs_with",
@@ -155,8 +156,18 @@ class Counterpart:
         return tensor.as_strided(self.fragment.shape, self.fragment.view_strides(strides), first)
 
 
+def kept_in(checked: Checked) -> list[str]:
+    """The outputs of which a target keeps some elements."""
+    return [name for name in checked.outputs if any(fill_of(each.other) == KEPT_FILL for each in checked.padding(name))]
+
+
 def padding_of(checked: Checked) -> Iterator[tuple[Piece, torch.Tensor]]:
     """The elements of outputs that are in no source, as pieces: each is one value, which takes the memory of one."""
+    if kept := kept_in(checked):
+        raise RewriteError(
+            f"fill='{KEPT_FILL}' keeps what the target of a load has in {few_of(kept)}, and here is no load; give a "
+            "number"
+        )
     for name, meta in checked.outputs.items():
         for each in checked.padding(name):
             value = padding_value(fill_of(each.other) or "", needed_casts(each.dtypes))
@@ -300,12 +311,12 @@ class RewriteView:
         return cls(stored=stored, checked=checked, contents=contents, findings=tuple(findings))
 
     def read_targets(
-        self, piece: Piece, memory: torch.Tensor, output: str | None = None
+        self, piece: Piece, memory: torch.Tensor, output: str | None = None, *, keeps: bool = False
     ) -> Iterator[ReadTarget | PaddingTarget]:
         """The stored pieces, and the padding, that make up a piece of an output, and where in its memory each goes.
 
         memory: in the shape of the piece's box with any strides, or flat for a run. output: what the rewrite calls the
-        tensor, where the piece has another name; its dtype counts in any case.
+        tensor, where the piece has another name; its dtype counts in any case. keeps: whether the memory is a target's.
         """
         for each in _counterparts(piece, output or piece.name, self.checked.resolve, self.checked.sources):
             if (scales := scales_of(each.dtypes)) is not None:
@@ -315,7 +326,8 @@ class RewriteView:
                 continue
             dtypes = needed_casts((*each.dtypes, piece.dtype))
             if (fill := fill_of(each.piece.name)) is not None:
-                yield PaddingTarget(each.view(memory), padding_value(fill, dtypes))
+                if not (keeps and fill == KEPT_FILL):
+                    yield PaddingTarget(each.view(memory), padding_value(fill, dtypes))
             else:
                 yield ReadTarget(each.piece, each.view(memory), dtypes)
 

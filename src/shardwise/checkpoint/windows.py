@@ -28,7 +28,7 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
-from shardwise.rewrite.metas import number_of
+from shardwise.rewrite.metas import KEPT_FILL, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
 
 __all__ = [
@@ -196,11 +196,15 @@ class PaddingTarget:
 
 
 def padding_value(number: str, dtypes: Sequence[str]) -> torch.Tensor:
-    """A number (see `number_text`) as a tensor without dims: in the first of some dtypes, and cast to each of them."""
+    """A number (see `number_text`) as a tensor without dims: in the first of some dtypes, and cast to each of them.
+
+    What a target keeps is 0 where there is no target.
+    """
     first, *others = map(torch_dtype, dtypes)
+    value = 0 if number == KEPT_FILL else number_of(number)
     # torch makes no tensor of float4: its zero, the only value that it is padded with, has no bits.
     zero = torch.zeros((), dtype=torch.uint8)
-    made = zero.view(first) if first == torch.float4_e2m1fn_x2 else torch.tensor(number_of(number), dtype=first)
+    made = zero.view(first) if first == torch.float4_e2m1fn_x2 else torch.tensor(value, dtype=first)
     return cast_through(made, others)
 
 

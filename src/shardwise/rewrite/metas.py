@@ -188,6 +188,10 @@ _NARROW_NUMBERS = {"float8_e8m0fnu": ("1",), "float4_e2m1fn_x2": ("0",)}
 """Of narrow floats without a 0 or a 1 those that they have; others have both."""
 
 
+KEPT_FILL = "kept"
+"""In the place of a number to pad with: what the target of a load has there."""
+
+
 def number_text(text: str) -> str | None:
     """A number in its one spelling; None for what is no number.
 
@@ -216,6 +220,8 @@ def holds_number(dtype: str, text: str) -> bool:
     >>> holds_number("int8", "-128"), holds_number("int8", "128"), holds_number("float16", "1e5")
     (True, False, False)
     """
+    if text == KEPT_FILL:
+        return True
     number = number_of(text)
     if dtype in _INTEGERS:
         bits, signed = _INTEGERS[dtype]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.rewrite.metas import number_text
+from shardwise.rewrite.metas import KEPT_FILL, number_text
 from shardwise.rewrite.statements import (
     Cast,
     Concat,
@@ -351,8 +351,9 @@ def _value(word: str, text: str) -> tuple[int | str | tuple[int, ...] | None, st
         fault = _LIST_FAULTS[word](numbers)
         return (None if fault else numbers), fault
     if word == "fill":
-        number_read = number_text(text)
-        return number_read, None if number_read else f"{word} wants a number, such as 0, 0.5, '-inf' or '1e-5'"
+        number_read = text if text == KEPT_FILL else number_text(text)
+        wanted = "a number, such as 0, 0.5, '-inf' or '1e-5', or 'kept' for the values of the target"
+        return number_read, None if number_read else f"{word} wants {wanted}"
     if word.endswith("dtype"):
         if text in ITEMSIZE_BYTES:
             return text, None

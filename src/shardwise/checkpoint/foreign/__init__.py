@@ -2,6 +2,7 @@
 
     manifest.json, save-00000007/manifest.json    a save of ours
     .metadata                                     `dcp`: what torch.distributed.checkpoint wrote
+    pytorch_model_fsdp_0/, optimizer_0/           `dcp`: the same, as accelerate and the trainer of transformers have it
     common.pt, iter_*, mp_rank_*/model_optim_rng.pt   `megatron`: what its dist_checkpointing wrote, and its older one
     latest, *mp_rank_*_states.pt                  `deepspeed`: what its save_checkpoint wrote, all stages of ZeRO
     *.safetensors, *.safetensors.index.json       `huggingface`: with or without an index
@@ -61,7 +62,7 @@ def format_of(names: Sequence[str]) -> Format | None:
         return "shardwise"
     if megatron.is_megatron(names):
         return "megatron"
-    if ".metadata" in names:
+    if dcp.parts_of(names):
         return "dcp"
     # Before models of Hugging Face: its trainer puts both into one folder, and these have the optimizer too.
     if deepspeed.is_deepspeed(names):
@@ -82,7 +83,8 @@ def read_foreign(store: Store) -> Contents:
     kind = recognise(store)
     if kind == "dcp":
         megatron.check_common(store)
-        return dcp.read_contents(store)
+        contents = dcp.read_contents(store)
+        return torch_folders.with_optimizer(contents, store) if torch_folders.has_values(store) else contents
     if kind == "megatron":
         return megatron.read_contents(store)
     if kind == "deepspeed":

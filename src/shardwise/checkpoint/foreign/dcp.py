@@ -10,7 +10,8 @@ Both ways in which it writes tensors are read: as `torch.save` does, and as safe
 importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, and `_StorageInfo` in filesystem.py
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "aliases_of",
     "as_saved",
     "parse_metadata",
+    "parts_of",
     "read_contents",
     "read_metadata",
 ]
@@ -247,12 +249,8 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    metadata = read_metadata(store)
-    contents = as_saved(metadata, store)
-    aliases = aliases_of(metadata, contents.tensors)
-    tensors = {name: each for name, each in contents.tensors.items() if name not in aliases}
-    contents = replace(contents, tensors=tensors, aliases=aliases)
-    named = training_names(tensors, aliases, contents.extra.get("objects", {}), metadata.paths)
+    contents, paths = _as_one([_with_paths(store, folder) for folder in parts_of(list(store.names()))])
+    named = training_names(contents.tensors, contents.aliases, contents.extra.get("objects", {}), paths)
     if named is None:
         return contents
     of_trainer = named.values.get("train_state")
@@ -267,6 +265,51 @@ def read_contents(store: Store) -> Contents:
         step=step if type(step) is int else None,
         notes=(*contents.notes, *named.notes),
     )
+
+
+_PART = re.compile(r"((?:pytorch_model_fsdp|optimizer)(?:_\d+)?/)\.metadata")
+
+
+def parts_of(names: Sequence[str]) -> list[str]:
+    """The folders of a checkpoint: "", or those of model and optimizer where accelerate has written each apart.
+
+    Empty where there is no checkpoint, or where several models or optimizers are.
+    """
+    if _METADATA in names:
+        return [""]
+    parts = sorted((found[1] for found in map(_PART.fullmatch, names) if found), reverse=True)
+    num_models = sum(each.startswith("pytorch_model") for each in parts)
+    return parts if num_models == 1 and len(parts) <= 2 else []
+
+
+def _with_paths(store: Store, folder: str) -> tuple[Contents, Mapping[str, KeyPath]]:
+    metadata = read_metadata(store, folder)
+    contents = as_saved(metadata, store, folder)
+    aliases = aliases_of(metadata, contents.tensors)
+    tensors = {name: each for name, each in contents.tensors.items() if name not in aliases}
+    return replace(contents, tensors=tensors, aliases=aliases), metadata.paths
+
+
+def _as_one(parts: Sequence[tuple[Contents, Mapping[str, KeyPath]]]) -> tuple[Contents, Mapping[str, KeyPath]]:
+    """What the folders of model and optimizer hold together."""
+    (one, paths), *others = parts
+    for other, more in others:
+        if taken := one.tensors.keys() & other.tensors.keys():
+            raise CheckpointError(f"{one.location}: {few_of(sorted(taken))} is in the model and in the optimizer")
+        extra = {
+            key: [*one.extra.get(key, ()), *each] if isinstance(each, list) else {**one.extra.get(key, {}), **each}
+            for key, each in other.extra.items()
+        }
+        one = replace(
+            one,
+            tensors={**one.tensors, **other.tensors},
+            aliases={**one.aliases, **other.aliases},
+            file_sizes={**one.file_sizes, **other.file_sizes},
+            extra={**one.extra, **extra},
+            notes=(*one.notes, *other.notes),
+        )
+        paths = {**paths, **more}
+    return one, paths
 
 
 def read_metadata(store: Store, folder: str = "") -> Metadata:

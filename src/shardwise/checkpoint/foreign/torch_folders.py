@@ -26,10 +26,10 @@ from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import OneFile, OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError, few_of
 
-__all__ = ["has_optimizer", "is_torch_file", "is_torch_model", "read_contents", "with_optimizer"]
+__all__ = ["has_optimizer", "has_values", "is_torch_file", "is_torch_model", "read_contents", "with_optimizer"]
 
 _FILE = re.compile(r".*\.(?:pt|pth|ckpt|bin)", re.DOTALL)
-_MODEL = re.compile(r"(?:pytorch_model|adapter_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.bin")
+_MODEL = re.compile(r"(?:pytorch_model(?:_fsdp)?(?:_\d+)?|adapter_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.bin")
 _INDEX_SUFFIX = ".bin.index.json"
 _OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:bin|pt)")
 _BESIDE = re.compile(
@@ -56,6 +56,12 @@ def has_optimizer(store: Store) -> bool:
     return not isinstance(store, OneFile) and any(_OPTIMIZER.fullmatch(name) for name in store.names())
 
 
+def has_values(store: Store) -> bool:
+    """Whether schedulers, random states or the record of a trainer were saved next to the folders of FSDP."""
+    names = list(store.names())
+    return ".metadata" not in names and any(_BESIDE.fullmatch(name) or name == _TRAINER for name in names)
+
+
 def read_contents(store: Store) -> Contents:
     """Return what the files of a store hold: a single one, or a model and what is next to it.
 
@@ -74,16 +80,17 @@ def read_contents(store: Store) -> Contents:
     parameters = Parameters.of({name: place for name, (_, place) in found.tensors.items()}, ordered=True)
     beside = list(_beside(store)) if has_optimizer(store) else []
     _read(store, beside, found, values_by_file=True)
-    _read_trainer(store, found, beside)
+    if beside:
+        _read_trainer(store, found)
     return _contents(found, _sizes(store, [*files, *beside]), store.location, parameters=parameters)
 
 
 def with_optimizer(contents: Contents, store: Store) -> Contents:
-    """Contents of a folder of safetensors files, with the optimizer and the values that were saved next to them."""
+    """Contents of a folder, with the optimizer and the values that were saved next to them."""
     found = FoundState()
     beside = list(_beside(store))
     _read(store, beside, found, values_by_file=True)
-    _read_trainer(store, found, beside)
+    _read_trainer(store, found)
     places = {
         name: TensorPlace(dtype=each.dtype, shape=each.shape, strides=row_major_strides(each.shape), start=number)
         for number, (name, each) in enumerate(contents.tensors.items())
@@ -92,14 +99,19 @@ def with_optimizer(contents: Contents, store: Store) -> Contents:
     added = _contents(found, sizes, store.location, parameters=Parameters.of(places, ordered=False))
     if taken := contents.tensors.keys() & added.tensors.keys():
         raise CheckpointError(f"{store.location}: {few_of(sorted(taken))} is in the model and next to it")
-    settings = {**added.settings, "ties": dict(contents.aliases)} if added.settings else {}
+    settings = (
+        {**contents.settings, **added.settings, "ties": dict(contents.aliases)} if added.settings else contents.settings
+    )
+    extra = {**contents.extra, **added.extra}
+    if "objects" in contents.extra and "objects" in added.extra:
+        extra["objects"] = {**contents.extra["objects"], **added.extra["objects"]}
     return replace(
         contents,
         tensors={**contents.tensors, **added.tensors},
         file_sizes={**contents.file_sizes, **added.file_sizes},
         settings=settings,
-        extra={**contents.extra, **added.extra},
-        step=added.step,
+        extra=extra,
+        step=contents.step if added.step is None else added.step,
         notes=(*contents.notes, *added.notes),
         left_state=added.left_state,
     )
@@ -188,9 +200,9 @@ def _beside(store: Store) -> Iterator[str]:
     yield from (name for name in names if _BESIDE.fullmatch(name))
 
 
-def _read_trainer(store: Store, found: FoundState, beside: list[str]) -> None:
+def _read_trainer(store: Store, found: FoundState) -> None:
     """The record of the trainer of transformers: its step, its losses."""
-    if not beside or _TRAINER not in store.names():
+    if _TRAINER not in store.names():
         return
     try:
         state = json.loads(read_whole(store, _TRAINER))
