@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,9 +17,10 @@ from PIL import Image
 
 from shardwise.data.permutation import shuffled
 from shardwise.errors import ConfigError, DataError
-from shardwise.train import RunConfig, check_references
+from shardwise.train import RunConfig, check_references, row_files
 from shardwise.train.run_build import build_model
 from shardwise.train.run_data import build_data
+from shardwise.train.run_rows import RunRows, read_rows
 from shardwise.train.turns import build_loss
 from tests.train.runs import finished, laid_out
 
@@ -522,3 +524,37 @@ def test_a_column_of_floats_has_one_dtype_although_json_writes_some_as_integers(
     dtypes = [{name: value.dtype for name, value in data.held_out[at].items()} for at in range(len(data.held_out))]
     assert dtypes == [{"inputs": torch.float32, "labels": torch.int64}] * len(dtypes)
     assert len(finished(config).curve("loss")) == config.train.steps
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_ranks_share_the_parsing_of_rows_and_know_the_same(
+    tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.dumps({"stars": n % 3, "features": [1, 2, n, 0.5 if n == 29 else 0]}) for n in range(30)]
+    (tmp_path / "whole.jsonl").write_text("\n\n".join(rows))
+    KINDS["whole"] = (None, number_batch, (*FEATURES, "data.format=jsonl", "data.source=whole.jsonl"))
+    config = run_of(tmp_path, "whole")
+    del KINDS["whole"]
+    parsed: list[bytes] = []
+    original = row_files._object_in
+    monkeypatch.setattr(row_files, "_object_in", lambda line: parsed.append(line) or original(line))
+
+    def together() -> list[RunRows]:
+        found = [read_rows(config, (rank, num_ranks)) for rank in range(num_ranks)]
+        told = [each.told() for each in found]
+        for each in found:
+            each.take(told, config.data)
+        return found
+
+    ranks = together()
+    assert len(parsed) == len(rows)
+    for each in ranks:
+        assert [each.training[at] for at in range(30)] == [json.loads(row) for row in rows]
+        assert {each.samples(each.training)[at]["inputs"].dtype for at in (0, 29)} == {torch.float32}
+    bad = {3: "x", 4: "[1]", 17: '{"stars": 0}', 29: "", 28: "{"}
+    (tmp_path / "whole.jsonl").write_text("\n".join(bad.get(at, row) for at, row in enumerate(rows)))
+    with pytest.raises(DataError) as raised:
+        together()
+    lines = [int(each) for each in re.findall(r"line (\d+)", str(raised.value))]
+    assert (lines, "1 more lines are wrong" in str(raised.value)) == ([4, 5, 18], True)
+    assert str(raised.value).startswith("data.source: whole.jsonl line 4: it is not JSON")

@@ -253,7 +253,7 @@ class Strategy(ManualTraining):
         """The data ranks, where they gather parameters together, and may have unlike numbers of batches."""
         assert self.lightning_module is not None
         gathers = self.plan.sharding.stage == 3 and self.lightning_module.trainer.predicting
-        return self._data if gathers else None
+        return self._ranks.channel if gathers and self._ranks is not None else None
 
     def _log(self, name: str, value: Any, prog_bar: bool = False, **settings: Any) -> None:
         """In the place of `module.log`."""

@@ -12,13 +12,11 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.channel import alone
-from shardwise.comm.gathered_tensors import gathered
-from shardwise.engine.channels import DATA_AXES
 from shardwise.errors import ModelError, PlanError
 from shardwise.lightning.step_logs import ALIKE
 from shardwise.plan import Plan
 from shardwise.space import Mesh
-from shardwise.trainers.data_ranks import reduced
+from shardwise.trainers.data_ranks import DataRanks, reduced
 
 
 class TrainerRanks(ParallelStrategy):
@@ -30,7 +28,7 @@ class TrainerRanks(ParallelStrategy):
         self.num_nodes = 1
         self._given_plan = plan
         self._channel = channel
-        self._data: Channel | None = None
+        self._ranks: DataRanks | None = None
         """The ranks that see different rows."""
 
     @property
@@ -97,9 +95,9 @@ class TrainerRanks(ParallelStrategy):
                 self._channel = default_channel()
             else:
                 self._channel = alone(self.root_device)
-        if self._data is None:
+        if self._ranks is None:
             self.plan.mesh.check_world(self.channel.size)
-            self._data = self.channel.over(self.plan.mesh.peers(self.channel.rank, DATA_AXES))
+            self._ranks = DataRanks(self.plan, self.channel)
         # A region of autocast is of one kind of device: where ranks compute, whatever `Trainer(accelerator=)` says.
         if isinstance(self.precision_plugin, MixedPrecision):
             self.precision_plugin.device = self.root_device.type
@@ -130,8 +128,8 @@ class TrainerRanks(ParallelStrategy):
 
     def gathered(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """The tensor of each data rank, of any shape: torchmetrics gathers its states by it."""
-        assert self._data is not None
-        return gathered(self._data, tensor, purpose="all_gather of Lightning")
+        assert self._ranks is not None
+        return self._ranks.tensors(tensor.detach(), purpose="all_gather of Lightning")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, minimum or maximum over the data ranks; ranks along pp and tp have the same values."""

@@ -41,6 +41,7 @@ from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.quantities import count, size
 from shardwise.train.run_build import build_loss_weight, build_metrics, build_model, optimizer_factory
 from shardwise.train.run_data import RunData, batches_of, build_data, sample_batch
+from shardwise.train.run_rows import RunRows, read_rows
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
 from shardwise.train.turns import Turns, build_loss, build_turns
@@ -115,8 +116,14 @@ def _prepare(
 ) -> _PreparedRun:
     start = find_start(config, resume, channel, replicas=replicas)
     # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
+    rows = None
+    if config.data.has_rows or not config.data.is_text:
+        with agreed(channel, purpose="reading the rows") as agreement:
+            rows = read_rows(config, (channel.rank, channel.size))
+            agreement.value = rows.told()
+        rows.take(agreement.values, config.data)
     with agreed(channel, purpose="building the run"):
-        data, model, sample, held_out = _built(config, channel.rank)
+        data, model, sample, held_out = _built(config, rows, channel.rank)
         optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
         metrics, plateau = build_metrics(config), plateau_of(config)
         loss, turns = build_loss(config, model), build_turns(config, model)
@@ -254,9 +261,9 @@ def _end(run: _PreparedRun, console: Console, loop: TrainingLoop, curve: LossCur
         loop.say(f"held-out loss {loss:.4f}{words}")
 
 
-def _built(config: RunConfig, rank: int) -> tuple[RunData, nn.Module, Batch, list[Batch]]:
+def _built(config: RunConfig, rows: RunRows | None, rank: int) -> tuple[RunData, nn.Module, Batch, list[Batch]]:
     """The data and the model; of this rank, the rows of the first update and those of every evaluation."""
-    data = build_data(config)
+    data = build_data(config, rows)
     mesh = config.plan.mesh
     place = DataPlace(data_rank=mesh.data_rank(rank), num_data_ranks=mesh.num_data_ranks)
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.

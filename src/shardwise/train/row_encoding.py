@@ -39,7 +39,7 @@ class RowEncoder:
             columns = {}
         self._columns = columns
         """Argument -> column; None: every column under its own name."""
-        self._fractions: set[str] = set()
+        self.fractions: set[str] = set()
         """Arguments that are floats in some row: JSON writes 1.0 as 1, and a batch of such rows would be integers."""
 
     @property
@@ -54,8 +54,8 @@ class RowEncoder:
         """See of each row of JSON which numbers are floats, before the first one is encoded. Returns its problem."""
         if (problem := self.problem(row)) is None:
             given = self._arguments(row).items()
-            self._fractions.update(
-                name for name, column in given if name not in self._fractions and _has_fractions(row[column])
+            self.fractions.update(
+                name for name, column in given if name not in self.fractions and _has_fractions(row[column])
             )
         return problem
 
@@ -118,7 +118,7 @@ class RowEncoder:
             found = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise DataError(f"{name}: {type(value).__name__} becomes no tensor: {in_words(error)}") from error
-        return found.float() if found.dtype == torch.float64 or name in self._fractions else found
+        return found.float() if found.dtype == torch.float64 or name in self.fractions else found
 
 
 def _has_fractions(value: Any) -> bool:

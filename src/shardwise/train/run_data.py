@@ -23,7 +23,7 @@ from shardwise.errors import DataError
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus, TextSamples, corpus_of, evaluation_rows, packed, read_corpus, text_batch
 from shardwise.train.held_out_split import HeldOutSamples, TrainingSamples
-from shardwise.train.run_rows import read_rows
+from shardwise.train.run_rows import RunRows, read_rows
 from shardwise.train.run_state import OtherSamples, Samples
 
 
@@ -66,11 +66,14 @@ class RunData:
         return batches
 
 
-def build_data(config: RunConfig) -> RunData:
-    """The data that [data] asks for. Raises ConfigError or DataError for what cannot be read."""
+def build_data(config: RunConfig, rows: RunRows | None = None) -> RunData:
+    """The data that [data] asks for. Raises ConfigError or DataError for what cannot be read.
+
+    rows: those of `read_rows`, where all ranks have read them together.
+    """
     num_rows = config.train.global_batch * config.train.evaluate_batches
     if config.data.is_text:
-        corpus = _corpus(config)
+        corpus = _corpus(config, rows)
         return RunData(
             data=_ordered(config, TextSamples(corpus=corpus, seed=config.order_seed), text_batch),
             samples=Samples.of(config, corpus),
@@ -80,7 +83,7 @@ def build_data(config: RunConfig) -> RunData:
             tokens_per_row=corpus.sequence_length,
             corpus=corpus,
         )
-    rows = read_rows(config)
+    rows = rows or read_rows(config)
     dataset, held_out = rows.samples(rows.training), rows.samples(rows.held_out)
     if held_out is None:
         if not _has_size(dataset):
@@ -108,11 +111,11 @@ def build_data(config: RunConfig) -> RunData:
     )
 
 
-def _corpus(config: RunConfig) -> Corpus:
+def _corpus(config: RunConfig, rows: RunRows | None) -> Corpus:
     """The text, or the rows that are packed into one."""
     if not config.data.has_rows:
         return read_corpus(config.data, config.folder)
-    rows = read_rows(config)
+    rows = rows or read_rows(config)
     for each in (rows.training, rows.held_out):
         if each is not None and not _has_size(each):
             raise DataError(f'data.collate: "packing" reads all rows, and a {type(each).__name__} has no known end')

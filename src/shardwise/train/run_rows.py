@@ -4,7 +4,8 @@ read_rows       training rows, held-out rows if there are any, and how they beco
 columns, text   -> `RowEncoder`; without both, rows go to `data.collate` as they are
 """
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import understood
 from shardwise.data.row_sources import TensorRows, as_opened, has_items
 from shardwise.errors import ConfigError, DataError, ShardwiseError, in_words
 from shardwise.train.config import RunConfig
@@ -31,6 +33,9 @@ from shardwise.train.run_tokenizer import RunTokenizer, tokenizer_of
 
 Collator = Callable[[list[Any]], Any]
 """f(samples) -> a batch."""
+
+_SHOWN = 3
+"""Bad lines that are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +64,31 @@ class RunRows:
             f"data: columns of a {type(rows).__name__} cannot be read; it has neither __len__ and __getitem__ nor open"
         )
 
+    def told(self) -> bytes:
+        """What this rank has seen in its share of the rows of JSON."""
+        problems = [
+            None if not isinstance(each, JsonRows) else [each.problems[:_SHOWN], len(each.problems)]
+            for each in (self.training, self.held_out)
+        ]
+        return json.dumps([problems, sorted(self.encoder.fractions)]).encode()
 
-def read_rows(config: RunConfig) -> RunRows:
-    """The rows of [data]. Raises ConfigError or DataError for what cannot be read."""
+    def take(self, told: Sequence[bytes], data: DataTable) -> None:
+        """Take what all ranks have seen. Raises DataError with the first bad lines, the same on all ranks."""
+        found = understood(told, json.loads, purpose="rows of JSON")
+        self.encoder.fractions.update(name for _, fractions in found for name in fractions)
+        for at, key in enumerate(("source", "source" if data.held_out_source is None else "held_out_source")):
+            shares = [problems[at] for problems, _ in found if problems[at] is not None]
+            if first := sorted(tuple(each) for share, _ in shares for each in share)[:_SHOWN]:
+                others = sum(number for _, number in shares) - len(first)
+                more = f"; {others} more lines are wrong" if others else ""
+                raise DataError(f"data.{key}: {'; '.join(text for _, text in first)}{more}")
+
+
+def read_rows(config: RunConfig, share: tuple[int, int] = (0, 1)) -> RunRows:
+    """The rows of [data]. Raises ConfigError or DataError for what cannot be read.
+
+    share: of `JsonRows`, of which all ranks `take` what all have `told`. One that reads all has done so.
+    """
     data, folder = config.data, config.folder
     tokenizer = tokenizer_of(data, folder) if data.has_rows and data.reads_tokens else None
     classes = data.classes
@@ -71,8 +98,8 @@ def read_rows(config: RunConfig) -> RunRows:
     is_of_own = data.collate not in (None, PADDING, PACKING)
     names_columns = bool(data.columns) or data.reads_tokens
     is_encoded = names_columns or (data.dataset is None and not is_of_own)
-    read = partial(_rows_of, config, encoder if is_encoded else None, classes)
-    return RunRows(
+    read = partial(_rows_of, config, encoder if is_encoded else None, classes, share=share)
+    rows = RunRows(
         training=read(is_held_out=False),
         held_out=read(is_held_out=True),
         encoder=encoder,
@@ -80,9 +107,14 @@ def read_rows(config: RunConfig) -> RunRows:
         tokenizer=tokenizer,
         collate=_collator(config, tokenizer, is_encoded=is_encoded),
     )
+    if share[1] == 1:
+        rows.take([rows.told()], data)
+    return rows
 
 
-def _rows_of(config: RunConfig, encoder: RowEncoder | None, classes: Any, *, is_held_out: bool) -> Any:
+def _rows_of(
+    config: RunConfig, encoder: RowEncoder | None, classes: Any, *, is_held_out: bool, share: tuple[int, int]
+) -> Any:
     """Rows to train on, or those for evaluation, which may be None."""
     data = config.data
     options = {**data.dataset_options, **(data.held_out_options if is_held_out else {})}
@@ -98,7 +130,7 @@ def _rows_of(config: RunConfig, encoder: RowEncoder | None, classes: Any, *, is_
     try:
         if data.format in ("saved", "hub"):
             return _checked(_of_datasets(data, source, config.folder, options), data)
-        rows = _of_files(data, source, config.folder, encoder, classes)
+        rows = _of_files(data, source, config.folder, encoder, classes, share)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     if not len(rows):
@@ -106,12 +138,14 @@ def _rows_of(config: RunConfig, encoder: RowEncoder | None, classes: Any, *, is_
     return rows
 
 
-def _of_files(data: DataTable, source: str, folder: Path, encoder: RowEncoder | None, classes: Any) -> Any:
+def _of_files(
+    data: DataTable, source: str, folder: Path, encoder: RowEncoder | None, classes: Any, share: tuple[int, int]
+) -> Any:
     if data.format == "images":
         return ImageFolders(folder / source, classes)
     paths = files_of(source, folder, f"*.{data.format}")
     if data.format == "jsonl":
-        return JsonRows(paths, check=(lambda row: None) if encoder is None else encoder.learn)
+        return JsonRows(paths, check=(lambda row: None) if encoder is None else encoder.learn, share=share)
     return ParquetRows(paths, columns=None if encoder is None else encoder.needed)
 
 

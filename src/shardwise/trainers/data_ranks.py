@@ -32,16 +32,17 @@ class DataRanks:
         )
         """Whether this rank writes for its data rank."""
         # Of its own: what a loss gathers travels while the engine's transfers are under way.
-        self._channel = channel.over(members) if self.count > 1 else None
+        self.channel = channel.over(members) if self.count > 1 else None
+        """Between data ranks; None where there is one."""
         copies = plan.mesh.peers(channel.rank, ("tp",))
         self._copies = channel.over(copies) if len(copies) > 1 else None
 
     def sums(self, numbers: Sequence[float], *, purpose: str) -> list[float]:
         """Each number summed over the data ranks, in their order."""
-        if self._channel is None:
+        if self.channel is None:
             return list(numbers)
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        told = self._channel.exchange(packed, purpose=purpose)
+        told = self.channel.exchange(packed, purpose=purpose)
         return [
             sum(each) for each in zip(*(struct.unpack(f"<{len(numbers)}d", bytes(one)) for one in told), strict=True)
         ]
@@ -73,16 +74,16 @@ class DataRanks:
 
     def texts(self, own: str, *, purpose: str) -> list[str]:
         """A text of each data rank, in their order."""
-        if self._channel is None:
+        if self.channel is None:
             return [own]
-        return [bytes(each).decode() for each in self._channel.exchange(own.encode(), purpose=purpose)]
+        return [bytes(each).decode() for each in self.channel.exchange(own.encode(), purpose=purpose)]
 
     def tensors(self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False) -> list[torch.Tensor]:
         """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype.
 
         of_speakers: all ranks of the world take those of the speakers, which may differ from their own along pp and tp.
         """
-        channel = self.world if of_speakers and self.world.size > self.count else self._channel
+        channel = self.world if of_speakers and self.world.size > self.count else self.channel
         if channel is None:
             return [] if own is None else [own]
         back = channel.device if own is None else own.device

@@ -10,7 +10,7 @@ Nothing here wraps a model or an optimizer, or talks over torch.distributed.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +106,15 @@ def _taken(inputs: Any, part: Any, device: torch.device) -> Any:
     return inputs[part].to(device) if isinstance(inputs, torch.Tensor) and isinstance(part, list) else part
 
 
+def _of_state(name: str) -> Callable[..., Any]:
+    """The method of the accelerator's state: that of accelerate asks the state of its process."""
+
+    def called(self: "RankCalls", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.state, name)(*args, **kwargs)
+
+    return called
+
+
 class RankCalls(Accelerator):
     """What accelerate's Accelerator asks of processes, over the data ranks."""
 
@@ -123,33 +132,13 @@ class RankCalls(Accelerator):
         """True on one rank."""
         return bool(self.state.is_last_process)
 
-    def wait_for_everyone(self) -> None:
-        """Wait for all ranks."""
-        self.state.wait_for_everyone()
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """The part of this data rank."""
-        return self.state.split_between_processes(inputs, apply_padding)
-
-    def on_main_process(self, function: Any = None) -> Any:
-        """On rank 0."""
-        return self.state.on_main_process(function)
-
-    def on_local_main_process(self, function: Any = None) -> Any:
-        """On the first rank of each host."""
-        return self.state.on_local_main_process(function)
-
-    def on_last_process(self, function: Any) -> Any:
-        """On one rank."""
-        return self.state.on_last_process(function)
-
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """On the rank that speaks for a data rank."""
-        return self.state.on_process(function, process_index)
-
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """On a rank of each host."""
-        return self.state.on_local_process(function, local_process_index)
+    wait_for_everyone = _of_state("wait_for_everyone")
+    split_between_processes = _of_state("split_between_processes")
+    on_main_process = _of_state("on_main_process")
+    on_local_main_process = _of_state("on_local_main_process")
+    on_last_process = _of_state("on_last_process")
+    on_process = _of_state("on_process")
+    on_local_process = _of_state("on_local_process")
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
         """On rank 0."""
