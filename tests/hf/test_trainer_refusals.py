@@ -80,6 +80,18 @@ class OwnLoop(hf.Trainer):
         return None
 
 
+class OwnTrain(hf.Trainer):
+    """Names its method, of another object."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.train()
+
+
+class ByName(hf.Trainer):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return hf.Trainer.train(self, *args, **kwargs)
+
+
 class Noting(hf.Trainer):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)
@@ -99,6 +111,9 @@ class Skipping(hf.Trainer):
 def test_methods_that_take_the_place_of_the_engine(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"OwnStep.training_step does not call super\(\).training_step"):
         trainer_on(tmp_path, of=OwnStep)
+    with pytest.raises(ConfigError, match=r"OwnTrain.train does not call super\(\).train"):
+        trainer_on(tmp_path, of=OwnTrain)
+    trainer_on(tmp_path, of=ByName).train()
     with pytest.raises(ConfigError, match=r"OwnLoop._inner_training_loop does not call super"):
         trainer_on(tmp_path, of=OwnLoop)
     with pytest.raises(OptimizerError, match="the engine made no update"):

@@ -537,7 +537,12 @@ def test_ranks_share_the_parsing_of_rows_and_know_the_same(
     del KINDS["whole"]
     parsed: list[bytes] = []
     original = row_files._object_in
-    monkeypatch.setattr(row_files, "_object_in", lambda line: parsed.append(line) or original(line))
+
+    def noted(line: bytes) -> dict[str, Any]:
+        parsed.append(line)
+        return original(line)
+
+    monkeypatch.setattr(row_files, "_object_in", noted)
 
     def together() -> list[RunRows]:
         found = [read_rows(config, (rank, num_ranks)) for rank in range(num_ranks)]

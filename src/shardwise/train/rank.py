@@ -269,8 +269,8 @@ def _built(config: RunConfig, rows: RunRows | None, rank: int) -> tuple[RunData,
     # Rows of update 0, also in a run that goes on: a placement does not depend on where the run was stopped.
     sample, train = sample_batch(data.data, place), config.train
     # With metrics one call evaluates all rows; each batch is a microbatch of it.
-    rows = train.microbatch * mesh.num_data_ranks if train.metrics else train.global_batch
-    return data, build_model(config), sample, data.evaluation(place, rows)
+    num_rows = train.microbatch * mesh.num_data_ranks if train.metrics else train.global_batch
+    return data, build_model(config), sample, data.evaluation(place, num_rows)
 
 
 def _baseline(data: RunData) -> float | None:
