@@ -14,8 +14,12 @@ class ShardwiseError(Exception):
 _SHOWN_PROBLEMS = 40
 """Lines of a message whose problems can be as many as a model has parameters."""
 
+_SHOWN_CHARACTERS = 4000
+"""Of one problem, which may show what a user gave: a state in the place of a path is as long as a model."""
+
 
 def _listed(problems: Sequence[str]) -> str:
+    problems = [f"{each[:_SHOWN_CHARACTERS]} ..." if len(each) > _SHOWN_CHARACTERS else each for each in problems]
     return problems[0] if len(problems) == 1 else "\n".join(f"  - {problem}" for problem in problems)
 
 

@@ -2,11 +2,13 @@
 
 import inspect
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -138,3 +140,16 @@ def test_what_cannot_come_back_is_named_with_what_to_write_instead(tmp_path: Pat
     assert "extra['t'] has the key (1, 2), a tuple; give keys that are strings, numbers or None" in str(caught.value)
     assert "extra['f'] is a builtin_function_or_method" in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy_come_back_as_those_of_python() -> None:
+    given = {"a": np.float64(1.5), "b": np.bool_(True), "c": [np.int64(3), np.float32(0.1)], "d": {1: np.uint8(2)}}
+    plain = {"a": 1.5, "b": True, "c": [3, float(np.float32(0.1))], "d": {1: 2}}
+    assert types(unpacked(packed(given, "extra"))) == types(plain)
+    for said, value in {
+        "longdouble of numpy": np.longdouble(1),
+        "complex64 of numpy": np.complex64(1),
+        "ndarray, which JSON cannot hold; give a list: tolist()": np.ones(2),
+    }.items():
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            packed({"a": value}, "extra")

@@ -1,6 +1,7 @@
 """What users do by mistake: it is refused in words, by all ranks alike, and nothing of theirs is lost."""
 
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise import checkpoint
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError
 from tests.forks.programs import started
 
@@ -146,3 +148,31 @@ saver.save({"w": torch.zeros(1000)})
         _, err = ended.communicate(timeout=60)
     assert "shardwise: a save in the background was not made: " in err
     assert "File too large" in err
+
+
+def test_a_state_in_the_place_of_the_path_is_not_printed(tmp_path: Path) -> None:
+    state = {f"w{at}": torch.randn(64, 64) for at in range(200)}
+    for call in (
+        lambda: sw.save(state, tmp_path / "a"),  # type: ignore[arg-type]
+        lambda: sw.load(state, tmp_path / "a"),  # type: ignore[arg-type]
+        lambda: checkpoint.open(state),  # type: ignore[arg-type]
+        lambda: sw.load(tmp_path, {}, verify=state),  # type: ignore[arg-type]
+        lambda: sw.save(tmp_path, {}, step=state),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        assert len(str(caught.value)) < 5000
+    with pytest.raises(CheckpointError, match=r"the path is a dict\. .* save\(path, state\)"):
+        sw.save(state, tmp_path / "a")  # type: ignore[arg-type]
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"link is a link to .*nowhere, which does not exist; make that folder"):
+        sw.save(tmp_path / "link", {"w": torch.ones(2)})
+
+
+def test_a_big_endian_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "be.gguf").write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
+    with pytest.raises(CheckpointError, match=r"big-endian GGUF file.*gguf_convert_endian\.py"):
+        checkpoint.open(tmp_path / "be.gguf")

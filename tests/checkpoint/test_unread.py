@@ -44,6 +44,11 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "Lightning": (["epoch=1.ckpt"], ["a folder of files that torch.save may have written", "name the file"]),
     "Llama": (["consolidated.00.pth", "params.json"], ["a folder of files that torch.save may have written"]),
     "anything": (["a.txt", "b\n.txt", "c", "d"], [r"it has a.txt, b\n.txt, c and 1 more; name the folder or the file"]),
+    "cache of the hub": (
+        ["blobs/1a", "refs/main", "snapshots/0f/model.safetensors", "snapshots/0f/config.json"],
+        ["but snapshots/0f in it holds one: name it"],
+    ),
+    "data of a save": (["5e1f09ab-rank00000.safetensors"], ["data of a save without its manifest.json"]),
     "runs": (
         ["one/save-00000001/manifest.json", "two/model.safetensors", "three/x.txt"],
         ["but one, two in it hold one each: name one of them"],

@@ -151,7 +151,17 @@ class LocalStore:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 # Those that others have made a moment ago may not be durable yet.
                 return descriptor, list(dict.fromkeys([*self._folders(name), self._root, *touched]))
+        link = next((each for each in self._ways_to(path) if os.path.islink(each) and not os.path.exists(each)), None)
+        if link is not None:
+            text = (
+                f"{link} is a link to {os.readlink(link)}, which does not exist; make that folder, or remove the link"
+            )
+            raise FileNotFoundError(errno.ENOENT, text, path)
         raise FileNotFoundError(errno.ENOENT, "the folder was removed as often as it was made", path)
+
+    def _ways_to(self, path: str) -> Iterator[str]:
+        while (path := os.path.dirname(path)) != "/":
+            yield path
 
     def drop_empty_folders(self, name: str) -> None:
         """Remove the folders of this name that hold nothing any more, but not the store's own."""

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NotRequired, Self, TypeAlias
 
+import numpy as np
 import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -370,6 +371,9 @@ def _are_items(value: Mapping[str, Any]) -> bool:
 
 
 def _packed(value: Any, place: str, problems: list[str]) -> Any:
+    # A number of numpy comes back as the number of Python that it is equal to, if there is one.
+    if isinstance(value, np.generic) and type(plain := value.item()) in _SCALARS:
+        return plain
     if isinstance(value, list | tuple):
         return [_packed(each, f"{place}[{at}]", problems) for at, each in enumerate(value)]
     if isinstance(value, dict):
@@ -388,5 +392,8 @@ def _packed(value: Any, place: str, problems: list[str]) -> Any:
         hint = "give JSON values"
         if isinstance(value, torch.Tensor):
             hint = "save tensors as part of the state" + (", or give the number: item()" if value.dim() == 0 else "")
-        problems.append(f"{place} is a {type(value).__name__}, which JSON cannot hold; {hint}")
+        elif isinstance(value, np.ndarray):
+            hint = "give a list: tolist()"
+        numpys = " of numpy" if isinstance(value, np.generic) else ""
+        problems.append(f"{place} is a {type(value).__name__}{numpys}, which JSON cannot hold; {hint}")
     return value

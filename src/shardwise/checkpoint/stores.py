@@ -175,7 +175,10 @@ def store_of(where: Address) -> Store:
     if not isinstance(where, str | os.PathLike):
         # Store is a protocol without a base class: one method tells a store from a dict or a model given by mistake.
         if not hasattr(where, "names"):
-            raise CheckpointError(f"{where!r} is a {type(where).__name__}; give a path, an address, or a Store")
+            raise CheckpointError(
+                f"the path is a {type(where).__name__}. Give a path, an address or a store first, and a state after "
+                "it: save(path, state), load(path, state)"
+            )
         return where
     if isinstance(os.fspath(where), bytes) or "\0" in os.fspath(where):
         raise CheckpointError(f"{where!r} is no path; give one as text, without a zero byte")

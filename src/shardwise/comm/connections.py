@@ -107,8 +107,8 @@ def connect(meeting: Rendezvous, *, shared_memory: bool) -> Connected:
     try:
         connected = _connect(meeting, shared_memory=shared_memory)
     except BaseException as error:
-        text = str(error)
-        meeting.fail(text if text.startswith("rank ") else f"rank {meeting.rank} stopped: {in_words(error)}")
+        is_about_a_rank = isinstance(error, PeerError) and error.rank is not None
+        meeting.fail(str(error) if is_about_a_rank else f"rank {meeting.rank} stopped: {in_words(error)}")
         meeting.leave(in_words(error))
         raise
     try:

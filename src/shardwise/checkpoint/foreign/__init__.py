@@ -215,14 +215,16 @@ def _nothing_in_words(store: Store) -> str:
 
 
 def _folder_in_words(names: Sequence[str]) -> str:
-    inner: dict[str, list[str]] = {}
-    for name in names:
-        folder, _, rest = name.partition("/")
-        if rest and not is_unfinished(folder):
-            inner.setdefault(folder, []).append(rest)
-    if holders := [printable(folder) for folder, files in inner.items() if format_of(files) is not None]:
-        verb = "holds one: name it" if len(holders) == 1 else "hold one each: name one of them"
-        return f"but {few_of(holders, quotes=False)} in it {verb}"
+    # Two deep: in the hub's cache a model has snapshots/HASH.
+    for depth in (1, 2):
+        inner: dict[str, list[str]] = {}
+        for name in names:
+            *folders, rest = name.split("/", depth)
+            if len(folders) == depth and not is_unfinished("/".join(folders)):
+                inner.setdefault("/".join(folders), []).append(rest)
+        if holders := [printable(folder) for folder, files in inner.items() if format_of(files) is not None]:
+            verb = "holds one: name it" if len(holders) == 1 else "hold one each: name one of them"
+            return f"but {few_of(holders, quotes=False)} in it {verb}"
     shown = few_of([printable(name) for name in names], quotes=False)
     return _known(names) or f"it has {shown}; name the folder or the file of a checkpoint"
 

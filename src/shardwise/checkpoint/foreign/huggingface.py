@@ -171,7 +171,10 @@ def _tensor(
             offsets = saved_offsets(key, boxes[file])
         # Several files may have boxes of one tensor, but only if they say where each begins.
         if offsets is None and len(found) > 1:
-            raise CheckpointError(f"tensor {key} is in several files: {', '.join(name for name, _ in found)}")
+            raise CheckpointError(
+                f"tensor {key} is in several files: {', '.join(name for name, _ in found)}. Programs differ in which "
+                "one they take: remove the others (load the files that are meant, and save them anew), or name one file"
+            )
         if len(offsets or entry.shape) != len(entry.shape) or entry.code != code:
             raise CheckpointError(f"tensor {key}: its boxes differ in dtype or number of dims, see {file}")
         starts.append(offsets or (0,) * len(entry.shape))
