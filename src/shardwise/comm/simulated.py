@@ -27,6 +27,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.channel import (
@@ -44,13 +45,19 @@ from shardwise.comm.device_sums import ExactSum, PartsMemory, Sums, hand_over_pa
 from shardwise.comm.devices import make_current, simulated_devices
 from shardwise.comm.hang_report import Whereabouts, lines_of, report
 from shardwise.comm.tally import RankTally
-from shardwise.errors import CallMismatchError, PeerError, PlanError, ShardwiseError, in_words
+from shardwise.errors import CallMismatchError, ModelError, PeerError, PlanError, ShardwiseError, in_words
 
 T = TypeVar("T")
 
 
 _INTERRUPT_SECONDS = 0.1
 """How soon, at the latest, an interrupt of the caller is noticed."""
+
+_FORWARD_MODE = (
+    "torch has one forward-mode derivative at a time in a process, and simulated ranks would mix theirs: what runs "
+    "inside of torch.func.jvp, jacfwd or hessian waits for other ranks. Take the derivative by grad, vjp or jacrev; "
+    "or gather nothing inside (sharding stage 2); or start processes"
+)
 
 
 def simulate(
@@ -373,6 +380,8 @@ class _World:
             successor = self._next_after(rank)
             # The own turn again: this rank goes round the loop once more and finds what has stopped the world.
             if successor is not rank:
+                if forward_ad._current_level >= 0:
+                    raise ModelError(_FORWARD_MODE)
                 rank.random_state = _RandomState()
                 self._give_baton(successor)
                 self._take_baton(rank)

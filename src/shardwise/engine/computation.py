@@ -351,7 +351,7 @@ class Computation:
         root = scaled_loss(loss, factor)
         # Activation checkpoints run forwards again in backward, on an accelerator in a thread of autograd's own. They
         # must draw from this microbatch's stream.
-        with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]):
+        with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]), self._passes.backward_of([root]):
             root.backward(self._gradient_of(root))
         # With its graph, each loss would keep the activations of its microbatch to the end of the step.
         return found.detached()

@@ -310,7 +310,7 @@ class PackedPlaces:
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, gathered or at rest, are in one piece of memory."""
-    if is_shell(one) or is_shell(other):
+    if is_shell(one) or is_shell(other) or torch._C._functorch.is_functorch_wrapped_tensor(one):
         return False
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 

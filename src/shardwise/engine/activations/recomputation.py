@@ -31,6 +31,7 @@ from shardwise.engine.pipeline.autograd_functions import seeing_modes, seen_agai
 from shardwise.engine.pipeline.nested import is_plain
 from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
+from shardwise.engine.transformed_functions import is_transformed, see_transformations
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.errors import ActivationsWarning, ModelError
 
@@ -52,11 +53,17 @@ class Recomputed(OfEngine):
         """operators: whose outputs are kept, too. warned: classes of arguments that were named; None: others warn."""
         self.name = name
         self._warned = warned
+        see_transformations()
         self._random = random
         self._draws = may_draw(module, {})
         self._module = module
         self._buffers = WrittenBuffers(name, module)
-        self._parameters = list(module.parameters())
+        self._parameters = [
+            (each._parameters, key, parameter)
+            for each in module.modules()
+            for key, parameter in each._parameters.items()
+            if parameter is not None
+        ]
         self._operators = operators
         self.kept_bytes = 0
         """Of outputs that the last call has kept."""
@@ -64,6 +71,10 @@ class Recomputed(OfEngine):
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
         if not torch.is_grad_enabled() or self._random.is_suspended:  # no backward follows
+            return forward(*args, **kwargs)
+        # Nor inside of torch.func, which knows no checkpoints; nor with other tensors in the place of the parameters
+        # (`functional_call`), which a second run would not find.
+        if is_transformed() or not all(held.get(key) is each for held, key, each in self._parameters):
             return forward(*args, **kwargs)
         given = CallArguments(args, kwargs)
         if self._warned is not None and given.objects:
@@ -122,7 +133,7 @@ class Recomputed(OfEngine):
     def _versions(self) -> list[int]:
         # Under pp a mode answers for parameters of other stages.
         with torch._C.DisableTorchFunction():
-            return [each._version for each in self._parameters]
+            return [each._version for _, _, each in self._parameters]
 
 
 class CallArguments:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.transformed_functions import is_transformed
 from shardwise.engine.wrapping import Forward, in_backward
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import unpack
@@ -89,7 +90,8 @@ class SavedMeter:
         synchronize(self._device)
         begun = time.perf_counter()
         try:
-            return forward(*args, **kwargs) if in_backward() else self._first_run(record, forward, args, kwargs)
+            is_plain = in_backward() or is_transformed()
+            return forward(*args, **kwargs) if is_plain else self._first_run(record, forward, args, kwargs)
         finally:
             synchronize(self._device)
             record.seconds.append(time.perf_counter() - begun)

@@ -26,6 +26,7 @@ from torch import nn
 from shardwise.engine.activations.pinned_blocks import PinnedBlocks
 from shardwise.engine.activations.saved_meter import SavedMeter, storages_of
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.transformed_functions import is_transformed
 from shardwise.engine.wrapping import Forward, OfEngine
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import unpack as unpack_parameter
@@ -275,7 +276,7 @@ class Offloaded(OfEngine):
         # Inside of the user's hooks, or of a checkpoint, nothing is saved here.
         around = torch._C._autograd._top_saved_tensors_default_hooks(True)
         is_ours = around is None or isinstance(getattr(around[0], "__self__", None), Passes | SavedMeter)
-        if not torch.is_grad_enabled() or self._random.is_suspended or not is_ours:
+        if not torch.is_grad_enabled() or self._random.is_suspended or not is_ours or is_transformed():
             return forward(*args, **kwargs)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.eval_frame.skip_code(HostCall.pack.__code__)

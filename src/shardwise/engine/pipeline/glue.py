@@ -37,6 +37,7 @@ from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.transformed_functions import INSIDE_A_MODULE, refuse_transformed
 from shardwise.errors import ModelError
 
 LossOf = Callable[..., MicrobatchLoss]
@@ -214,6 +215,7 @@ class Glue(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self._concerns(args) and not self._concerns(kwargs):
             return func(*args, **kwargs)
+        refuse_transformed(f"{getattr(func, '__name__', func)!r} takes a value of a stage", INSIDE_A_MODULE)
         # Descriptions are answered here, without a call that all ranks count: programs ask for shapes and dtypes
         # everywhere, and the answer is the same on all ranks.
         first = flow.adopted(args[0]) if args and isinstance(args[0], _Tensor) else None

@@ -18,6 +18,7 @@ from shardwise.engine.packed_tensors import inner_tensors
 from shardwise.engine.pipeline.module_placement import outline_of
 from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.reports import Counters
+from shardwise.engine.transformed_functions import see_transformations
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
@@ -194,6 +195,7 @@ def install(
     for module, units in needed.items():
         if (place := _place_in(module, units)) is not None:
             wrap(module, UnshardHook(unshard, units, place))
+    see_transformations()
     OutsideReads(unshard, params)  # the parameters keep it, as their reader
     return gradients, unshard
 

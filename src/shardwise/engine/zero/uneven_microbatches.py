@@ -73,6 +73,13 @@ class Passes:
         first, and stays."""
         return nullcontext()
 
+    def backward_of(self, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Around the backward of a microbatch. Any other is one that a forward or a loss runs itself."""
+        return nullcontext()
+
+    def hold_calls(self) -> None:
+        """The forwards that go on save tensors as they are from here on: what they have gathered stays."""
+
     def number_by(self, microbatch: Callable[[], int]) -> None:
         """Let `microbatch` say on which one this rank works, where a schedule mixes several."""
 
@@ -141,6 +148,10 @@ class UnevenMicrobatches:
             self._skip_to(at)
             self._next = at + 1
             self._passes.begin_microbatch(is_joint=self._joint[at] is Joint.ALL)
+
+    def backward_of(self, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """See `Passes`."""
+        return self._passes.backward_of(roots)
 
     def done(self, stage: int | None = None) -> None:
         """Its backward has ended (in a pass that does not train, its forward); see `Passes.microbatch_done`."""

@@ -7,6 +7,8 @@ A unit may be called several times before the first backward, and each call has 
 
     Residence of a unit    SHARDED --fill--> ARRIVING --wait--> GATHERED --free, when another unit needs room--> SHARDED
     Backward of a call     TO_COME --begin--> RUNNING --end--> DONE --resume, for a saved tensor--> RUNNING
+
+A backward that a forward or a loss runs itself (`is_inner`) changes no state: the units are gathered, and stay.
 """
 
 import enum
@@ -18,7 +20,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Work
-from shardwise.engine.wrapping import at_end_of_backward
+from shardwise.engine.wrapping import at_end_of_backward, in_backward
 from shardwise.engine.zero.flat_params import ShardedBucket
 from shardwise.plan.units import Unit
 
@@ -83,6 +85,12 @@ class GatheredUnit:
 class _Watcher(Protocol):
     """Who gathers for backwards."""
 
+    def is_inner(self, call: "UnitCall") -> bool:
+        """Whether the backward that goes on is one that a forward or a loss runs itself."""
+
+    def hold(self, call: "UnitCall") -> None:
+        """Such a backward needs the units of the call."""
+
     def begin_backward(self, call: "UnitCall") -> None:
         """The backward of a call begins."""
 
@@ -103,7 +111,7 @@ class UnitCall:
 
     __slots__ = (
         *("_watcher", "backward", "entered", "has_hooks", "is_noticed", "left", "microbatch", "spans_around"),
-        *("starts_graph", "units"),
+        *("recomputes", "starts_graph", "units"),
     )
 
     def __init__(self, watcher: _Watcher, units: Sequence[GatheredUnit], microbatch: int, entered: int) -> None:
@@ -112,6 +120,8 @@ class UnitCall:
         self.entered = entered
         """When its forward began, and ended, in the count of all calls."""
         self.left = entered
+        self.recomputes = in_backward()
+        """Whether its forward runs in a backward, whose next one inside is the one that counts (reentrant)."""
         self.has_hooks = False
         """Whether the hooks of saved tensors were installed for it."""
         self.spans_around: tuple[tuple[int, int, UnitCall], ...] = ()
@@ -126,7 +136,9 @@ class UnitCall:
     def begin(self, _: object = None) -> None:
         """The backward of the call begins."""
         # Each output of the call and each saved tensor of it comes here; the first one counts.
-        if self.backward is Backward.TO_COME:
+        if self._watcher.is_inner(self):
+            self._watcher.hold(self)
+        elif self.backward is Backward.TO_COME:
             self._begin()
             # No gradient of an input marks the end of such a call: that of a leaf is complete as soon as it is known,
             # before those of parameters that the call used earlier.
@@ -137,7 +149,7 @@ class UnitCall:
         """The backward of the call needs the units, even if it seemed to have ended."""
         # A value that a module keeps on itself may enter the loss past its outputs, and a call may have several inputs:
         # its end is a guess then. To gather once more costs time; to read memory without bytes would end the process.
-        if self.backward is Backward.DONE:
+        if self.backward is Backward.DONE and not self._watcher.is_inner(self):
             self._begin()
             at_end_of_backward(self.end)
         self.begin()
@@ -148,7 +160,7 @@ class UnitCall:
 
     def end(self, _: object = None) -> None:
         """Everything in the call has its gradient, if it gets one."""
-        if self.backward is Backward.RUNNING:
+        if self.backward is Backward.RUNNING and not self._watcher.is_inner(self):
             self.backward = Backward.DONE
             self._watcher.end_backward(self)
 

@@ -25,6 +25,10 @@ backward the gather goes ahead of the gradients of the unit whose room it takes:
     link       | gather 1   | reduce 3 | gather 0 | reduce 2 | ..      a backward waits for a gather, and for no
     device     | backward 3 | backward 2     | backward 1 | ..         reduction
 
+A forward or a loss may take gradients itself (`torch.autograd.grad`, `torch.func`). No hook sees what their graph
+saves. From then on what is gathered stays to the end of the pass (`hold`), and the gradients of the units that were
+differentiated are reduced at the end of the microbatch.
+
 All data ranks gather and reduce in one order, that of their modules. Channels refuse another one, at the latest with
 the next exchange, and so before an update. Where peers' memory is read in place, no rank waits: the parts do not change
 between the exchanges that open and close a step or an evaluation.
@@ -53,6 +57,8 @@ from shardwise.plan.units import Unit
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
 _DONE = "done"
+_NO_TASK = -2
+"""No task of autograd has this number."""
 
 
 class Unshard(Passes):
@@ -84,6 +90,8 @@ class Unshard(Passes):
         self._owners = owners
         self._counters = counters
         self._keeps = keeps
+        self._task = _NO_TASK
+        """That of autograd in which the backward of a microbatch goes on."""
         self._goes_ahead = all(each.arrives_alone for each in params.sharded)
         """Whether a unit arrives while another one runs."""
         self._microbatch: Callable[[], int] = lambda: 0
@@ -240,7 +248,9 @@ class Unshard(Passes):
             phase, number = about
             unit = self.units[number]
             # The same calls as on the ranks that compute: collectives are matched by their order.
-            if what == "reduce":
+            if what == "hold":
+                self._keeps = True
+            elif what == "reduce":
                 self._reduce(unit)
             elif what == "use":
                 self.use(unit, phase)
@@ -366,6 +376,42 @@ class Unshard(Passes):
             left = calls[unit.number] = calls.get(unit.number, 1) - 1
             if not left and self._trains:
                 self._reduce(unit)
+
+    @contextmanager
+    def backward_of(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """See `Passes`."""
+        handles = [root.register_hook(self._note_task) for root in roots]
+        try:
+            yield
+        finally:
+            self._task = _NO_TASK
+            for handle in handles:
+                handle.remove()
+
+    def _note_task(self, _: torch.Tensor) -> None:
+        self._task = torch._C._current_graph_task_id()
+
+    def is_inner(self, call: UnitCall) -> bool:
+        """See `UnitCall`."""
+        return not call.recomputes and torch._C._current_graph_task_id() != self._task
+
+    def hold(self, call: UnitCall) -> None:
+        """Something other than the backward of the microbatch needs the units of a call: they stay from here on."""
+        # A graph that is differentiated twice saves parameters once more, and where no hook packs them. Nothing shows
+        # when it is used last. For good, so that the next pass gathers each unit once, as `keep_gathered` does.
+        if not self._keeps:
+            self._announce("hold", FORWARD, call.units[0])
+            self._keeps = True
+        self._count(call.units, call.microbatch)  # reduced with the end of the microbatch
+        for unit in call.units:
+            if unit.residence is not Residence.GATHERED:
+                self.use(unit, BACKWARD)
+                self.drop(unit, BACKWARD)
+
+    def hold_calls(self) -> None:
+        """See `Passes`."""
+        for _, _, call in self._spans:
+            self.hold(call)
 
     def watch(self, copy: Copy | None) -> None:
         """A forward got a copy of a parameter; whether it wrote to the last one is known now. Raises ModelError."""

@@ -10,6 +10,7 @@ All data ranks run one program, and so gather in one order. What an operation gi
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch import nn
 
 from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.packed_tensors import shares_memory
+from shardwise.engine.transformed_functions import is_transformed, outside_of_transformations
 from shardwise.engine.wrapping import Forward, in_backward, on_gradient
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import FORWARD, RECOMPUTATION, Unshard
-from shardwise.errors import ModelError
 
 _TENSORS = frozenset({torch.Tensor})
 
@@ -63,16 +64,17 @@ def run_gathered(
 
     The backward of a call begins when its first output has a complete gradient, or when it asks for a parameter that
     was saved for it. It has ended when an input has a complete gradient, or the backward of an earlier call begins. At
-    the latest it ends with the whole backward. Raises ModelError inside of torch.vmap.
+    the latest it ends with the whole backward. A backward that a forward or a loss runs itself, or a transformation of
+    torch.func, holds the units instead.
     """
     # Hooks on tensors and no autograd function around the call: that would give views of the inputs, and a tensor that
     # several modules use would have its gradients added in another order than in one process.
     given = [*args, *kwargs.values()]
     if not _TENSORS.issuperset(map(type, given)):  # most calls take nothing else
         given = tensors_in(given)
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
-        raise _refusal_of_transformed(units)
     recomputes = _is_recomputed()
+    if is_transformed():
+        return _run_held(unshard, units, partial(forward, *args, **kwargs), RECOMPUTATION if recomputes else FORWARD)
     # No call: without gradients no backward follows, and that of a recomputed forward belongs to its first run.
     if recomputes or not torch.is_grad_enabled():
         with unshard.using(units, RECOMPUTATION if recomputes else FORWARD):
@@ -103,13 +105,16 @@ def run_gathered(
     return output
 
 
-def _refusal_of_transformed(units: Sequence[GatheredUnit]) -> ModelError:
-    names = ", ".join(repr(unit.plan.name) for unit in units)
-    return ModelError(
-        f"torch.vmap, or another transformation of torch.func, runs over parameters of unit {names}. They are cut "
-        "over ranks (stage 3) and cannot be gathered inside of it. In sharding.units name the module around the "
-        "transformed part ('.' is the model itself)"
-    )
+def _run_held(unshard: Unshard, units: Sequence[GatheredUnit], forward: Callable[[], Any], phase: str) -> Any:
+    """Run a forward inside of torch.func: its units stay, whatever its graph saves of them."""
+    with outside_of_transformations():
+        unshard.hold(unshard.call(units))
+        unshard.enter(units, phase)
+    try:
+        return forward()
+    finally:
+        with outside_of_transformations():
+            unshard.leave(units, phase)
 
 
 def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], output: Any) -> Any:
