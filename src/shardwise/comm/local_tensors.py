@@ -33,6 +33,26 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements are at strides of one memory; not so of sparse and nested tensors."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What a tensor of another layout is made of: indices and values, or one tensor for each row of a nested one."""
+    if is_dense(tensor):
+        return [tensor]
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
+
+
 def span_elements(tensor: torch.Tensor) -> int:
     """Elements of memory from the first element of a tensor to its last. Gaps count, and a tensor without has none."""
     if not tensor.numel():

@@ -10,13 +10,13 @@ on all ranks.
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import xxhash
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import dtype_name
+from shardwise.comm.local_tensors import dense_parts, dtype_name, is_dense
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batches import Batch
 
@@ -37,7 +37,7 @@ def describe_batch(batch: Batch, *, digest: bool = True) -> list[str]:
         + (f" with digest {digest_of_values(value)}" if digest or not _is_on_device(value) else " on a device")
         if isinstance(value, torch.Tensor)
         else f"{name!r} {json.dumps(value, default=lambda each: type(each).__name__)}"
-        for name, value in named_leaves(batch)
+        for name, value in _dense_leaves(batch)
     ]
 
 
@@ -54,7 +54,7 @@ class BatchDigests:
 
     def of(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Of each entry that is on the device, by its name: one int64."""
-        return {name: self._of(value) for name, value in named_leaves(batch) if _is_on_device(value)}
+        return {name: self._of(value) for name, value in _dense_leaves(batch) if _is_on_device(value)}
 
     @torch.no_grad()
     def _of(self, value: torch.Tensor) -> torch.Tensor:
@@ -93,6 +93,16 @@ def _stretches(value: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         return
     for part in value.split(max(1, most * len(value) // value.numel())):
         yield from _stretches(part[0] if len(part) == 1 else part, most)
+
+
+def _dense_leaves(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """The leaves by name; of a tensor of another layout its parts, each by the layout and a number."""
+    for name, leaf in named_leaves(batch):
+        if not isinstance(leaf, torch.Tensor) or is_dense(leaf):
+            yield name, leaf
+            continue
+        for at, part in enumerate(dense_parts(leaf)):
+            yield f"{name} ({'nested' if leaf.is_nested else leaf.layout}) {at}", part
 
 
 def _is_on_device(value: object) -> TypeGuard[torch.Tensor]:

@@ -63,8 +63,9 @@ class BatchRows:
         found = [dim for pattern, dim in self._named.items() if matches(pattern, name)]
         dim = found[0] if found else self.usual
         if dim is not None and leaf.ndim <= dim:
+            has = f"{leaf.ndim} dims" if getattr(leaf, "is_nested", False) else f"the shape {list(leaf.shape)}"
             raise BatchError(
-                f"the batch's entry {name!r} has the shape {list(leaf.shape)}, and no dim {dim} with rows. Say where "
+                f"the batch's entry {name!r} has {has}, and no dim {dim} with rows. Say where "
                 f"its rows are: parallelize(..., rows={{{name!r}: 0}}), or None for all rows; data.rows in a "
                 "configuration"
             )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.comm.local_tensors import is_dense
 from shardwise.comm.nested_values import field_names, is_container, named_leaves, transform
 from shardwise.engine.batch_rows import DIM_0, BatchRows
 from shardwise.engine.wrapping import is_ours
@@ -84,13 +85,14 @@ def count_rows(batch: Batch, rows: BatchRows = DIM_0) -> int:
 
 def _counted_rows(batch: Batch, leaves: Sequence[tuple[str, Any]], rows: BatchRows) -> tuple[int, Sequence[int | None]]:
     """The rows, and the dim that has them in each leaf."""
-    if not isinstance(batch, dict) and not _is_nested(batch) and not hasattr(batch, "shape"):
+    is_tensor = isinstance(batch, torch.Tensor) or hasattr(batch, "shape")
+    if not isinstance(batch, dict) and not _is_nested(batch) and not is_tensor:
         raise BatchError(
             f"a batch is a dict, tuple, list or dataclass of tensors, not a {type(batch).__name__}; wrap it: "
             "{'input_ids': tensor, ...}"
         )
     dims = rows.dims_of(leaves)
-    counts = {name: leaf.shape[dim] for (name, leaf), dim in zip(leaves, dims, strict=True) if dim is not None}
+    counts = {name: _size(leaf, dim) for (name, leaf), dim in zip(leaves, dims, strict=True) if dim is not None}
     if not counts:
         raise BatchError(
             f"the batch has no tensor with a dim {rows.usual} to split on; its entries are "
@@ -158,7 +160,10 @@ def split_batch(
         _refuse_whole_tensors(leaves)
     moved = [_leaf_on(leaf, device) for _, leaf in leaves]
     parts = [
-        [leaf if dim is None else _cut(leaf, dim, cut) for leaf, dim in zip(moved, dims, strict=True)]
+        [
+            leaf if dim is None else _cut(name, leaf, dim, cut)
+            for (name, _), leaf, dim in zip(leaves, moved, dims, strict=True)
+        ]
         for cut in split_rows(num_rows, num_microbatches)
     ]
     # Only where no write can reach another microbatch is a separate count true: interleaved rows (a transposed batch)
@@ -175,7 +180,9 @@ def rows_of(batch: Batch, wanted: range, rows: BatchRows = DIM_0) -> Batch:
     """Some rows of a batch, as views; what has no rows goes along."""
     leaves = named_leaves(batch)
     dims = rows.dims_of(leaves)
-    parts = [leaf if dim is None else _cut(leaf, dim, wanted) for (_, leaf), dim in zip(leaves, dims, strict=True)]
+    parts = [
+        leaf if dim is None else _cut(name, leaf, dim, wanted) for (name, leaf), dim in zip(leaves, dims, strict=True)
+    ]
     return _filled(batch, parts)
 
 
@@ -187,8 +194,30 @@ def first_microbatch(batch: Batch, plan: Plan, device: torch.device, rows: Batch
     return split_batch(batch, min(plan.merge.microbatches, count_rows(batch, rows)), device, rows)[0]
 
 
-def _cut(leaf: Any, dim: int, rows: range) -> Any:
+def _size(leaf: Any, dim: int) -> int:
+    # Nested tensors have no shape, and arrays have a `size` of another kind.
+    return leaf.size(dim) if isinstance(leaf, torch.Tensor) else leaf.shape[dim]
+
+
+def _cut(name: str, leaf: Any, dim: int, rows: range) -> Any:
+    if isinstance(leaf, torch.Tensor) and not is_dense(leaf):
+        return _cut_of_layout(name, leaf, dim, rows)
     return leaf[(slice(None),) * dim + (slice(rows.start, rows.stop),)] if dim else leaf[rows.start : rows.stop]
+
+
+def _cut_of_layout(name: str, leaf: torch.Tensor, dim: int, rows: range) -> torch.Tensor:
+    """Rows of a sparse or a nested tensor: a copy. Raises BatchError for layouts that torch cannot cut."""
+    if len(rows) == leaf.size(dim):
+        return leaf
+    if leaf.is_nested and not dim:
+        return torch.nested.as_nested_tensor(list(leaf.unbind()[rows.start : rows.stop]), layout=leaf.layout)
+    if leaf.layout is torch.sparse_coo:
+        return leaf.index_select(dim, torch.arange(rows.start, rows.stop, device=leaf.device))
+    raise BatchError(
+        f"the batch's entry {name!r} has the layout {leaf.layout}, and cannot be cut into microbatches by its dim "
+        f"{dim}. If it is for all rows, say so: parallelize(..., rows={{{name!r}: None}}), data.rows in a "
+        "configuration. Or give microbatches as a list, with a loss_weight; or give a sparse_coo tensor"
+    )
 
 
 def _filled(batch: Batch, leaves: Sequence[Any]) -> Microbatch:
@@ -223,7 +252,7 @@ def _leaf_on(leaf: Any, device: torch.device) -> Any:
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The values on the device; the host does not wait until they are there."""
-    if value.device.type != "cpu" or device.type == "cpu" or value.layout is not torch.strided:
+    if value.device.type != "cpu" or device.type == "cpu" or not is_dense(value):
         return value.to(device)
     # From pinned memory of our own. From other memory torch waits for all that the device has to do; and pinned memory
     # of the user may get the rows of the next step while the device still reads it.
@@ -234,7 +263,7 @@ def _sharing(leaves: Sequence[Any]) -> list[list[int]]:
     """The places of leaves whose rows a forward may write to, those of one memory and dtype together."""
     found: dict[int, list[int]] = {}
     for at, value in enumerate(leaves):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if isinstance(value, torch.Tensor) and is_dense(value):
             # By storage: two entries may view one memory (inputs and targets shifted by one). They keep one count
             # together.
             found.setdefault(value.untyped_storage()._cdata, []).append(at)

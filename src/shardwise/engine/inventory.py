@@ -30,6 +30,7 @@ from shardwise.comm.local_tensors import (
     with_local_tensor,
 )
 from shardwise.engine.packed_tensors import carried_by, is_packed, is_shell
+from shardwise.engine.parametrized_weights import see_parametrizations
 from shardwise.errors import CheckpointError, ModelError, few_of
 from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
@@ -136,6 +137,7 @@ def take_inventory(model: nn.Module, precision: Precision) -> Inventory:
     Parameter objects that share the whole of one storage are one parameter with several names (a tie). Parameters that
     share a part of one raise ModelError, because no plan could update them.
     """
+    see_parametrizations()
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(

@@ -66,6 +66,7 @@ from shardwise.engine.optimizers import (
     swap,
 )
 from shardwise.engine.packed_tensors import move_carried, settle_packed
+from shardwise.engine.padded_encoders import let_encoders_pad
 from shardwise.engine.pipeline.crossings import GradientKinds
 from shardwise.engine.pipeline.module_placement import agree_on_placement
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -413,6 +414,7 @@ def _build(
     # that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
     synchronise(model, channels.everyone)
+    let_encoders_pad(model, plan)
     activations = KeptActivations(model, plan, inspected.activations, random, channel)
     TensorParallel(model, decision.plan, channels.tensor)
     cut = [spec.name for spec in held.specs if spec.portion is not None]

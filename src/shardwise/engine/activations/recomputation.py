@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.nested_values import ObjectSlot, TensorSlot, filled, transform
@@ -59,7 +60,7 @@ class Recomputed(OfEngine):
         self._module = module
         self._buffers = WrittenBuffers(name, module)
         self._parameters = [
-            (each._parameters, key, parameter)
+            (each, key, parameter)
             for each in module.modules()
             for key, parameter in each._parameters.items()
             if parameter is not None
@@ -74,7 +75,7 @@ class Recomputed(OfEngine):
             return forward(*args, **kwargs)
         # Nor inside of torch.func, which knows no checkpoints; nor with other tensors in the place of the parameters
         # (`functional_call`), which a second run would not find.
-        if is_transformed() or not all(held.get(key) is each for held, key, each in self._parameters):
+        if is_transformed() or self._not_in_place():
             return forward(*args, **kwargs)
         given = CallArguments(args, kwargs)
         if self._warned is not None and given.objects:
@@ -98,7 +99,13 @@ class Recomputed(OfEngine):
                 kept.in_place(),
                 nullcontext() if not seeing else seen_again(seeing),
             ):
-                return forward(*args, **kwargs)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    # Torch stops a second run as soon as it has what was saved: what else it had to take off stays on.
+                    for holder, key in self._not_in_place():
+                        if is_parametrized(holder, key):
+                            remove_parametrizations(holder, key, leave_parametrized=False)
 
         modes = outputs_kept(self._operators) if self._operators else None
         more: dict[str, Any] = {} if modes is None else {"context_fn": lambda: modes}
@@ -129,6 +136,9 @@ class Recomputed(OfEngine):
                     ActivationsWarning,
                     stacklevel=3,
                 )
+
+    def _not_in_place(self) -> list[tuple[nn.Module, str]]:
+        return [(holder, key) for holder, key, each in self._parameters if holder._parameters.get(key) is not each]
 
     def _versions(self) -> list[int]:
         # Under pp a mode answers for parameters of other stages.

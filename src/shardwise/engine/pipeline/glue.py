@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.comm.local_tensors import is_dense
+from shardwise.comm.nested_values import named_leaves, tensors_in, transform
 from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
 from shardwise.engine.pipeline.autograd_functions import functions_seen
 from shardwise.engine.pipeline.call_execution import Executor
@@ -38,7 +39,7 @@ from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.transformed_functions import INSIDE_A_MODULE, refuse_transformed
-from shardwise.errors import ModelError
+from shardwise.errors import BatchError, ModelError
 
 LossOf = Callable[..., MicrobatchLoss]
 """f(microbatch, see), see `LossOfModel.measured`."""
@@ -118,6 +119,17 @@ _WORDS = {"__reduce_ex__": "pickle", "__deepcopy__": "copy.deepcopy", "__dlpack_
 """The words of a program that call these methods."""
 
 
+def _refuse_layouts(part: Microbatch) -> None:
+    """Raise BatchError for what has no strides: every stage describes tensors by them."""
+    for name, leaf in named_leaves(part):
+        if isinstance(leaf, _Tensor) and not is_dense(leaf) and leaf.layout not in (torch.sparse_coo, torch.jagged):
+            raise BatchError(
+                f"the batch's entry {name!r} is a {'nested' if leaf.is_nested else leaf.layout} tensor, which pipeline "
+                f"stages cannot describe to each other. Give a {'jagged' if leaf.is_nested else 'sparse_coo'} one "
+                f"({'layout=torch.jagged' if leaf.is_nested else 'to_sparse_coo()'}), or its parts as dense tensors"
+            )
+
+
 # A mode, and not only `StageTensor.__torch_function__`: parameters of placed modules and plain tensors that took
 # values of a stage are of no class of ours, and an operation on them alone concerns a stage too.
 class Glue(TorchFunctionMode):
@@ -144,6 +156,7 @@ class Glue(TorchFunctionMode):
 
     def run(self, compute: Callable[..., _Result], part: Microbatch, *more: Any) -> _Result:
         """The result of the user's program for a microbatch; it calls the model's forward."""
+        _refuse_layouts(part)
         with self, functions_seen(self):
             result = compute(part, *more)
         self._refuse_kept_values()

@@ -68,9 +68,9 @@ def sharded_class(kind: type) -> type:
                 return func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values())
         taken = [each for each in _flattened(given) if hasattr(type(each), "_is_sharded_param")]
-        is_followed = func not in _unfollowed() and getattr(func, "__name__", "") not in ("__set__", "__delete__")
-        if taken and is_followed and (read := getattr(taken[0], "_reader", None)) is not None:
-            output = read(func, args, kwargs or {}, taken)
+        writes = getattr(func, "__name__", "") in ("__set__", "__delete__", "set_", "share_memory_")
+        if taken and not writes and (read := getattr(taken[0], "_reader", None)) is not None:
+            output = read(func, args, kwargs or {}, taken, is_followed=func not in _unfollowed())
             if output is not NotImplemented:
                 return output
         raise _refusal(_in_words(func), given)

@@ -148,21 +148,32 @@ class OutsideReads:
         params.read_by(self.read)
 
     def read(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], taken: Sequence[torch.Tensor]
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        taken: Sequence[torch.Tensor],
+        *,
+        is_followed: bool = True,
     ) -> Any:
-        """What the operation gives. `taken`: the parameters at rest among its arguments.
+        """What the operation gives. `taken`: the parameters at rest among its arguments. Not `is_followed`: it gives
+        memory, in which a write is not seen.
 
-        NotImplemented outside of a step, an evaluation or a prediction: no other rank gathers then. Raises ModelError
-        for operations that write to a parameter.
+        NotImplemented outside of a step, an evaluation or a prediction: no other rank gathers then; and for what is not
+        followed, but in a forward that runs again, where the unit's own module reads it. Raises ModelError for
+        operations that write to a parameter.
         """
         if not self._unshard.is_in_pass:
             return NotImplemented
         found = {self._unit_of[id(each)].number: self._unit_of[id(each)] for each in taken}
         # By number, so that all ranks gather them in one order, whatever the order of the arguments.
         units: list[GatheredUnit] = [found[number] for number in sorted(found)]
-        if in_backward() and not torch.is_grad_enabled() and all(unit.num_uses for unit in units):
+        is_held = in_backward() and all(unit.num_uses for unit in units)
+        if is_held and not (is_followed and torch.is_grad_enabled()):
             with self._unshard.using(units, RECOMPUTATION):  # the backward of a function that saved the parameter
                 return function(*args, **kwargs)
+        if not is_followed:
+            return NotImplemented
         if not torch.is_grad_enabled():  # perhaps the forward of such a function, or of a reentrant checkpoint
             self._unshard.reduce_at_end(units)
 
