@@ -203,7 +203,7 @@ def packed_record(record: HostRecord) -> str:
 def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
     """The records of all ranks. Raises MismatchError, with the versions, where they do not speak as this one does.
 
-    Where they do, other versions are told, by rank 0 and the ranks that have them.
+    Rank 0 and the ranks with other versions than its own warn of them.
     """
     # The rest is the last line, so that a record of another version can still be taken apart.
     versions, _, facts = zip(*(text.rpartition("\n") for text in texts), strict=True)
