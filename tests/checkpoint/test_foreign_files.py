@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -274,3 +274,38 @@ def test_several_optimizers_next_to_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"2 optimizers.* name a file of the model"):
         checkpoint.open(tmp_path / "x")
     assert "0.weight" in checkpoint.open(tmp_path / "x" / "pytorch_model.bin").tensors
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("numbered", [False, True])
+def test_two_models_in_one_folder_do_not_become_one(tmp_path: Path, ending: str, numbered: bool) -> None:
+    stem, other = ("model", "model_1") if ending == "safetensors" else ("pytorch_model", "pytorch_model_1")
+    part = "-00001-of-00001" if numbered else ""
+    write: Any = save_file if ending == "safetensors" else torch.save
+    write({"w": torch.ones(2)}, tmp_path / f"{stem}{part}.{ending}")
+    write({"v": torch.ones(2)}, tmp_path / f"{other}{part}.{ending}")
+    with pytest.raises(CheckpointError, match=r"_1.*name (the file of one|one file)"):
+        checkpoint.open(tmp_path)
+    assert list(checkpoint.open(tmp_path / f"{other}{part}.{ending}").tensors) == ["v"]
+
+
+def test_files_of_any_names_are_one_model_and_a_note_says_so(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "draft.safetensors")
+    save_file({"v": torch.ones(2)}, tmp_path / "target.safetensors")
+    assert ["read as one model" in note for note in checkpoint.open(tmp_path).contents.notes] == [True]
+
+
+def test_scales_next_to_words_of_codes_keep_their_dtype(tmp_path: Path) -> None:
+    model = {
+        "up.qweight": torch.ones(4, 2, dtype=torch.int32),
+        "up.scales": torch.full((1, 2), 1 / 3),
+        "norm.weight": torch.ones(2),
+        "window.index": torch.zeros(3, 3, dtype=torch.int64),
+        "window.table": torch.ones(3, 2),
+    }
+    save_file(model, tmp_path / "model.safetensors")
+    report = checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "out", to="hf", dtype="bfloat16")
+    assert report.uncast == ("up.scales",)
+    written = checkpoint.open(tmp_path / "out")
+    assert torch.equal(written.read("up.scales"), model["up.scales"])
+    assert written.read("window.table").dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -305,3 +306,27 @@ def test_the_layout_in_memory_of_a_parameter_is_that_of_its_state() -> None:
     take(TorchState(model, fresh), checkpoint)
     assert fresh.state[model.weight]["exp_avg"].stride() == model.weight.stride()
     assert_same_bits(saved_of(TorchState(model, fresh)).tensors, checkpoint.tensors)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_one_saved_group_has_no_settings_for_several(tmp_path: Path, engine: bool) -> None:
+    def groups(model: nn.Module, split: bool) -> torch.optim.Optimizer:
+        weight, bias = model.parameters()
+        given = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}] if split else [weight, bias]
+        return torch.optim.AdamW(given, lr=0.5 if split else 0.1, weight_decay=0.2)
+
+    model = nn.Linear(2, 2)
+    sw.save(tmp_path, TorchState(model, groups(model, split=False)))
+    again = nn.Linear(2, 2)
+    optimizer = groups(again, split=True)
+    state: Any = TorchState(again, optimizer)
+    if engine:
+        state = sw.parallelize(again, sw.Plan(), optimizer=optimizer, loss=lambda output, _: output.sum())
+        [optimizer] = state.optimizers
+    with pytest.raises(CheckpointError, match=r"were one group.* weight_decay is 0.2 and 0.0: make one group"):
+        sw.load(tmp_path, state)
+    report = sw.load(tmp_path, state, strict=False).report
+    assert any("were one group" in each for each in report.unexpected)
+    # What the checkpoint says for both is taken over; what differs here stays.
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]

@@ -536,6 +536,9 @@ def _wanted_dtypes(
     }
 
 
+_CODE_WORDS = frozenset({"int16", "uint16", "int32", "uint32"})
+
+
 def _packed(outputs: Contents, source: Contents, view: RewriteView | None) -> set[str]:
     """Codes, and what may belong to them: under their names, or in their module. A cast would change what they mean.
 
@@ -544,10 +547,12 @@ def _packed(outputs: Contents, source: Contents, view: RewriteView | None) -> se
     held = outputs.tensors
     above = {name: {name[:at] for at, each in enumerate(name) if each == "."} for name in held}
     codes = {name for names in above.values() for name in names & held.keys()}
+    # Words of several codes (GPTQ, AWQ, compressed-tensors) are whole numbers; those of 64 bits are indices.
     modules = {
         name.rpartition(".")[0]
         for name, each in held.items()
-        if each.dtype != "bool" and itemsize_bytes(each.dtype) == 1
+        if (each.dtype != "bool" and itemsize_bytes(each.dtype) == 1)
+        or (each.dtype in _CODE_WORDS and len(each.shape) > 1)
     }
     found = {name for name in held if name in codes or above[name] & codes or name.rpartition(".")[0] in modules}
     trained = {split[0] for name in source.tensors if (split := split_state_name(name)) is not None}

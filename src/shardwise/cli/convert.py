@@ -246,7 +246,7 @@ def _closing(report: "ConvertReport", seconds: float) -> str:
         lines.append(f"{plural(len(report.cast), 'tensor')} cast to the wanted dtype: {_some(report.cast)}")
     if report.uncast:
         lines.append(
-            f"{plural(len(report.uncast), 'float')} in modules with one-byte codes not cast: {_some(report.uncast)}. "
+            f"{plural(len(report.uncast), 'float')} in modules with packed codes not cast: {_some(report.uncast)}. "
             "A --rewrite with dtype= casts them"
         )
     if report.dropped:

@@ -20,7 +20,7 @@ Taken over by name, here with one parameter that moved to another group since th
 
 import json
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -181,6 +181,9 @@ ADDED = "added"
 
 No save has it: a rewrite says so of the load that it is given to.
 """
+
+LIVE = "live"
+"""Under this key settings name those of groups that the target decides: they are not taken over. No save has it."""
 
 _MISSING = object()
 
@@ -417,11 +420,18 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
             )
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
         # A file of torch says nothing of it.
+        divided = _divided(optimizer, source, places)
+        findings += [finding for key, finding in divided.items() if key not in settings.get(LIVE, ())]
+        live_keys = {*settings.get(LIVE, ()), *divided}
         shared.append(next((source[name][1].shared for name in mine if name in source and source[name][1].kind), None))
         for group in optimizer.groups:
-            sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
-            findings += _findings_of_group(optimizer, group, sources, _made_then(group, source))
-        taken.append(tuple(_settings_for(optimizer, group, source, places) for group in optimizer.groups))
+            sources = {
+                name: {key: value for key, value in places[then[name]][1].settings.items() if key not in live_keys}
+                for name in group.parameters
+                if name in source
+            }
+            findings += _findings_of_group(optimizer, group, sources, _made_then(group, source), live_keys)
+        taken.append(tuple(_settings_for(optimizer, group, source, places, live_keys) for group in optimizer.groups))
     return TakeOver(
         has_groups=bool(places),
         settings=tuple(taken),
@@ -478,6 +488,7 @@ def _findings_of_group(
     group: OptimizerGroup,
     sources: Mapping[str, Mapping[str, Any]],
     made_then: frozenset[str],
+    live_keys: Collection[str],
 ) -> Iterator[str]:
     if not sources:
         return
@@ -499,13 +510,42 @@ def _findings_of_group(
     if unknown := [
         key
         for key in here
-        if key not in _OF_SCHEDULERS | optimizer.made and not any(key in settings for settings in sources.values())
+        if key not in _OF_SCHEDULERS | optimizer.made | {*live_keys}
+        and not any(key in settings for settings in sources.values())
     ]:
         yield f"{what} has settings that the checkpoint does not have: {few_of(unknown)}"
 
 
+def _divided(optimizer: NamedOptimizer, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, str]:
+    """Settings in which live groups differ that were one group in the checkpoint: key -> finding.
+
+    The checkpoint does not say what they are to have apart, so that live values stay.
+    """
+    groups: dict[int, dict[int, OptimizerGroup]] = {}
+    for group in optimizer.groups:
+        for name in group.parameters:
+            if name in source:
+                groups.setdefault(id(places[source[name][0]][1]), {})[id(group)] = group
+    found: dict[str, str] = {}
+    for first, *others in (list(each.values()) for each in groups.values()):
+        here = settings_to_json(first.settings)
+        for other in others:
+            for key, value in settings_to_json(other.settings).items():
+                if key not in _OF_SCHEDULERS and here.get(key, value) != value:
+                    found[key] = (
+                        f"the groups of {optimizer.kind} with {few_of(first.parameters)} and with "
+                        f"{few_of(other.parameters)} were one group in the checkpoint. Here {key} is "
+                        f"{_shown(here[key])} and {_shown(value)}: make one group, or keep both with strict=False"
+                    )
+    return found
+
+
 def _settings_for(
-    optimizer: NamedOptimizer, group: OptimizerGroup, source: Mapping[str, Any], places: Mapping[str, Any]
+    optimizer: NamedOptimizer,
+    group: OptimizerGroup,
+    source: Mapping[str, Any],
+    places: Mapping[str, Any],
+    live_keys: Collection[str],
 ) -> dict[str, Any]:
     """What the groups that the checkpoint has for these parameters say with one voice, and this group can take."""
     sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
@@ -518,7 +558,7 @@ def _settings_for(
         values = [settings.get(key, _MISSING) for settings in sources]
         fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
         known = key in group.settings or key in _OF_SCHEDULERS or key in made
-        if known and fits and key not in _HOW_NOT_WHAT and all(value == values[0] for value in values):
+        if known and fits and key not in _HOW_NOT_WHAT | {*live_keys} and all(value == values[0] for value in values):
             taken[key] = values[0]
     return taken
 

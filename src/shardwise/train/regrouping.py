@@ -17,7 +17,7 @@ from shardwise.checkpoint.states import Restoration
 from shardwise.engine import Engine
 from shardwise.plan.names import is_state_name, named_by_wrappers, split_state_name
 from shardwise.plan.optimizer_entries import NumberedParameter
-from shardwise.plan.saved_settings import ADDED, stored_names, stored_ties, take_over
+from shardwise.plan.saved_settings import ADDED, LIVE, stored_names, stored_ties, take_over
 from shardwise.space import Piece
 from shardwise.train.run_state import Settings
 
@@ -66,6 +66,7 @@ class RegroupedEngine:
             {
                 **settings,
                 "optimizers": [_without(each, gone) for each in settings["optimizers"]],
+                LIVE: _DECIDED,
                 ADDED: [*settings.get(ADDED, ()), *sorted(trained - set(called))],
             },
         )
@@ -84,12 +85,9 @@ def _flat(groups: list[list[list[str]]]) -> set[str]:
 
 
 def _without(optimizer: Mapping[str, Any], gone: set[str]) -> dict[str, Any]:
-    """A saved optimizer without some parameters, and without differences in what the configuration decides."""
+    """A saved optimizer without some parameters."""
     groups = [
-        {
-            "parameters": [name for name in group["parameters"] if name not in gone],
-            "settings": {key: 0.0 if key in _DECIDED else value for key, value in group["settings"].items()},
-        }
+        {**group, "parameters": [name for name in group["parameters"] if name not in gone]}
         for group in optimizer["groups"]
     ]
     return {**optimizer, "groups": [group for group in groups if group["parameters"]]}

@@ -9,7 +9,8 @@ where each starts.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
@@ -78,7 +79,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
         file_sizes=sizes,
         aliases=_ties(tensors, texts),
         extra=extra,
-        notes=notes if cut else (),
+        notes=(*(notes if cut else ()), *_joined_note(files, weight_map)),
     )
 
 
@@ -143,7 +144,20 @@ def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
     if not files:
         raise CheckpointError(f"{store.location} holds no safetensors file")
     check_numbers(files, store.location)
+    models = {re.sub(r"-\d+-of-\d+", "", name) for name in files}
+    if len(known := {name for name in models if _MODEL.fullmatch(name)}) > 1:
+        raise CheckpointError(f"{store.location} has the models {few_of(sorted(known))}: name the file of one")
     return files
+
+
+_MODEL = re.compile(r"(?:model(?:_\d+)?|adapter_model|diffusion_pytorch_model|consolidated)\.safetensors")
+
+
+def _joined_note(files: Sequence[str], weight_map: Mapping[str, str] | None) -> tuple[str, ...]:
+    """What to know of files that neither an index nor numbers make one model."""
+    if weight_map is not None or len({re.sub(r"\d+", "", name) for name in files}) < 2:
+        return ()
+    return (f"{few_of(sorted(files), quotes=False)} are read as one model; name a file to read it alone",)
 
 
 def _index_problems(
