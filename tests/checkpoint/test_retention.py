@@ -4,7 +4,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,33 +112,23 @@ def test_numbers_by_which_nothing_can_be_kept_are_refused_before_a_save(
     assert not list(tmp_path.iterdir())
 
 
-class Full(LocalStore):
-    def free_bytes(self) -> int | None:
-        return 100
-
-
-@pytest.mark.parametrize("how", ["at once", "in the background"])
-def test_a_save_without_room_is_refused_on_all_ranks_before_it_begins(how: str, tmp_path: Path) -> None:
-    num_bytes = sum(tensor.nbytes for tensor in whole_state(1).values())
-    messages = []
-
-    def run(channel: Channel) -> None:
-        # Only rank 0 sees how little room is left: all ranks write to one store.
-        store = Full(tmp_path) if channel.rank == 0 else LocalStore(tmp_path)
-        state = share_of_state(whole_state(1), channel.rank, 2)
-        save = (
-            AsyncSaver(store, channel=channel).save
-            if how == "in the background"
-            else partial(sw.save, store, channel=channel)
+def test_a_save_that_goes_syncs_its_folder_twice_however_many_files_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        sw.simulate(
+            8, lambda channel: sw.save(tmp_path, share_of_state(whole_state(1), channel.rank, 8), channel=channel)
         )
-        with pytest.raises(CheckpointError) as caught:
-            save(state)
-        messages.append(str(caught.value))
+    real, synced = os.fsync, list[int]()
 
-    sw.simulate(2, run)
-    assert len(set(messages)) == 1
-    assert f"has 100 bytes free, and the files of all ranks in this save need {num_bytes:,}" in messages[0]
-    assert not list(tmp_path.rglob("*"))
+    def counted(descriptor: int) -> None:
+        synced.append(descriptor)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001"]
+    assert len(synced) == 2  # the manifest before all else, and the rest
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["save-00000002"]
 
 
 def test_a_mount_that_says_too_little_is_tried_and_a_full_one_leaves_nothing(

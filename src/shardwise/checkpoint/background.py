@@ -43,7 +43,8 @@ from shardwise.rewrite import Rewrite
 
 __all__ = ["AsyncSaver"]
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _MOST_POLL_SECONDS = 0.02, 0.5
+"""Between two listings, which are requests on object stores: first, and at most."""
 
 _MEETING_SECONDS = 1.0
 """Ranks that wait for a save tell each other so often that they do."""
@@ -373,13 +374,16 @@ class _SaveTask:
         """On rank 0: wait for the others, then make the save visible."""
         arrangement, block_bytes = self.prepared.arrangement, self.prepared.description.block_bytes
         written = [own]
+        pause_seconds = _POLL_SECONDS
 
         def again() -> bool:
+            nonlocal pause_seconds
             if not threading.main_thread().is_alive():  # no rank will say when the others have ended
                 self.others_have_ended()
             if self._given_up.is_set() or time.monotonic() > self._deadline:
                 return False
-            self._given_up.wait(_POLL_SECONDS)
+            self._given_up.wait(pause_seconds)
+            pause_seconds = min(_MOST_POLL_SECONDS, 1.2 * pause_seconds)
             return True  # also when given up just now: what is there by then counts
 
         # A report of failure ends the wait as well: the file of that rank will not come.

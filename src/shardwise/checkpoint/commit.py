@@ -246,10 +246,13 @@ def discard(store: Store, attempt: Attempt, rank: int | None) -> None:
                 store.delete(name)
 
 
-def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> list[str]:
-    """Findings about files that a rank says it has written, and that are not there from here, with all their bytes."""
+def _unseen_files(store: Store, attempt: Attempt, sizes: dict[int, int]) -> list[str]:
+    """Findings about files that a rank says it has written, and that are not there from here, with all their bytes.
+
+    Those that are there are taken out of `sizes`: nobody looks at them again.
+    """
     problems = []
-    for rank, num_bytes in sizes.items():
+    for rank, num_bytes in list(sizes.items()):
         name = attempt.folder + attempt.data_file(rank)
         try:
             reader = store.open(name)
@@ -265,6 +268,8 @@ def _unseen_files(store: Store, attempt: Attempt, sizes: Mapping[int, int]) -> l
                 f"rank {rank} has written {store.location}/{name}, but rank 0 does not find all of it there ({why}). "
                 "Save to storage that all ranks share. Nothing was committed"
             )
+        else:
+            del sizes[rank]
     return problems
 
 

@@ -15,7 +15,7 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -130,16 +130,21 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Remove a file, for good before anything that is deleted later; nothing happens when it is not there."""
-        path = self._path(name)
-        try:
-            os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        with contextlib.suppress(FileNotFoundError):  # another process removed the folder after its last file
-            # Now, and not later in one go: after a power failure a save without its
-            # manifest must not have it again while files that it names are gone.
-            sync_folder(os.path.dirname(path))
-        self.drop_empty_folders(name)
+        # Now, and not later in one go: after a power failure a save without its manifest must not have it again while
+        # files that it names are gone.
+        self.delete_all([name])
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        """Remove files, in any order among themselves, for good before anything that is deleted later."""
+        folders: dict[str, str] = {}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(self._path(name))
+                folders[os.path.dirname(self._path(name))] = name
+        for folder, name in folders.items():
+            with contextlib.suppress(FileNotFoundError):  # another process removed the folder after its last file
+                sync_folder(folder)
+            self.drop_empty_folders(name)
 
     def new_file(self, name: str) -> tuple[int, list[str]]:
         """A descriptor of a new file, and the folders to sync so that it is found after a power failure."""

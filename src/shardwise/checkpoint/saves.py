@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from shardwise.checkpoint.blocks import checksum
 from shardwise.checkpoint.contents import Contents, printable
 from shardwise.checkpoint.foreign import no_checkpoint
+from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of
 from shardwise.errors import CheckpointError, few_of
@@ -276,6 +277,9 @@ def _is_manifest(file: str) -> bool:
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:
+    if isinstance(store, LocalStore):  # a folder is made durable once, not for each file
+        store.delete_all(names)
+        return
     for name in names:
         store.delete(name)
 

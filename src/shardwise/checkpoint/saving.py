@@ -24,7 +24,7 @@ from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_
 from shardwise.checkpoint.saves import check_retention, prune, storing
 from shardwise.checkpoint.state_pieces import Held, KnownDTensors, bytes_of, hold, merge_ties
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
-from shardwise.checkpoint.stores import Address, Store, free_bytes_of, store_of
+from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, understood
 from shardwise.comm.local_tensors import torch_dtype
@@ -298,12 +298,12 @@ class SaveMemory:
         return self._kept
 
 
-def _place_in(answer: bytes) -> tuple[int, str, str, int | None]:
-    """Number, id and location of an attempt, and the room there."""
-    number, name, location, free_bytes = a_list(answer)
-    if type(number) is not int or not (free_bytes is None or type(free_bytes) is int):
+def _place_in(answer: bytes) -> tuple[int, str]:
+    """Number and id of an attempt."""
+    number, name = a_list(answer)
+    if type(number) is not int:
         raise TypeError("no place of a save")
-    return number, str(name), str(location), free_bytes
+    return number, str(name)
 
 
 def prepare(
@@ -330,15 +330,14 @@ def prepare(
         if channel.rank == 0:
             attempt = begin(store)
             # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
-            place = [attempt.number, attempt.id, store.location, free_bytes_of(store)]
-            gathered.value = json.dumps(place).encode()
+            gathered.value = json.dumps([attempt.number, attempt.id]).encode()
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step, layout and rewrite are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
-    ((number, name, location, free_bytes),) = understood(gathered.values[:1], _place_in, purpose="place of a save")
+    ((number, name),) = understood(gathered.values[:1], _place_in, purpose="place of a save")
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
     # Ranks know different settings, such as the optimizers of their own stage.
@@ -351,12 +350,6 @@ def prepare(
         if findings:
             raise CheckpointError(*findings, about="the optimizers do not fit the rewrite")
     aliases, arrangement = memory.arranged(pieces, ties, arguments.file_layout)
-    # All ranks write to one store, so rank 0 has seen the room of all, and every rank refuses alike.
-    if free_bytes is not None and arrangement.num_bytes > free_bytes:
-        raise CheckpointError(
-            f"{location} has {free_bytes:,} bytes free, and the files of all ranks in this save need "
-            f"{arrangement.num_bytes:,}. Remove older saves, keep fewer of them, or save elsewhere; nothing was written"
-        )
     description = Description(
         step=arguments.step,
         layout=_layout_in_words(settings, channel.size),

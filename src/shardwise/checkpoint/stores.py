@@ -30,7 +30,6 @@ __all__ = [
     "Store",
     "Writer",
     "about",
-    "free_bytes_of",
     "is_value",
     "open_data",
     "read_whole",
@@ -117,10 +116,6 @@ class _ValueReader:
 class Store(Protocol):
     """A folder of files under names such as "save-00000001/manifest.json".
 
-    A store may have a method `free_bytes() -> int | None` in addition: the room that is left. A save that needs more is
-    refused before it begins. `LocalStore` has none: what mounts say of their room is not always so, and it reserves the
-    bytes of each file before they are written.
-
     Folders exist while they hold a file: they need no making, and go with their last file. All failures are OSError
     (FileNotFoundError, FileExistsError, PermissionError, ... with `strerror`) or EOFError. Names that could lead out of
     the folder raise ValueError.
@@ -160,12 +155,6 @@ class Store(Protocol):
 
 Address: TypeAlias = str | os.PathLike[str] | Store
 """A folder, an address of fsspec ("s3://bucket/run"), or a store."""
-
-
-def free_bytes_of(store: Store) -> int | None:
-    """The room that is left in a store; None where it is not known."""
-    free = getattr(store, "free_bytes", None)
-    return None if free is None else free()
 
 
 def store_of(where: Address) -> Store:
