@@ -24,6 +24,7 @@ from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizer_steps import OptimizerStep
 from shardwise.engine.optimizer_trials import updates_apart
 from shardwise.engine.optimizers import KnownOptimizer, on_host
+from shardwise.engine.part_watch import watched
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.flat_params import FlatParams, Owned
@@ -42,14 +43,22 @@ class BucketUpdates:
     """Steps the optimizers of a rank, and gives the new values to all ranks."""
 
     def __init__(
-        self, optimizers: Sequence[KnownOptimizer], buffers: FlatParams, matrices: MatrixUpdates | None
+        self,
+        optimizers: Sequence[KnownOptimizer],
+        buffers: FlatParams,
+        matrices: MatrixUpdates | None,
+        *,
+        has_parts: bool,
     ) -> None:
+        """has_parts: whether a rank updates some elements only, or some parameters."""
         self._known = optimizers
         device = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
+        watch = partial(watched, buffers=buffers, has_parts=has_parts)
         # The doubles of its trials are made while no parameter has a gradient.
         with on_host([each.optimizer for each in optimizers]) if buffers.is_offloaded else nullcontext():
             self._steps = {
-                each.optimizer: OptimizerStep(each.optimizer, device or torch.device("cpu")) for each in optimizers
+                each.optimizer: OptimizerStep(each.optimizer, device or torch.device("cpu"), watch)
+                for each in optimizers
             }
         self._buffers = buffers
         self._matrices = matrices

@@ -65,6 +65,7 @@ from shardwise.engine.step_meter import step_meter
 from shardwise.engine.step_opening import StepOpening
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import TensorDecision
+from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.trained_batches import TrainedBatches
 from shardwise.engine.trained_parameters import ALL, Groups, TrainedParameters, TrainedSet
 from shardwise.engine.weight_averages import WeightAverages, averages_to_settings, check_in_place, refuse_inside
@@ -125,7 +126,6 @@ class Engine(Generic[Model_co]):
         self.rebuild = rebuild
         """Puts the model under a plan once more: `parallelize.parallelize_with`, for `sw.relayout`."""
         self._refit = refit
-        self._known_optimizers = optimizers
         self._chosen: tuple[TrainedSet, NormParts | None] = ALL, None
         """What the step that opened last trains, and the parts whose norms it takes."""
         self._added: Mapping[int, Mapping[int, Sequence[str]]] = {}
@@ -139,6 +139,8 @@ class Engine(Generic[Model_co]):
         """Whether some rank asked to stop in the last step; the same on all ranks."""
         self.see_losses: Callable[[list[torch.Tensor]], object] | None = None
         """Called in each step with the losses of its microbatches on this rank; zero where another stage has them."""
+        self.see_gradients: Callable[[], object] | None = None
+        """Called before each update, while `p.grad` of the model is that of a plain program, or refuses to be read."""
         self._asks_to_stop: list[Callable[[], bool]] = []
         self._channels = channels
         self._buffers = buffers
@@ -171,6 +173,7 @@ class Engine(Generic[Model_co]):
             channels=channels,
             ranks=self._ranks,
             buffers=buffers,
+            ties=ties,
             autocast=computation.autocast,
             counters=counters,
         )
@@ -186,6 +189,7 @@ class Engine(Generic[Model_co]):
             host_gradients=host_gradients,
             ties=ties,
             summed=summed,
+            hooked=WholeGradients(summed, tensor_decision.plan, channels.tensor),
             model_buffers=model_buffers,
             writes=self._writes,
             optimizers=optimizers,
@@ -314,9 +318,9 @@ class Engine(Generic[Model_co]):
             gives = self._closing.gives(losses, weighting, own_weights, digests, gradients)
             # Each one in every step, whatever another says: a loop with callbacks also notes the learning rates then.
             asks = [asked() for asked in (stop, *self._asks_to_stop) if asked]
-            closing, figures = self._closing.close(gives, stop=any(asks))
+            closing, figures = self._closing.close(gives, stop=any(asks), see=(see := self.see_gradients))
             self.asked_to_stop = closing.stop
-            self._closing.update(closing, figures, gradients)
+            self._closing.update(closing, figures, gradients, see)
             if scaling is not None:
                 scaling.learn(figures)
             changed = {
@@ -413,6 +417,7 @@ class Engine(Generic[Model_co]):
         given = given_microbatches(inputs)
         parts = [moved_to(inputs, device)] if given is None else GivenMicrobatches(given, device)
         with self._stopping_peers("a prediction"), self._writes.refused(), self._computation.autocast.left():
+            self._buffers.check_masters("engine.predict", has_stages=self.plan.mesh.pp > 1)
             found = self._computation.predict(
                 parts, output_of or self._computation.loss.output, is_list=given is not None
             )
@@ -439,6 +444,7 @@ class Engine(Generic[Model_co]):
         device = self._channels.everyone.device
         generation = Generation.of(self.model, inputs, kwargs, device=device, gather=gather, seed=seed)
         with self._stopping_peers("a generation"), self._writes.refused(), self._computation.autocast.left():
+            self._buffers.check_masters("engine.generate", has_stages=self.plan.mesh.pp > 1)
             found = self._computation.generate(generation)
         return found if isinstance(inputs, list | tuple) else found[0]
 
@@ -652,11 +658,7 @@ class Engine(Generic[Model_co]):
         self._check_turn()
         self._packed.restore()
         self._contents.check()
-        if (added := self._plain_calls.added(self._contents.parameters)) != self._added:
-            self._added = added
-            self._known_optimizers = tuple(
-                known.taking_in(added.get(at, {})) for at, known in enumerate(self._closing.optimizers)
-            )
+        self._added = self._plain_calls.added(self._contents.parameters)
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
         self._buffers.adopt_writes()
 
@@ -671,7 +673,13 @@ class Engine(Generic[Model_co]):
         self._chosen = trained, self._closing.norms(norms)
         new = f", with {self._added} new in groups" if self._added else ""
         shown = "" if norms is None else f", with norms of {norms!r}"
+        shown += self._closing.hooked.take_in(compares=self.plan.mesh.pp == 1)
         return f"{trained.described or 'all'}{new}{shown}" if trained.described or new or shown else ""
+
+    @property
+    def _known_optimizers(self) -> tuple[KnownOptimizer, ...]:
+        """With what came into their groups since."""
+        return tuple(known.taking_in(self._added.get(at, {})) for at, known in enumerate(self._closing.optimizers))
 
     def _check_unfrozen(self) -> None:
         """Raise OptimizerError where parameters were unfrozen that no optimizer has."""

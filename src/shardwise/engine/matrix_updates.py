@@ -18,7 +18,6 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import nn
 
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name
@@ -36,6 +35,7 @@ from shardwise.engine.matrix_rooms import (
 )
 from shardwise.engine.state import placed
 from shardwise.engine.zero.flat_params import FlatParams, Owned
+from shardwise.engine.zero.masters import master
 from shardwise.moving.mover import PlanDeliveries
 from shardwise.moving.piece_exchange import consent
 from shardwise.plan import Parameter, Segment
@@ -189,7 +189,7 @@ class MatrixUpdates:
 def _whole(spec: Parameter, like: torch.Tensor) -> Owned:
     """A matrix in the hands of an optimizer, without memory."""
     segment = Segment(name=spec.name, run=Run(0, math.prod(spec.global_shape)), start=0)
-    return Owned(segment=segment, parameter=nn.Parameter(_without_memory(like, spec.global_shape)))
+    return Owned(segment=segment, parameter=master(_without_memory(like, spec.global_shape), None, is_part=False))
 
 
 def _without_memory(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

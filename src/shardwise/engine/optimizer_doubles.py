@@ -54,7 +54,7 @@ def cases_of(
         # Some note in the state of a parameter how they update it, before the first step.
         states: dict[Any, Mapping[str, Any]] = {}
         for parameter in group["params"]:
-            if state := optimizer.state.get(parameter):
+            if state := dict.get(optimizer.state, parameter):  # as it is: see `StateOfMasters`
                 states.setdefault(kind_of(state), state)
         every: Sequence[Mapping[str, Any]] = [*states.values()] or [{}]
         cases += [Case(optimizer=optimizer, group=group, state=state, device=device) for state in every]

@@ -7,8 +7,9 @@ In a plain loop gradients and values are the optimizer's own: it may keep a grad
     p.data = p.data - lr * p.grad       the master is a part of a buffer: the new values go there, p is it again
 """
 
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -21,18 +22,25 @@ _STEPS = 12
 """Some look back every few steps only."""
 
 
+Watch: TypeAlias = Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
+"""Stands around a step that code of the user sees."""
+
+
 class OptimizerStep:
     """The step of one optimizer. Torch's own classes write in place and keep no gradient: they cost nothing more."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """device: that of the masters. Its parameters have no gradients now."""
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, watch: Watch) -> None:
+        """device: that of the masters. Its parameters have no gradients now. watch: what refuses code of the user
+        that would see a part for the whole."""
         self._optimizer = optimizer
+        self._watch = watch
         self._is_trusted = _is_torchs(optimizer)
         self._keeps_gradients = _keeps_gradients(optimizer, device)
 
     def __call__(self) -> None:
         """Step on what is in its groups now."""
-        if self._is_trusted and not counts_steps(self._optimizer):  # nor has it code of the user around its step
+        is_seen = counts_steps(self._optimizer)
+        if self._is_trusted and not is_seen:  # nor has it code of the user around its step
             self._optimizer.step()
             return
         parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
@@ -41,7 +49,8 @@ class OptimizerStep:
             for each in parameters:
                 if each.grad is not None:
                     each.grad = each.grad.clone()
-        self._optimizer.step()
+        with self._watch(self._optimizer) if is_seen else nullcontext():
+            self._optimizer.step()
         for each, values in zip(parameters, before, strict=True):
             if each.data_ptr() != values.data_ptr():
                 # What the optimizer kept of the old values, it kept as they were.

@@ -13,8 +13,10 @@ guess would train, and badly. So what a plan needs is tried:
                                  multiple of nearly every period
 """
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isclose, isfinite, prod
@@ -38,7 +40,7 @@ from shardwise.engine.optimizer_doubles import (
     run_double,
     trial_tensors,
 )
-from shardwise.engine.optimizers import keys_not_along
+from shardwise.engine.optimizers import keys_not_along, refusal_of_closure
 from shardwise.engine.packed_tensors import is_shell
 from shardwise.engine.update_work import counted_work, is_sum
 from shardwise.errors import OptimizerError
@@ -72,6 +74,25 @@ def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.devi
                 )
 
 
+def check_closures(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    """Raise OptimizerError for an optimizer whose step takes no closure by its signature, and fails without one."""
+    for optimizer in optimizers:
+        takes_one = "closure" in inspect.signature(type(optimizer).step).parameters
+        if not takes_one or type(optimizer).__module__.startswith("torch.optim."):
+            continue
+        needs_one = False
+        for case in cases_of(optimizer, device)[:1]:
+            run = partial(run_double, case, [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
+            with random_numbers_kept(device), suppress(Exception):  # other reasons are found where they matter
+                try:
+                    run()
+                except Exception:
+                    run(step=lambda double: double.step(partial(float, 0)))
+                    needs_one = True
+        if needs_one:
+            raise refusal_of_closure(optimizer)
+
+
 def work_of_wholes(
     optimizers: Sequence[torch.optim.Optimizer],
     inventory: Inventory,
@@ -94,7 +115,7 @@ def work_of_wholes(
             counted: dict[object, int] = {}
             for parameter in group["params"]:
                 name = inventory.name_of[parameter]
-                shape, kind = spec_of[name].global_shape, kind_of(optimizer.state.get(parameter, {}))
+                shape, kind = spec_of[name].global_shape, kind_of(dict.get(optimizer.state, parameter) or {})
                 if (shape, kind) not in counted:
                     case = cases.get(kind, next(iter(cases.values())))
                     with random_numbers_kept(device):

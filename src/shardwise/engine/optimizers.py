@@ -54,16 +54,21 @@ def build(source: OptimizerSource, parameters: list[nn.Parameter]) -> tuple[torc
         # Of the class: a scheduler has put a wrapper in the place of the instance's `step`.
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
-            raise OptimizerError(
-                f"{type(optimizer).__name__}.step needs a closure that computes the loss again; shardwise computes "
-                f"each loss once per update"
-            )
+            raise refusal_of_closure(optimizer)
         # By its class for once: it raises at the first dense gradient, in the middle of a step.
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise OptimizerError(
                 "SparseAdam updates from sparse gradients only, and shardwise gives it dense ones; use torch.optim.Adam"
             )
     return tuple(optimizers)
+
+
+def refusal_of_closure(optimizer: torch.optim.Optimizer) -> OptimizerError:
+    """What to say of an optimizer that asks for the loss again."""
+    return OptimizerError(
+        f"{type(optimizer).__name__}.step needs a closure that computes the loss again; shardwise computes each loss "
+        "once per update. Give an optimizer that steps on gradients"
+    )
 
 
 def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inventory) -> None:

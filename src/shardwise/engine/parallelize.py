@@ -45,12 +45,14 @@ from shardwise.engine.inventory import (
 )
 from shardwise.engine.kept_objects import Alias, aliases_under, take_along
 from shardwise.engine.loss_parameters import LossParameters
+from shardwise.engine.master_states import MasterOf
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.meta_init import Initialisation
 from shardwise.engine.norm_parts import clipped_parts
 from shardwise.engine.optimizer_trials import (
     STAGE_0,
     check_apart,
+    check_closures,
     check_silent,
     tried_keys,
     work_of_wholes,
@@ -242,6 +244,7 @@ def _inspect(
     home, at_home = _home(plan, channel.device, optimizers)
     work: Mapping[str, int] = {}
     with at_home:
+        check_closures(optimizers, home)
         if channel.size > 1:
             check_silent(optimizers, home)
         if _shares_updates(plan):
@@ -464,6 +467,7 @@ def _build(
     watchers: list[Callable[[torch.Tensor], None]] = [summed.look_at] if decision.plan.styles else []
     if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
+    owns_all = channels.owners.size * placement.num_stages == 1 and not (cut or tensors.layout.ownership.homes)
     return Engine(
         model=model,
         plan=plan,
@@ -516,9 +520,8 @@ def _build(
             model,
             inspected.optimizers,
             cut=[held.parameters[name] for name in cut],
-            owns_all=channels.owners.size * placement.num_stages == 1
-            and not tensors.layout.ownership.homes
-            and all(spec.portion is None for spec in inventory.specs),
+            owns_all=owns_all,
+            master_of=MasterOf(inventory, tensors.buffers.updated, owns_all=owns_all),
         ),
         tensor_decision=decision,
         groups=inspected.groups,

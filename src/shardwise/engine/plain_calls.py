@@ -2,6 +2,7 @@
 
     optimizer.step()          trains nothing: the engine alone gives gradients to the masters
     optimizer.state_dict()    is a part, where ranks own slices
+    optimizer.state[weight]   is nothing, since the optimizer has masters: it gives that of the master, if it is whole
     model.state_dict()        is a part, where this rank holds portions of parameters or has only its own stages
     torch.save(model)         the same, as is copy.deepcopy(model)
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.comm.local_tensors import is_dtensor
+from shardwise.engine.master_states import follow_states
 from shardwise.errors import ModelError, OptimizerError
 
 _SAVE = (
@@ -50,15 +52,18 @@ class PlainCalls:
         *,
         cut: Collection[nn.Parameter],
         owns_all: bool,
+        master_of: Callable[[Any], nn.Parameter | None],
     ) -> None:
         """`cut`: parameters with a portion on this rank. `owns_all`: whether each rank has all optimizer state.
+        `master_of`: see `MasterOf`.
 
         Nothing is refused yet.
         """
-        self._model = model
+        self.model = model
         self._optimizers = optimizers
         self._cut = frozenset(cut)
-        self._owns_all = owns_all
+        self.owns_all = owns_all
+        self._master_of = master_of
         self.is_engine_step = False
         """Whether the engine is stepping the optimizers."""
         self.is_whole = False
@@ -68,7 +73,7 @@ class PlainCalls:
     def refuse(self) -> None:
         """Refuse from now on, in the place of the engine that had the model before."""
         everything: dict[str, str] = {}
-        for path, module in self._model.named_modules():
+        for path, module in self.model.named_modules():
             # Of the engine before this one: the model may be whole now.
             _take_off(module._state_dict_pre_hooks)
             _take_off(module._load_state_dict_pre_hooks)
@@ -78,7 +83,8 @@ class PlainCalls:
                 module.register_state_dict_pre_hook(_Parts(found))
                 module.register_load_state_dict_pre_hook(_WholeGiven(found))
         if everything:  # the whole model says it first, with full names
-            self._model.register_state_dict_pre_hook(_Parts(everything))
+            self.model.register_state_dict_pre_hook(_Parts(everything))
+        follow_states(self._optimizers, self._master_of)
         for optimizer in self._optimizers:
             if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a class that left out Optimizer.__init__
                 continue
@@ -93,7 +99,7 @@ class PlainCalls:
                 hooks = getattr(optimizer, f"_optimizer_{kind}_pre_hooks", None)
                 _take_off(hooks or {})
                 # A class that left out Optimizer.__init__ has hooks of steps from its defaults alone.
-                if hooks is not None and not self._owns_all:
+                if hooks is not None and not self.owns_all:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
 
     @contextmanager
@@ -135,6 +141,7 @@ class PlainCalls:
 
         parameters: of the model. Raises OptimizerError for what is not the model's, and where masters left a group.
         """
+        follow_states(self._optimizers, self._master_of)  # a load of torch's makes another
         found: dict[int, Mapping[int, Sequence[str]]] = {}
         for at, (optimizer, sizes) in enumerate(zip(self._optimizers, self._sizes, strict=True)):
             # Counts, not names: asked once per step, so it has to be cheap.

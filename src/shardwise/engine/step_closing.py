@@ -10,6 +10,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import compress
 
@@ -29,16 +30,19 @@ from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls, counts_steps
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
 from shardwise.engine.reports import Counters
+from shardwise.engine.shown_gradients import ShownGradients
 from shardwise.engine.state import ModelNames
 from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_step
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
 from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, TrainedSet
 from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.engine.zero.masters import close_masters, open_masters
 from shardwise.plan import Plan
 
 
@@ -59,6 +63,7 @@ class StepClosing:
         host_gradients: HostGradients | None,
         ties: StageTies,
         summed: SummedGradients,
+        hooked: WholeGradients,
         model_buffers: ModelBuffers,
         writes: ForwardWrites,
         optimizers: tuple[KnownOptimizer, ...],
@@ -80,6 +85,7 @@ class StepClosing:
         self._host_gradients = host_gradients
         self._ties = ties
         self._summed = summed
+        self.hooked = hooked
         self._model_buffers = model_buffers
         self._writes = writes
         self.optimizers = optimizers
@@ -103,7 +109,13 @@ class StepClosing:
         )
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
-        self._bucket_updates = BucketUpdates(optimizers, buffers, matrices)
+        self._shown = ShownGradients(
+            plain_calls.model,
+            buffers,
+            channels.owners,
+            are_here=plan.mesh.pp * plan.mesh.tp == 1 and host_gradients is None,
+        )
+        self._bucket_updates = BucketUpdates(optimizers, buffers, matrices, has_parts=not plain_calls.owns_all)
         self._groups = groups
         self._parts: dict[str, NormParts | None] = {}
         self._asked = self.norms(None)
@@ -168,6 +180,7 @@ class StepClosing:
         if self._host_gradients is not None:
             self._host_gradients.begin(*self._divisors(weighting))
         # May lay out the arena anew, under the views that `engine.gradients()` gave.
+        self._gradients.collectors.stay_last()
         self._gradients.begin(num_microbatches, trained)
         self._ties.begin(num_microbatches, trained)
         self._writes.begin()
@@ -236,7 +249,7 @@ class StepClosing:
         )
 
     @torch.no_grad()
-    def close(self, own: RankFigures, *, stop: bool) -> tuple[StepExchange, Figures]:
+    def close(self, own: RankFigures, *, stop: bool, see: Callable[[], object] | None) -> tuple[StepExchange, Figures]:
         """Take the mean of the gradients, and exchange what every rank has to know before any of them updates.
 
         Returns that, and the loss and the norm of the whole gradient.
@@ -254,6 +267,7 @@ class StepClosing:
             outside=self._computation.loss_parameters.flags(),
             stop=stop,
             steps_at_once=any(counts_steps(known.optimizer) for known in self.optimizers),
+            shows_gradients=see is not None,
         )
         figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
@@ -282,8 +296,17 @@ class StepClosing:
 
     # [5], [6] -------------------------------------------------------------------------------------------------------
 
-    def update(self, closing: StepExchange, figures: Figures, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Clip, step the optimizers on the owned masters, cast once, gather the working copies; or skip all of it."""
+    def update(
+        self,
+        closing: StepExchange,
+        figures: Figures,
+        gradients: Mapping[str, torch.Tensor],
+        see: Callable[[], object] | None = None,
+    ) -> None:
+        """Clip, step the optimizers on the owned masters, cast once, gather the working copies; or skip all of it.
+
+        see: called before the step, with the gradients in the model's parameters.
+        """
         touched = set(compress(self._names.trainable, closing.touched))
         # An optimizer makes the state of a parameter in its first step, which must not be one that the device leaves
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
@@ -301,6 +324,8 @@ class StepClosing:
         self._counters.count(figures)
         if self._host_gradients is not None:
             gradients = self._host_gradients.arrived(self.owned)
+        masters = [each.parameter for each in self._buffers.updated]
+        open_masters(masters)
         for name, master in self._masters:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
@@ -308,21 +333,32 @@ class StepClosing:
         self._clip(self._gradients, figures.clip)
         if self._host_gradients is not None:
             self._clip(self._host_gradients, partial(self._clip_on_host, figures))
+        stepped = set(touched)
+        if closing.shows_gradients:
+            with self._shown.shown(gradients, touched, to_hooks=False) as dropped:
+                if see is not None:
+                    see()
+            stepped -= dropped
+            for name, master in self._masters:
+                if name in dropped:
+                    master.grad = None
+        shown: AbstractContextManager[object] = nullcontext()
+        if closing.steps_at_once:
+            shown = self._shown.shown(gradients, touched, to_hooks=True)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
         averages = self._averages
         average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
-        with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating():
+        with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating(), shown:
             self._bucket_updates.run(
                 self._counters,
                 self.trained,
                 gradients=gradients,
-                touched=touched,
+                touched=stepped,
                 at_once=closing.steps_at_once,
                 meanwhile=average,
             )
-        for _, master in self._masters:
-            master.grad = None  # a view of the arena, which the next update may lay out anew
+        close_masters(masters)
         self._updated |= touched
         # `touched` is the union over all ranks, so that stages 2 and 3 learn on all ranks alike which gradients to
         # wait for.

@@ -403,6 +403,8 @@ class StepExchange:
     """Whether some rank asked to stop."""
     steps_at_once: bool
     """Whether some rank has code of the user that sees each step of an optimizer."""
+    shows_gradients: bool
+    """Whether some rank has code of the user that looks at the gradients of the model."""
 
 
 def exchange_step(
@@ -416,10 +418,13 @@ def exchange_step(
     outside: Sequence[bool] = (),
     stop: bool,
     steps_at_once: bool = False,
+    shows_gradients: bool = False,
 ) -> StepExchange:
     """Exchange what this rank touched, and what it gives to the figures of the step."""
     # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
-    flags = np.array([*touched, *changed_buffers, *written, *outside, stop, steps_at_once], dtype=np.bool_)
+    flags = np.array(
+        [*touched, *changed_buffers, *written, *outside, stop, steps_at_once, shows_gradients], dtype=np.bool_
+    )
     packed = np.packbits(flags, bitorder="little").tobytes()
     bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose=_CLOSING)
     # Of ranks in a row: what they have touched is mostly the same.
@@ -437,9 +442,10 @@ def exchange_step(
         touched=anywhere[:first_buffer],
         changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
         written=list(compress(range(len(written)), anywhere[first_written:first_outside])),
-        outside=anywhere[first_outside:-2],
-        stop=anywhere[-2],
-        steps_at_once=anywhere[-1],
+        outside=anywhere[first_outside:-3],
+        stop=anywhere[-3],
+        steps_at_once=anywhere[-2],
+        shows_gradients=anywhere[-1],
     )
 
 

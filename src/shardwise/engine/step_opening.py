@@ -29,7 +29,8 @@ from shardwise.engine.batches import (
     split_batch,
     with_tensors,
 )
-from shardwise.engine.channels import EngineChannels, RankGroups
+from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
+from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.reports import Counters
 from shardwise.engine.step_exchange import (
     NUM_PARTS_OF_OPENING,
@@ -46,6 +47,8 @@ from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import BatchError, SameRowsWarning
 from shardwise.plan import Plan
 
+_OF_MASTERS = ".."
+"""Before a name that stands for the masters of its bucket; no parameter has such a name."""
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
@@ -72,6 +75,7 @@ class StepOpening:
         channels: EngineChannels,
         ranks: RankGroups,
         buffers: FlatParams,
+        ties: StageTies,
         autocast: AutocastRegions,
         counters: Counters,
     ) -> None:
@@ -82,6 +86,7 @@ class StepOpening:
         self._channels = channels
         self._ranks = ranks
         self._buffers = buffers
+        self._ties = ties
         self._autocast = autocast
         self._counters = counters
         self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
@@ -130,7 +135,7 @@ class StepOpening:
                 lines = describe_batch(batch, digest=not is_step)
             agreement.parts = parts_of_opening(
                 weights,
-                written=self._buffers.written,
+                written=[*self._buffers.written, *map(_OF_MASTERS.__add__, self._buffers.written_masters)],
                 autocast=self._autocast.described(),
                 trained=trained,
                 is_listed=given is not None,
@@ -144,6 +149,11 @@ class StepOpening:
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
         # because `written` is the union over all of them.
+        if masters := {each.removeprefix(_OF_MASTERS) for each in written if each.startswith(_OF_MASTERS)}:
+            with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
+                self._buffers.publish_masters(self._counters, masters)
+                self._ties.publish()
+            written = [each for each in written if not each.startswith(_OF_MASTERS)]
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()

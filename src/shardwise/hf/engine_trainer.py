@@ -337,7 +337,11 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
             self.current_gradient_accumulation_steps = self._sw_num_in_update
         is_first = self._sw_report is None
         with accelerator.computing(alone=self._sw_is_uneven, together=self._sw_generates, first=is_first):
-            report = engine.step(batches, stop=self._sw_before_update)
+            sees = engine.see_gradients = self._sw_before_update if self._sw_shows_gradients() else None
+            self._sw_is_asked = False
+            report = engine.step(batches, stop=None if sees else self._sw_before_update)
+            if not self._sw_is_asked:  # a skipped update
+                self._sw_before_update()
         self._sw_stepped.has_stepped = True
         if engine.plan.precision.loss_scale is not None:
             accelerator.step_was_skipped = report.skipped
@@ -378,9 +382,15 @@ class EngineTrainer(EvaluationRounds, GeneratedInputs, TrainerCheckpoints, trans
 
     def _sw_before_update(self) -> bool:
         """Asked by the engine when gradients are there, before the update."""
+        self._sw_is_asked = True
         handler = self.callback_handler
         self.control = CallbackHandler.on_pre_optimizer_step(handler, self.args, self.state, self.control)
         return False
+
+    def _sw_shows_gradients(self) -> bool:
+        """Whether a callback may look at gradients; those that come with the libraries do not."""
+        own = (type(each).on_pre_optimizer_step for each in self.callback_handler.callbacks)
+        return any(each.__module__.partition(".")[0] not in ("transformers", "trl") for each in own)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return None

@@ -159,6 +159,7 @@ class SummedGradients:
         """parameters: by name, those of this rank. cut: names of those that are cut. summed: what the rules say. named:
         those that have a rule."""
         cut = frozenset(cut)
+        self.parameters = parameters
         self._by_rules = frozenset(summed)
         self._named = self._by_rules | frozenset(named)
         self._whole = {name: each for name, each in parameters.items() if name not in cut and each.requires_grad}

@@ -31,6 +31,7 @@ from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, TrainedSet
+from shardwise.engine.zero.masters import MasterMemory, master
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.errors import ModelError, in_words
 from shardwise.plan import Bucket, Ownership, Segment, Slot
@@ -85,6 +86,7 @@ class WholeBucket:
         self.segments = {segment.name: segment for segment in plan.segments(owner)}
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
+        self.master_memory = MasterMemory()
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Take over the values of a parameter, as far as they are here."""
@@ -105,6 +107,7 @@ class WholeBucket:
         """Take values that were written into the working copy of a parameter over into its master."""
         if self.has_master and (segment := self.segments.get(name)) is not None:
             self.master[_span(segment)].copy_(self.part[_span(segment)])
+            self.master_memory.settle(self.master)
 
     def free(self) -> None:
         """Give back memory that is not held all the time: none."""
@@ -367,11 +370,12 @@ class FlatParams:
         }
         self._slots: dict[str, tuple[WholeBucket, Slot]] = {}
         """The bucket of a parameter, and its slot in it."""
+        shapes = {spec.name: spec.global_shape for spec in inventory.specs}
         for bucket in make_buckets(ownership.buckets, unit_of, owners, offload if self.is_offloaded else None):
             self.buckets.append(bucket)
             if isinstance(bucket, ShardedBucket):
                 self.sharded.append(bucket)
-            self._fill(bucket, waiting, whole)
+            self._fill(bucket, waiting, whole, shapes)
         # Taken once all are in place. Later, another place says that somebody replaced the storage of a parameter
         # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it. Lists, and not a table by name:
         # every step compares them.
@@ -390,6 +394,9 @@ class FlatParams:
             parameter.__class__ = sharded_class(type(parameter))
         self.written: set[str] = set()
         """Parameters that were written to from outside, until ranks have compared them."""
+        self.written_masters: set[str] = set()
+        """A parameter for each bucket whose masters were, until its owners have given them to all ranks."""
+        self._settle_masters(self.buckets)
 
     def name_of(self) -> dict[torch.Tensor, str]:
         """The names of the parameters that this rank's optimizers have."""
@@ -430,6 +437,7 @@ class FlatParams:
 
         Raises ModelError for writes to a sharded parameter while it was gathered, which are lost.
         """
+        self.take_up_masters()
         # Without this the next `publish` would cast the old master over the written values, without a word.
         with torch._C.DisableTorchFunctionSubclass():  # sharded or not
             now = [each._version for each in self._all]
@@ -443,6 +451,51 @@ class FlatParams:
         self._versions = now
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
+
+    @torch.no_grad()
+    def take_up_masters(self) -> None:
+        """Take values that were written to masters from outside over into this rank's part of the working copies.
+
+        `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies.
+        """
+        for bucket in self.buckets:
+            if bucket.plan.trainable and self._is_master_written(bucket):
+                self.settle()
+                bucket.publish()
+                bucket.master_memory.settle(bucket.master)
+                self.written_masters.add(bucket.plan.slots[0].name)
+                if not isinstance(bucket, ShardedBucket):  # no rank holds copies of those
+                    self.written.update(slot.name for slot in bucket.plan.slots)
+
+    def check_masters(self, doing: str, *, has_stages: bool) -> None:
+        """Before a forward that not all ranks run. Raises ModelError for weights that others do not have yet."""
+        self.take_up_masters()
+        if self.written_masters and (has_stages or self.is_shared):
+            raise ModelError(
+                f"weights were written through the optimizer since the last step, and {doing} does not bring them to "
+                "the other ranks. Call engine.evaluate(batch) before, which does, or engine.step"
+            )
+
+    def _is_master_written(self, bucket: WholeBucket) -> bool:
+        memory = bucket.master_memory
+        if memory.is_written(bucket.master):
+            return True
+        if not memory.differs(bucket.master) or bucket.has_master:
+            return memory.differs(bucket.master)
+        # In one memory: where the model's parameters count a write, `adopt_writes` takes it, and ranks compare.
+        with torch._C.DisableTorchFunctionSubclass():
+            is_counted = self._versions != [each._version for each in self._all]
+        if is_counted:
+            memory.settle(bucket.master)
+        return not is_counted
+
+    def publish_masters(self, counters: Counters, names: Collection[str]) -> None:
+        """Give all ranks what was written to masters. names: `written_masters` of all ranks."""
+        indices = [
+            at for at, bucket in enumerate(self.buckets) if any(each.name in names for each in bucket.plan.slots)
+        ]
+        self._publish(indices, "written parameters of bucket", counters)
+        self.written_masters.clear()
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
@@ -459,6 +512,11 @@ class FlatParams:
         return True
 
     # Updates --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some of the values here are of other owners."""
+        return self._owners.size > 1
 
     @property
     def publishes_in_parts(self) -> bool:
@@ -533,6 +591,11 @@ class FlatParams:
             meanwhile()
         for work in works:
             work.wait()
+        self._settle_masters([self.buckets[index] for index in indices])
+
+    def _settle_masters(self, buckets: Iterable[WholeBucket]) -> None:
+        for bucket in buckets:
+            bucket.master_memory.settle(bucket.master)
 
     def _places_now(self) -> list[int]:
         """For each parameter a value that stays the same until it gets another storage."""
@@ -540,7 +603,13 @@ class FlatParams:
             return [place_of(each) for place_of, each in zip(self._place_functions, self._all, strict=True)]
 
     @torch.no_grad()
-    def _fill(self, bucket: WholeBucket, waiting: Collection[str], whole: Collection[str]) -> None:
+    def _fill(
+        self,
+        bucket: WholeBucket,
+        waiting: Collection[str],
+        whole: Collection[str],
+        shapes: Mapping[str, Sequence[int]],
+    ) -> None:
         for slot in bucket.plan.slots:
             self._slots[slot.name] = bucket, slot
             parameter = self._parameters[slot.name]
@@ -552,7 +621,9 @@ class FlatParams:
                 # Not the model's parameter, which has all elements, in the working dtype. It views the master, so that
                 # the optimizer, which updates in place, updates that.
                 view = bucket.master[span].view(values.shape) if slot.name in whole else bucket.master[span]
-                self.owned.append(Owned(segment=segment, parameter=nn.Parameter(view)))
+                is_part = tuple(view.shape) != shapes[slot.name]
+                held = master(view, bucket.master_memory, is_part=is_part)
+                self.owned.append(Owned(segment=segment, parameter=held))
             # A gradient from before has the dtype, and maybe the shape, of the parameter as it was.
             parameter.grad = None
             put_on(parameter, bucket.working[slot.run.start : slot.run.stop].view(values.shape))

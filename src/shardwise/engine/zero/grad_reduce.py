@@ -17,6 +17,7 @@ with several microbatches the last bits of the two ways differ. Each is the same
 
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -49,19 +50,35 @@ class Collectors:
         reference = weakref.ref(collector)
         self._parameters = parameters
         self._hooks = {name: _Giving(reference, name) for name in parameters}
+        self._had_hooks = [name for name, each in parameters.items() if each._post_accumulate_grad_hooks]
+        """Those whose list of hooks is torch's. Handles of its hooks know it, so it stays."""
         self._handles = {name: self._put_on(name) for name in parameters}
 
     def stay_last(self) -> None:
         """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
         # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
-        for name, handle in self._handles.items():
+        for name in self._had_hooks:
+            handle = self._handles[name]
             if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
                 handle.remove()
                 self._handles[name] = self._put_on(name)
 
     def _put_on(self, name: str) -> RemovableHandle:
-        handle: RemovableHandle = self._parameters[name].register_post_accumulate_grad_hook(self._hooks[name])
+        parameter = self._parameters[name]
+        if not parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = _BeforeOurs()
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hooks[name])
         return handle
+
+
+class _BeforeOurs(OrderedDict[int, Any]):
+    """The hooks of a parameter: those that users put there later come before ours, which takes the gradient away."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        ours = [(each, self.pop(each)) for each in list(self) if isinstance(self[each], _Giving)]
+        super().__setitem__(key, hook)
+        for each, held in ours:
+            super().__setitem__(each, held)
 
 
 class _Giving:

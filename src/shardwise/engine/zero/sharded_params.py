@@ -48,7 +48,7 @@ def functions_of_metadata() -> frozenset[Any]:
 
 
 @functools.cache
-def _unfollowed() -> frozenset[Any]:
+def functions_of_memory() -> frozenset[Any]:
     """The functions that give the memory of a parameter, or change it, in ways that no hook sees."""
     # `numpy` gives an array over memory that is freed behind its back. No copy can be put in its place, for a write to
     # the array shows in no version counter.
@@ -70,7 +70,7 @@ def sharded_class(kind: type) -> type:
         taken = [each for each in _flattened(given) if hasattr(type(each), "_is_sharded_param")]
         writes = getattr(func, "__name__", "") in ("__set__", "__delete__", "set_", "share_memory_")
         if taken and not writes and (read := getattr(taken[0], "_reader", None)) is not None:
-            output = read(func, args, kwargs or {}, taken, is_followed=func not in _unfollowed())
+            output = read(func, args, kwargs or {}, taken, is_followed=func not in functions_of_memory())
             if output is not NotImplemented:
                 return output
         raise _refusal(_in_words(func), given)

@@ -1,0 +1,178 @@
+"""Masters as code of the user meets them: the parameters of an optimizer that has an engine.
+
+in engine.step      class nn.Parameter: gradients are there, and torch knows of nothing
+between two steps   class Master: writes are taken note of; a gradient, or a sum over a part, is refused in words
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.zero.sharded_params import functions_of_memory, functions_of_metadata
+from shardwise.errors import OptimizerError
+
+NO_GRADIENT = (
+    "outside of engine.step the engine's optimizer has none. Call engine.step(batch), which computes gradients and "
+    "updates; plan.clip_grad_norm clips, engine.step(batch, norms=...) reports norms, and engine.gradients() gives "
+    "those of the last step. An optimizer that takes two backwards for an update (SAM) cannot have an engine"
+)
+PART = (
+    "this rank has a part of the parameter, or of the parameters. plan.clip_grad_norm clips by the norm of all, and "
+    "engine.step(batch, norms=...) reports norms; sw.full(engine) gives whole weights. Or use sw.Sharding(stage=0) "
+    "(sharding.stage) without mesh.tp and mesh.pp"
+)
+"""What to do instead of looking at parts."""
+
+
+class GradientElsewhere(torch.Tensor):
+    """What stands for a gradient that is not here: it has a shape, and refuses to be read or written."""
+
+    _why: str
+
+    @staticmethod
+    def of(parameter: torch.Tensor, why: str) -> "GradientElsewhere":
+        """In the shape of a parameter. why: in words, with what to do instead."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made: GradientElsewhere = torch.Tensor._make_wrapper_subclass(
+                GradientElsewhere, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
+        made._why = why
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What asks for no values is let through, and `zero_grad` between steps."""
+        if func in functions_of_metadata():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        why = next(each._why for each in tree_leaves((args, kwargs)) if isinstance(each, GradientElsewhere))
+        if why is NO_GRADIENT and getattr(func, "__name__", "") in ("zero_", "detach_", "_foreach_zero_"):
+            return args[0]
+        raise OptimizerError(f"{getattr(func, '__name__', func)} of a gradient: {why}")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """The same below autograd."""
+        return cls.__torch_function__(func, types, args, kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GradientElsewhere({list(self.shape)})"
+
+
+_SAMPLE = 64
+"""Elements of a bucket that are compared before each use."""
+
+
+class MasterMemory:
+    """Watches the masters of a bucket for writes from outside."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+        """Whether somebody was given a master's memory in a way in which no write is counted."""
+        self._version = 0
+        self._sample: torch.Tensor | None = None
+
+    def is_written(self, memory: torch.Tensor) -> bool:
+        """Whether somebody wrote through a master since `settle`."""
+        # Masters view this memory, and so count its writes.
+        return self.is_reached or memory._version != self._version
+
+    def differs(self, memory: torch.Tensor) -> bool:
+        """Whether a few elements show that somebody wrote, through numpy say."""
+        return self._sample is not None and not torch.equal(_some_of(memory), self._sample)
+
+    def settle(self, memory: torch.Tensor) -> None:
+        """What is there now is known."""
+        self._version, self.is_reached = memory._version, False
+        # Not where a look would wait for a device.
+        self._sample = _some_of(memory).clone() if memory.device.type == "cpu" else None
+
+
+def _some_of(memory: torch.Tensor) -> torch.Tensor:
+    return memory[:: max(1, memory.numel() // _SAMPLE)]
+
+
+@dataclass(frozen=True, slots=True)
+class _MasterPlace:
+    memory: MasterMemory | None
+    """None for a matrix that is whole during an update only: see `MatrixUpdates`."""
+    is_part: bool
+
+
+class Master(nn.Parameter):
+    """A master between two steps of its engine."""
+
+    _place: _MasterPlace | None = None
+
+    @property
+    def grad(self) -> Any:
+        """None where there may be none; what refuses to be read where a plain program has one."""
+        return _GRAD.__get__(self) if self._place is None else GradientElsewhere.of(self, NO_GRADIENT)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self._place is None:
+            _GRAD.__set__(self, value)
+        elif value is not None:
+            raise OptimizerError(f"p.grad = ... sets a gradient: {NO_GRADIENT}")
+
+    @grad.deleter
+    def grad(self) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take note of what may write without a count, and refuse what sees a part for the whole."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in functions_of_metadata():
+                return func(*args, **(kwargs or {}))
+            if func == _SET_DATA:  # the memory stays the engine's
+                return args[0].detach().copy_(args[1].detach())
+            masters = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Master) and each._place]
+            for each in masters:
+                assert each._place is not None
+                if each._place.memory is None:
+                    raise OptimizerError(
+                        f"{getattr(func, '__name__', func)} needs the values of a matrix {list(each.shape)} of the "
+                        "optimizer, which is whole here during an update only: between two, its parts are on several "
+                        "ranks. sw.full(engine) gives it, and engine.whole() takes writes"
+                    )
+                each._place.memory.is_reached |= func in functions_of_memory()
+            output = func(*args, **(kwargs or {}))
+        parts = [each.numel() for each in masters if each._place and each._place.is_part]
+        if parts and any(torch.is_tensor(each) and each.numel() < min(parts) for each in tree_leaves(output)):
+            raise OptimizerError(f"{getattr(func, '__name__', func)} of the optimizer's parameters: {PART}")
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain parameter: the engine is no part of it."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+_GRAD: Any = torch.Tensor.grad
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def master(values: torch.Tensor, memory: MasterMemory | None, *, is_part: bool) -> Master:
+    """A parameter that views `values`. memory: None where it has none between steps. is_part: of what the model has."""
+    made: Any = nn.Parameter(values)
+    made._place = _MasterPlace(memory, is_part)
+    made.__class__ = Master
+    return made  # type: ignore[no-any-return]
+
+
+def open_masters(masters: Iterable[nn.Parameter]) -> None:
+    """From here on they are plain parameters."""
+    for each in masters:
+        each.__class__ = nn.Parameter
+
+
+def close_masters(masters: Iterable[nn.Parameter]) -> None:
+    """From here on they have no gradients: these were views of an arena that the next update may lay out anew."""
+    for each in masters:
+        each.grad = None
+        each.__class__ = Master
