@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -279,14 +280,21 @@ class MergedModel:
             size += num_bytes
         yield from self._merged(window)
 
+    @cached_property
+    def _adapters_of(self) -> dict[str, list[str]]:
+        """The adapters of each tensor."""
+        found: dict[str, list[str]] = {}
+        for path in self._adapters:
+            for name in self._names_in(path, self.base.get_submodule(path)):
+                found.setdefault(name, []).append(path)
+        return found
+
     def _merged(self, window: Sequence[MergedTensor]) -> Iterator[tuple[str, torch.Tensor | None]]:
         modules = {each.module: self.base.get_submodule(each.module) for each in window}
         # An adapter of a tied tensor is merged into it wherever it stands.
         sources = {each.source for each in window}
-        for path in self._adapters - modules.keys():
-            adapter = self.base.get_submodule(path)
-            if not sources.isdisjoint(self._names_in(path, adapter)):
-                modules[path] = adapter
+        for path in {path for source in sources for path in self._adapters_of.get(source, ())} - modules.keys():
+            modules[path] = self.base.get_submodule(path)
         needed = {name for path, module in modules.items() for name in self._names_in(path, module)}
         found: dict[str, torch.Tensor] = {}
         failure: ModelError | None = None

@@ -55,10 +55,21 @@ _MOST_ELEMENTS = 1 << 14
 _MOST_VERDICTS = 256
 
 
+def check_steps(optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, is_alone: bool) -> None:
+    """Raise OptimizerError for an optimizer that asks for the loss again, or that talks to other ranks, if any."""
+    check_closures(optimizers, device)
+    if not is_alone:
+        check_silent(optimizers, device)
+
+
 def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
     """Raise OptimizerError for an optimizer that sends something to other ranks in its step."""
     for optimizer in optimizers:
         for case in cases_of(optimizer, device):
+            known = _all_of(case, [])
+            of_silence = None if known is None else (check_silent, known)
+            if _verdicts.get(of_silence):
+                continue
             watch = _Operations()
             with random_numbers_kept(device), watch:
                 try:
@@ -72,6 +83,7 @@ def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.devi
                     f"{type(optimizer).__name__} talks to other ranks in its step ({watch.collective}), and shardwise "
                     "does that. Use its class for one process: each matrix is then updated on one rank, for all"
                 )
+            _keep_verdict(of_silence, True)
 
 
 def check_closures(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
@@ -157,7 +169,7 @@ def is_elementwise(
 
 
 _UNKNOWN: Any = object()
-_verdicts: dict[object, bool | None] = {}
+_verdicts: dict[object, Any] = {}
 """Of `_is_elementwise` and `check_apart`, by what decides: 10 ms for AdamW, which many an engine of a process has."""
 
 
@@ -175,7 +187,7 @@ def _is_elementwise(case: Case) -> bool | None:
     return None if verdict is None else bool(verdict)
 
 
-def _keep_verdict(known: object, verdict: bool | None) -> None:
+def _keep_verdict(known: object, verdict: Any) -> None:
     if len(_verdicts) > _MOST_VERDICTS:
         _verdicts.clear()
     if known is not None:
@@ -444,12 +456,18 @@ def _find_whole_keys(
 
 def made_by_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
     """Settings that its steps put into a group, as a count of them; also those that are there already."""
-    found: set[str] = set()
+    every: set[str] = set()
     # A step of one that wraps another steps that one.
     if any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values()):
         return frozenset()
     with random_numbers_kept(device):
         for case in cases_of(optimizer, device):
+            known = _all_of(case, [])
+            of_settings = None if known is None else (made_by_steps, known)
+            every.update(_verdicts.get(of_settings, ()))
+            if of_settings in _verdicts:
+                continue
+            found: set[str] = set()
             given = {key for key in case.group if key in optimizer.defaults or key == "params"}
             # What a step makes it makes again; what the user gave is missed, or stays away.
             for left_out in (None, *(case.group.keys() - given)):
@@ -460,7 +478,9 @@ def made_by_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> fro
                 except Exception:  # it needs the setting, or other shapes
                     continue
                 found |= double.param_groups[0].keys() - group.keys()
-    return frozenset(found)
+            every |= found
+            _keep_verdict(of_settings, found)
+    return frozenset(every)
 
 
 def _own_shapes(case: Case) -> list[tuple[int, ...]]:

@@ -52,8 +52,7 @@ from shardwise.engine.norm_parts import clipped_parts
 from shardwise.engine.optimizer_trials import (
     STAGE_0,
     check_apart,
-    check_closures,
-    check_silent,
+    check_steps,
     tried_keys,
     work_of_wholes,
 )
@@ -244,9 +243,7 @@ def _inspect(
     home, at_home = _home(plan, channel.device, optimizers)
     work: Mapping[str, int] = {}
     with at_home:
-        check_closures(optimizers, home)
-        if channel.size > 1:
-            check_silent(optimizers, home)
+        check_steps(optimizers, home, is_alone=channel.size == 1)
         if _shares_updates(plan):
             work = work_of_wholes(optimizers, inventory, home, instead=_alone(plan))
         elif plan.mesh.pp > 1:  # stages have parameters of their own

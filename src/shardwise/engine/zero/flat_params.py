@@ -18,6 +18,7 @@ Where masters are in the host's memory (`offload`), `publish` casts there, and t
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
@@ -528,7 +529,11 @@ class FlatParams:
 
     def bucket_of(self, owned: Owned) -> int:
         """The number of the bucket in which an owned stretch is."""
-        return self.buckets.index(self._slots[owned.segment.name][0])
+        return self._numbers[owned.segment.name]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {slot.name: at for at, bucket in enumerate(self.buckets) for slot in bucket.plan.slots}
 
     def publish(
         self,
