@@ -234,7 +234,24 @@ class TwoOptimizers(Net):
         if batch_idx != 1:
             self.ordinary(batch, batch_idx, *optimizers)
 
+    def clipped(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        self.clip(batch, optimizers, {0: (0.05, "norm"), 1: (0.1, "norm")})
+
+    def clipped_by_value(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        self.clip(batch, optimizers, {0: (0.01, "value"), 1: (0.01, "value")})
+
+    def clip(self, batch: Any, optimizers: Any, clips: dict[int, tuple[float, str]]) -> None:
+        self.manual_backward(self.loss(batch))
+        for at, (value, algorithm) in clips.items():
+            self.clip_gradients(optimizers[at], value, algorithm)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
     # Refused
+
+    def one_clipped(self, batch: Any, batch_idx: int, *optimizers: Any) -> None:
+        self.clip(batch, optimizers, {1: (0.01, "value")})
 
     def one_steps(self, batch: Any, batch_idx: int, one: Any, other: Any) -> None:
         self.manual_backward(self.loss(batch))

@@ -1,5 +1,6 @@
 """Manual optimisation under plans, and what of it is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,34 @@ def test_one_backward_for_two_optimizers_is_that_of_the_plain_trainer(plan: str,
             assert_near(logged, here)
         assert counts == [rates, steps]
         assert plan != "one rank" or all(torch.equal(found[name], each) for name, each in state.items())
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "other"),
+    [
+        ("clipped", {"clip_grad_norm": {"0": 0.05, "1": 0.1}}, {"clip_grad_norm": 0.05}),
+        ("clipped_by_value", {"clip_grad_value": 0.01}, {"clip_grad_value": 0.02}),
+        ("one_clipped", None, {"clip_grad_value": 0.01}),
+    ],
+)
+@pytest.mark.parametrize("name", ["one rank", "stage 3", "pp"])
+def test_gradients_of_an_update_of_all_are_clipped_as_those_of_each_optimizer(
+    form: str, right: Any, other: Any, name: str
+) -> None:
+    def refused(strategy: Strategy) -> str:
+        with pytest.raises(ShardwiseError) as raised:
+            fitted(strategy, lambda: TwoOptimizers(form))
+        return str(raised.value)
+
+    words = "some optimizers were clipped" if right is None else "would clip nothing"
+    assert all(words in each for each in under(replace(PLANS[name], **other), refused))
+    if right is not None:
+        expected = weights(fitted("auto", lambda: TwoOptimizers(form))[0])
+        plain = weights(fitted("auto", lambda: TwoOptimizers("ordinary"))[0])
+        assert not torch.allclose(expected["head.weight"], plain["head.weight"], rtol=1e-3)
+        plan = replace(PLANS[name], **right)
+        for state in under(plan, lambda strategy: weights(fitted(strategy, lambda: TwoOptimizers(form))[0])):
+            assert_near(expected, state)
 
 
 class ByHand(Net):

@@ -52,6 +52,8 @@ class ManualProgram:
         self._losses: list[Any] = []
         self._forgotten: list[Any] = []
         """Optimizers of the section whose `zero_grad` came after the losses."""
+        self.clipped: list[Any] = []
+        """Optimizers of the section whose gradients were clipped by value, as the plan does for all of them."""
         self._begun_at = 0
         self._looks_at_graphs = looks_at_graphs
         self._begins = begins
@@ -168,10 +170,12 @@ class ManualProgram:
                 "opt.step() was called without a manual_backward of this optimizer: it would train nothing"
             )
         self._check_remembered()
+        if self.clipped and any(each not in self.clipped for each in self.section):
+            raise self._refused("gradients of some optimizers were clipped by value, and a plan clips those of all")
         loss = self._losses[0] if len(self._losses) == 1 else sum(self._losses)
         self._known.append((loss, None))
         self._to_step = {each: _settings(each) for each in self.section if each is not optimizer}
-        self.section, self._losses = (), []
+        self.section, self._losses, self.clipped = (), [], []
         self._stop(loss)
         return result
 

@@ -13,7 +13,7 @@ from shardwise.lightning.held_modules import StandIns
 from shardwise.lightning.manual_programs import ManualProgram
 from shardwise.lightning.step_logs import StepLogs
 from shardwise.lightning.trainer_ranks import TrainerRanks
-from shardwise.lightning.trainer_settings import check_clip
+from shardwise.lightning.trainer_settings import check_clip, clip_setting
 from shardwise.plan import Plan
 
 
@@ -114,7 +114,12 @@ class ManualTraining(TrainerRanks):
 
     def _clip_by_hand(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
         """In the place of `module.clip_gradients`."""
-        check_clip(self.plan, gradient_clip_val, gradient_clip_algorithm)
+        inner, program = getattr(optimizer, "optimizer", optimizer), self._program
+        is_alone = program is None or len(program.section) < 2
+        group = str(self.optimizers.index(inner))
+        check_clip(self.plan, gradient_clip_val, gradient_clip_algorithm, group=group, is_alone=is_alone)
+        if program is not None and gradient_clip_val and clip_setting(gradient_clip_algorithm) == "clip_grad_value":
+            program.clipped.append(inner)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """What a Trainer, its callbacks and a module ask for that goes into a plan, or that an engine cannot do."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,11 +71,19 @@ def clip_setting(algorithm: Any) -> str:
     return "clip_grad_value" if str(getattr(algorithm, "value", algorithm)) == "value" else "clip_grad_norm"
 
 
-def check_clip(plan: Plan, value: float | None, algorithm: Any) -> None:
-    """Raise PlanError for a `clip_gradients` of a program that the plan does not do."""
+def check_clip(plan: Plan, value: float | None, algorithm: Any, *, group: str, is_alone: bool) -> None:
+    """Raise PlanError for a `clip_gradients` of a program that the plan does not do.
+
+    group: the name of the optimizer's parameters. is_alone: whether no others are updated with them.
+    """
     name = clip_setting(algorithm)
-    if value and getattr(plan, name) != value:
+    found: Any = getattr(plan, name)
+    given: Any = value
+    if name == "clip_grad_norm" and (isinstance(found, Mapping) or not is_alone):
+        # By a norm of their own, not by that of all that are updated together.
+        found, given = found.get(group) if isinstance(found, Mapping) else None, {group: value}
+    if value and found != value:
         raise PlanError(
             f"clip_gradients(opt, {value}) would clip nothing: the gradients are inside of the engine's step. Give "
-            f"Plan({name}={value}), {name} in TOML; this call then stays as it is"
+            f"Plan({name}={given}), {name} in TOML; this call then stays as it is"
         )
