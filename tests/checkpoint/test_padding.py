@@ -1,5 +1,6 @@
 """A vocabulary that is padded on the way into another layout, and cropped on the way back, with its optimizer state."""
 
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -225,3 +226,25 @@ def test_only_a_load_has_values_to_keep(tmp_path: Path) -> None:
     ):
         with pytest.raises(RewriteError, match="here is no load"):
             give()
+
+
+@pytest.mark.parametrize("through", ["hf", "save"])
+def test_a_configuration_has_the_size_of_the_vocabulary(tmp_path: Path, through: str) -> None:
+    (tmp_path / "from").mkdir()
+    save_file(
+        {"embedding.weight": torch.ones(6, 2), "up.weight": torch.ones(6, 6)}, tmp_path / "from/model.safetensors"
+    )
+    config = {"vocab_size": 6, "hidden_size": 6, "text_config": {"vocab_size": 6}, "other_vocab_size": 5}
+    (tmp_path / "from/config.json").write_text(json.dumps(config))
+    pad = sw.Rewrite("embedding.weight -> embedding.weight, pad='[8,-1]'")
+    there, source = tmp_path / "there", tmp_path / "from"
+    if through == "save":
+        sw.checkpoint.convert(source, tmp_path / "save", rewrite=pad)
+        sw.checkpoint.convert(tmp_path / "save", there, to="hf")
+    else:
+        sw.checkpoint.convert(source, there, to="hf", rewrite=pad)
+    found = json.loads((there / "config.json").read_text())
+    assert found == {"vocab_size": 8, "hidden_size": 6, "text_config": {"vocab_size": 8}, "other_vocab_size": 5}
+    crop = sw.Rewrite("embedding.weight -> embedding.weight, crop='[6,-1]', fill=0")
+    sw.checkpoint.convert(there, tmp_path / "back", to="hf", rewrite=crop)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == config

@@ -5,6 +5,7 @@ the tensors are.
 """
 
 import contextlib
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -39,6 +40,7 @@ from shardwise.checkpoint.huggingface_files import (
 from shardwise.checkpoint.likeness import Likeness
 from shardwise.checkpoint.outputs import Outputs, as_they_are, model_of, rewritten, view_for_conversion
 from shardwise.checkpoint.passing_digests import PassingDigests
+from shardwise.checkpoint.renamed_settings import with_vocabulary
 from shardwise.checkpoint.rewrite_view import RewriteView
 from shardwise.checkpoint.saves import CERTIFICATE, folder_of, list_saves, read_save, remove_save
 from shardwise.checkpoint.sources import read_contents
@@ -355,6 +357,11 @@ class Conversion:
         else:
             outputs = rewritten(view, model_only=model_only)
         contents.check_tensors(outputs.tensors)
+        if view is not None:
+            files = with_vocabulary(files, view.checked)
+            own = {} if CONFIG not in given else {CONFIG: parsed_config(given)}
+            if (fitted := with_vocabulary(own, view.checked)) != own:
+                given = {**given, CONFIG: (json.dumps(fitted[CONFIG], indent=2) + "\n").encode()}
         return cls(
             store=store,
             contents=contents,

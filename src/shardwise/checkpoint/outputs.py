@@ -192,9 +192,9 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
         contents = model_of(contents)
     # Files of a model alone have no optimizers, so that the settings of these need not fit.
     view = RewriteView.of(contents, rewrite, settings={} if model_only else None)
-    if kept := [*sorted(view.checked.added), *kept_in(view.checked)]:
+    if kept := [*sorted(view.checked.added), *(f"elements of {name}" for name in kept_in(view.checked))]:
         raise CheckpointError(
-            f"the rewrite adds {', '.join(kept)}, or elements of it, which keep the values of the state that is loaded "
+            f"the rewrite adds {', '.join(kept)}, which keep the values of the state that is loaded "
             "into. A conversion has no such state: leave these statements (`_ -> ...`, fill='kept') out, or load with "
             "this rewrite"
         )

@@ -19,8 +19,10 @@ from shardwise.plan.names import STATE_PREFIX, is_state_name, split_state_name
 from shardwise.plan.saved_settings import (
     ADDED,
     BEFORE,
+    CONFIG,
     DEGREES,
     LOADED_BY,
+    MODEL_FILES,
     NUMBERED,
     ORDER_LOST,
     REWRITE,
@@ -30,7 +32,15 @@ from shardwise.plan.saved_settings import (
 )
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
-__all__ = ["layout_of", "names_state", "recorded_metas", "renamed_settings", "rewrite_of_record", "with_degrees"]
+__all__ = [
+    "layout_of",
+    "names_state",
+    "recorded_metas",
+    "renamed_settings",
+    "rewrite_of_record",
+    "with_degrees",
+    "with_vocabulary",
+]
 
 _GroupAt = tuple[int, int]
 """The position of an optimizer, and of a group in it."""
@@ -50,6 +60,8 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
     if checked.added:
         renamed[ADDED] = sorted(checked.added)
     renamed |= _record_of(checked, origin_of(settings).get(LOADED_BY))
+    if isinstance(files := settings.get(MODEL_FILES), Mapping):
+        renamed[MODEL_FILES] = with_vocabulary(files, checked)
     if NUMBERED in settings:
         renamed[NUMBERED] = [_renumbered(each, checked) for each in settings[NUMBERED]]
     if not stored_optimizers(settings):
@@ -74,6 +86,28 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
         for groups_of in (optimizer["groups"],)
     ]
     return renamed, findings
+
+
+def with_vocabulary(files: Mapping[str, Any], checked: Checked) -> dict[str, Any]:
+    """Files that describe a model, whose configuration has the sizes that a rewrite gives to a vocabulary."""
+    sizes: dict[int, set[int]] = {}
+    for name, new in checked.outputs.items():
+        sources = [checked.sources[each].shape for each in checked.sources_of(name)]
+        # Padded or cropped along its first dim, and along no other.
+        if len(sources) == 1 and new.shape and sources[0] == (*sources[0][:1], *new.shape[1:]) != new.shape:
+            sizes.setdefault(sources[0][0], set()).add(new.shape[0])
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {
+            key: next(iter(sizes[each]))
+            if key.endswith("vocab_size") and type(each) is int and len(sizes.get(each, ())) == 1
+            else changed(each)
+            for key, each in value.items()
+        }
+
+    return {name: changed(each) if name == CONFIG else each for name, each in files.items()}
 
 
 def _renumbered(optimizer: Mapping[str, Any], checked: Checked) -> dict[str, Any]:

@@ -421,8 +421,8 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
         source |= {name: (then[name], places[then[name]][0]) for name in mine if name not in others}
         # A file of torch says nothing of it.
         divided = _divided(optimizer, source, places)
-        findings += [finding for key, finding in divided.items() if key not in settings.get(LIVE, ())]
-        live_keys = {*settings.get(LIVE, ()), *divided}
+        live_keys = {*settings.get(LIVE, ())}
+        findings += [finding for key, finding in divided.items() if key not in live_keys]
         shared.append(next((source[name][1].shared for name in mine if name in source and source[name][1].kind), None))
         for group in optimizer.groups:
             sources = {
@@ -431,7 +431,8 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
                 if name in source
             }
             findings += _findings_of_group(optimizer, group, sources, _made_then(group, source), live_keys)
-        taken.append(tuple(_settings_for(optimizer, group, source, places, live_keys) for group in optimizer.groups))
+        stay = live_keys | divided.keys()
+        taken.append(tuple(_settings_for(optimizer, group, source, places, stay) for group in optimizer.groups))
     return TakeOver(
         has_groups=bool(places),
         settings=tuple(taken),
