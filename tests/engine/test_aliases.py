@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm import alone
 from shardwise.errors import ModelError
 from tests.engine.refusals import same_error_everywhere
 
@@ -179,3 +181,16 @@ def test_what_is_frozen_or_set_before_each_forward_stays(name: str) -> None:
         step_of(engine, 0, channel)
 
     sw.simulate(plan.mesh.size, build)
+
+
+def test_tensors_of_other_kinds_are_left_alone() -> None:
+    def keep(net: Any) -> Callable[[], torch.Tensor]:
+        net.kept = {
+            "sparse": torch.eye(2).to_sparse(),
+            "meta": torch.empty(2, device="meta"),
+            "empty": torch.empty(0),
+            "texts": np.array(["a"]),
+        }
+        return lambda: torch.zeros(())
+
+    assert step_of(put(keep, ONE, alone()), 0, alone()) > 0

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, UnionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,17 +33,16 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
     """The generators that modules keep. Streams leave them alone: as in one process, each goes on from call to call."""
-    return _kept_in((each for module in model.modules() for _, each in _attributes(module)), torch.Generator)
+    return _kept_in((each for module in model.modules() for _, each in _attributes(module)), torch.Generator, {})
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((key, each) for key, each in vars(module).items() if key not in _OF_EVERY_MODULE)
 
 
-def _kept_in(held: Iterable[Any], kind: type[Kept]) -> list[Kept]:
-    """Objects of a kind in these, and in what they hold: containers, attributes, closures."""
+def _kept_in(held: Iterable[Any], kind: type[Kept] | UnionType, seen: dict[int, Any]) -> list[Kept]:
+    """Objects of a kind in these, and in what they hold: containers, attributes, closures; without what was `seen`."""
     found: list[Kept] = []
-    seen: dict[int, Any] = {}
     level = list(held)
     for _ in range(_DEPTH):
         inside: list[Any] = []
@@ -118,14 +117,17 @@ def _aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
         if type(parameter) is nn.Parameter and holds_values(parameter):
             in_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
     own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    seen: dict[int, Any] = {}  # modules share a configuration, say
     found = []
     for prefix, module in model.named_modules():
         is_set = any(not is_ours(hook) for hook in module._forward_pre_hooks.values())
         for key, kept in _attributes(module):
-            tensors = [(each, True) for each in _kept_in([kept], torch.Tensor) if id(each) not in own]
-            tensors += [(each, False) for each in map(_shared, _kept_in([kept], np.ndarray)) if each is not None]
-            for tensor, is_tensor in tensors:
-                if not holds_values(tensor) or tensor.layout is not torch.strided:
+            for each in _kept_in([kept], torch.Tensor | np.ndarray, seen):
+                is_tensor = isinstance(each, torch.Tensor)
+                tensor = each if is_tensor else _shared(each)
+                # Tensors of other classes and layouts are no plain views of memory.
+                is_view = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+                if not is_view or id(tensor) in own or not holds_values(tensor):
                     continue
                 # An array begins anywhere in the memory of a parameter.
                 start = tensor.untyped_storage().data_ptr()
