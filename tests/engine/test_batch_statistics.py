@@ -104,6 +104,42 @@ def test_it_is_that_of_one_process(norm: str, name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+class Block(nn.Module):
+    """A cut region with statistics in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = nn.SyncBatchNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return output
+
+
+def test_a_cut_region_is_proved_on_each_data_rank_for_itself() -> None:
+    """Also where one data rank alone predicts before the first step."""
+    given = torch.cat(rows(0, 1)[0] + rows(0, 1)[1])
+    expected = nn.Sequential(Block())(given).square().mean().item()
+
+    def train(channel: sw.Channel) -> float:
+        plan = sw.Plan(mesh=sw.Mesh(tp=2, dp_shard=2), tensor=sw.Tensor(rules={"0.up": "column", "0.down": "row"}))
+        engine = sw.parallelize(
+            nn.Sequential(Block()),
+            plan,
+            optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
+            loss=lambda output, batch: output.square().mean(),
+            channel=channel,
+        )
+        if plan.mesh.data_rank(channel.rank):
+            engine.predict({"input": given})
+            engine.model.train()(given)
+        return engine.step({"input": given.chunk(2)[plan.mesh.data_rank(channel.rank)]}).loss
+
+    for loss in sw.simulate(4, train):
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
 def test_unlike_rows_and_half_precision() -> None:
     """5 and 1 rows: each row counts alike."""
     given = torch.cat(rows(0, 1)[0] + rows(0, 1)[1])

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.tensor.tp_collectives import TpCollectives
-from shardwise.engine.wrapping import Forward, OfEngine, wrap
+from shardwise.engine.wrapping import APART, Forward, OfEngine, wrap
 from shardwise.errors import ModelError
 
 
@@ -34,12 +35,12 @@ def synchronised_in(model: nn.Module) -> list[nn.SyncBatchNorm]:
     return found
 
 
-def synchronise(model: nn.Module, channel: Channel) -> None:
+def synchronise(model: nn.Module, channel: Channel, random: KeyedRandom) -> None:
     """Put the sums over the ranks of `channel` into the forwards. Innermost: what a plan does comes around them."""
     if channel.size > 1:
         collectives = TpCollectives(channel, "statistics of SyncBatchNorm")
         for module in synchronised_in(model):
-            wrap(module, _OfAllRows(collectives))
+            wrap(module, _OfAllRows(collectives, random))
 
 
 class _Summed(torch.autograd.Function):
@@ -65,13 +66,15 @@ class _OfAllRows(OfEngine):
     structure = None
     """It changes no shapes."""
 
-    def __init__(self, collectives: TpCollectives) -> None:
+    def __init__(self, collectives: TpCollectives, random: KeyedRandom) -> None:
         self._collectives = collectives
+        self._random = random
 
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `Wrapper`."""
         assert isinstance(module, nn.SyncBatchNorm)
-        if not module.training:
+        # Outside of the steps of all ranks a call is of this rank alone.
+        if not module.training or self._random.active is None or APART in vars(module):
             return cast("torch.Tensor", forward(*args, **kwargs))
         (given,) = (*args, *kwargs.values())
         module._check_input_dim(given)

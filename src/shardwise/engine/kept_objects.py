@@ -124,7 +124,7 @@ def _aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
         for key, kept in _attributes(module):
             for each in _kept_in([kept], torch.Tensor | np.ndarray, seen):
                 is_tensor = isinstance(each, torch.Tensor)
-                tensor = each if is_tensor else _shared(each)
+                tensor: Any = each if is_tensor else _shared(each)
                 # Tensors of other classes and layouts are no plain views of memory.
                 is_view = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
                 if not is_view or id(tensor) in own or not holds_values(tensor):

@@ -413,7 +413,7 @@ def _build(
     # parallelism, then what gathers its portions, then the proof, which watches both. The runner comes last: all of
     # that is the forward of a placed module to it.
     let_inputs_follow(model, plan.precision)
-    synchronise(model, channels.everyone)
+    synchronise(model, channels.everyone, random)
     let_encoders_pad(model, plan)
     activations = KeptActivations(model, plan, inspected.activations, random, channel)
     TensorParallel(model, decision.plan, channels.tensor)

@@ -18,6 +18,9 @@ from torch import nn
 
 Forward = Callable[..., Any]
 
+APART = "_shardwise_runs_apart"
+"""An attribute of modules while this rank runs them for itself (a proof): nothing may wait for other data ranks."""
+
 
 class Wrapper(Protocol):
     """What runs in the place of a forward."""

@@ -33,7 +33,7 @@ from shardwise.engine.precision import stop_following
 from shardwise.engine.randomness import StreamSplit
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
-from shardwise.engine.wrapping import Forward, eager, strip
+from shardwise.engine.wrapping import APART, Forward, eager, strip
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
@@ -198,7 +198,7 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
         packed = [name for name, held in each._parameters.items() if held is not None and is_packed(held)]
         if not packed:  # kernels may pack codes in another way in evaluation mode
             each.training = way.trains and (each.training or not is_in_training)
-        vars(each)["_compiled_call_impl"] = None
+        vars(each).update({"_compiled_call_impl": None, APART: True})
         for hooks in (each._forward_pre_hooks, each._forward_hooks):
             for number in [number for number, hook in hooks.items() if not _is_kept(hook, way)]:
                 del hooks[number]
