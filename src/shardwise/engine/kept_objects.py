@@ -122,6 +122,7 @@ def _aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
     for prefix, module in model.named_modules():
         is_set = any(not is_ours(hook) for hook in module._forward_pre_hooks.values())
         for key, kept in _attributes(module):
+            each: Any
             for each in _kept_in([kept], torch.Tensor | np.ndarray, seen):
                 is_tensor = isinstance(each, torch.Tensor)
                 tensor: Any = each if is_tensor else _shared(each)
