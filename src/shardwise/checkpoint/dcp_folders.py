@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.checkpoint.foreign.dcp_training import KeyPath
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named
-from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, saved_tensor
+from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, pickled_tensor
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
@@ -95,7 +95,7 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
             entries[name] = _tensor_entry(tensor.whole, chunks)
             paths[name] = path
         archives += (
-            (Archive(saved_tensor(0, chunk), [source]), [(name, chunk.offset) for name in names])
+            (Archive(pickled_tensor(chunk), [source]), [(name, chunk.offset) for name in names])
             for chunk, source in pairs
         )
     files: list[list[Archive]] = [[]]

@@ -18,7 +18,7 @@ import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
-from shardwise.checkpoint.contents import Contents, is_model_name
+from shardwise.checkpoint.contents import Contents, collector_paused, is_model_name
 from shardwise.checkpoint.dcp_folders import METADATA
 from shardwise.checkpoint.huggingface_files import index_of, shards_of
 from shardwise.checkpoint.local import LocalStore
@@ -137,6 +137,7 @@ FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal", "megatr
 """Formats of other programs: see `convert`."""
 
 
+@collector_paused()
 def plan_folder(
     outputs: Outputs,
     to: FolderTarget,

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.checkpoint.stores import Writer
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["Archive", "ArchiveFile", "ArchiveFilling", "ordered", "saved_tensor"]
+__all__ = ["Archive", "ArchiveFile", "ArchiveFilling", "ordered", "pickled_tensor", "saved_tensor"]
 
 _FOLDER = "archive/"
 _ALIGNMENT = 64
@@ -75,15 +76,30 @@ def saved_tensor(number: int, piece: Piece) -> MadeObject:
     return MadeObject(of=Named("torch._utils", "_rebuild_tensor_v3"), args=(*args, Named("torch", piece.dtype), None))
 
 
+def pickled_tensor(piece: Piece) -> bytes:
+    """The pickle of an archive that has one piece; see `saved_tensor`."""
+    return _pickled_tensor(piece.dtype, piece.shape if piece.run is None else (piece.num_elements,))
+
+
+@lru_cache(maxsize=4096)
+def _pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    # Models have few kinds of tensors, and many of each.
+    return pickled(saved_tensor(0, Piece(name="", dtype=dtype, global_shape=shape)))
+
+
 class Archive:
     """One archive: a pickle, and the elements of pieces that it names by their numbers."""
 
     __slots__ = ("_parts", "num_bytes", "pieces")
 
     def __init__(self, value: Any, pieces: Sequence[Piece] = ()) -> None:
-        """value: see `pickled`; the piece of number n is in it as `saved_tensor(n, piece)`."""
+        """value: see `pickled`, or its bytes; the piece of number n is in it as `saved_tensor(n, piece)`."""
         self.pieces = tuple(pieces)
-        fixed = [("data.pkl", pickled(value)), ("byteorder", b"little"), ("version", b"3\n")]
+        fixed = [
+            ("data.pkl", value if isinstance(value, bytes) else pickled(value)),
+            ("byteorder", b"little"),
+            ("version", b"3\n"),
+        ]
         at = 0
         self._parts: list[_ArchivePart] = []
         for name, data in fixed:
