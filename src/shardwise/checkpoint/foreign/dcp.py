@@ -249,7 +249,7 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    contents, paths = _as_one([_with_paths(store, folder) for folder in parts_of(list(store.names()))])
+    contents, paths = _as_one([_with_paths(store, folder) for folder in parts_of(list(store.names())) or [""]])
     named = training_names(contents.tensors, contents.aliases, contents.extra.get("objects", {}), paths)
     if named is None:
         return contents
