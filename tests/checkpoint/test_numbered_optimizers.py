@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -324,8 +324,8 @@ def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form:
     model, optimizer = _trained("swapped", OPTIMIZERS["AdamW"])
     weights, moments = get_state_dict(model, optimizer)
     if form == "sharded":
-        dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
-        dcp.save({"optimizer": moments}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+        save_dcp({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+        save_dcp({"optimizer": moments}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     else:
         torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
         torch.save(moments, tmp_path / "optimizer.bin")

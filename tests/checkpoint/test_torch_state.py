@@ -312,7 +312,7 @@ def test_the_layout_in_memory_of_a_parameter_is_that_of_its_state() -> None:
 def test_one_saved_group_has_no_settings_for_several(tmp_path: Path, engine: bool) -> None:
     def groups(model: nn.Module, split: bool) -> torch.optim.Optimizer:
         weight, bias = model.parameters()
-        given = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}] if split else [weight, bias]
+        given: list[Any] = [{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}] if split else [weight, bias]
         return torch.optim.AdamW(given, lr=0.5 if split else 0.1, weight_decay=0.2)
 
     model = nn.Linear(2, 2)

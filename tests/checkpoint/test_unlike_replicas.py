@@ -91,15 +91,16 @@ def test_ways_out_keep_the_values_of_all(tmp_path: Path) -> None:
 def test_buffers_of_data_ranks_may_differ_and_nothing_else(tmp_path: Path, what: str) -> None:
     def run(channel: sw.Channel) -> bool:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        linear, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        model = nn.Sequential(linear, norm)
         optimizer = torch.optim.AdamW(model.parameters())
         model.eval()(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         with torch.no_grad():
             held = {
-                "parameter": model[0].weight,
-                "moment": optimizer.state[model[0].weight]["exp_avg"],
-                "buffer": model[1].running_mean,
+                "parameter": linear.weight,
+                "moment": optimizer.state[linear.weight]["exp_avg"],
+                "buffer": norm.running_mean,
             }[what]
             assert isinstance(held, torch.Tensor)
             held += channel.rank

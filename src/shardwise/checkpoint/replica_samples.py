@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.arrangement import Arrangement
+from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.errors import CheckpointError, few_of
 from shardwise.space import Piece
 
@@ -83,4 +84,4 @@ def _digest(tensor: torch.Tensor) -> bytes:
         at = _places(tensor.numel()).to(tensor.device)
         tensor = tensor.view(-1)[at] if tensor.is_contiguous() else tensor[torch.unravel_index(at, tensor.shape)]
     plain = tensor.resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
-    return xxhash.xxh3_64_digest(plain.view(torch.uint8).numpy())
+    return xxhash.xxh3_64_digest(bytes_of(plain.view(torch.uint8)))

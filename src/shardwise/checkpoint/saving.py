@@ -361,7 +361,7 @@ def prepare(
     samples = b""
     # An engine keeps its replicas equal. A device would be waited for where the caller is not to wait.
     if channel.size > 1 and "plan" not in settings:
-        left_out = getattr(state, "differing", set)()
+        left_out: set[str] = getattr(state, "differing", set)()
         if became is not None:
             checked = became.checked
             left_out = {name for name in checked.outputs if not left_out.isdisjoint(checked.sources_of(name))}
