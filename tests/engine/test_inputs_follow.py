@@ -79,9 +79,34 @@ def test_inputs_follow_what_is_computed_of_parameters(way: str, stage: int) -> N
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_of_a_child_that_meet_other_inputs_are_refused_with_a_way_out(stage: int) -> None:
+@pytest.mark.parametrize("checkpoint", [None, ("*",)])
+def test_parameters_of_a_child_meet_inputs_in_the_compute_dtype(stage: int, checkpoint: tuple[str, ...] | None) -> None:
+    def run(channel: sw.Channel, way: str) -> list[float]:
+        plan = sw.Plan(
+            mesh=sw.Mesh(dp_shard=2),
+            precision=BF16,
+            sharding=sw.Sharding(stage=stage),
+            activations=sw.Activations(checkpoint=checkpoint),
+        )
+        model = seeded(lambda: nn.Sequential(nn.Identity(), Held(way)))()
+        engine = sw.parallelize(model, plan, channel=channel, optimizer=sgd, loss=square_loss)
+        batches = [points(step, 4) for step in range(2)]
+        return [loss for each in batches for loss in (engine.step(each).loss, engine.evaluate(each).loss)]
+
+    by_hand = sw.simulate(2, lambda channel: run(channel, "cast by hand"))
+    assert sw.simulate(2, lambda channel: run(channel, "child")) == by_hand
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_of_a_child_that_meet_other_inputs_before_a_step_are_refused_with_a_way_out(stage: int) -> None:
+    def run(channel: sw.Channel) -> None:
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), precision=BF16, sharding=sw.Sharding(stage=stage))
+        model = nn.Sequential(nn.Identity(), Held("child"))
+        sw.parallelize(model, plan, channel=channel, optimizer=sgd, loss=square_loss).evaluate(points(0, 4))
+
+    torch.manual_seed(0)
     with pytest.raises(ModelError, match=r"'1' \(Held\) mixes dtypes under .*bfloat16.*x.to\(weight.dtype\)"):
-        engine_of(lambda: nn.Sequential(nn.Identity(), Held("child")), stage=stage)
+        sw.simulate(2, run)
     kept = sw.Precision(compute="bfloat16", keep=("held",))
     assert len(engine_of(lambda: Held("child"), kept, stage)) == 2
     with torch.autocast("cpu", torch.bfloat16):

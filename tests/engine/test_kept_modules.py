@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from tests.engine.expected import adamw
@@ -250,3 +251,34 @@ def test_a_transformer_in_bfloat16_learns_on_two_ranks(name: str) -> None:
     batches = [batch_for(name, 0)] * 6
     trained = train_on_ranks(lambda: transformer(name), plan, batches, optimizer=adamw, loss=None)
     assert trained.losses[-1] < 0.9 * trained.losses[0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "made", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
+)
+def test_parametrized_modules_may_be_kept(made: Any, stage: int) -> None:
+    """They compute in float32, and the weight that is computed stays in it."""
+
+    def run(channel: sw.Channel) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), made(nn.Linear(6, 4)))
+        dtypes: list[torch.dtype] = []
+        model[1].register_forward_pre_hook(lambda module, _: dtypes.append(module.weight.dtype))
+        plan = sw.Plan(
+            mesh=sw.Mesh(dp_shard=2),
+            sharding=sw.Sharding(stage=stage),
+            precision=sw.Precision(compute="bfloat16", keep=("1",)),
+        )
+        engine = sw.parallelize(
+            model,
+            plan,
+            optimizer=lambda each: torch.optim.SGD(each, lr=0.1),
+            loss=lambda output, _: output.float().square().mean(),
+            channel=channel,
+        )
+        losses = [engine.step({"input": torch.linspace(-1, 1, 48).view(8, 6)}).loss for _ in range(2)]
+        assert set(dtypes) == {torch.float32}
+        return losses
+
+    assert len(sw.simulate(2, run)) == 2

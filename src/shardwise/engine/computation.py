@@ -33,7 +33,7 @@ from shardwise.engine.generation import Generation, GenerationCall
 from shardwise.engine.loss_parameters import LossParameters
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.precision import dtypes_explained
+from shardwise.engine.precision import MeetingDtypes, dtypes_explained
 from shardwise.engine.randomness import EVALUATION, KeyedRandom, Stream
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight, scaled_loss
@@ -93,6 +93,7 @@ class Computation:
         self._rank = rank
         self._data_rank = data_rank
         self._precision = precision
+        self._meeting = MeetingDtypes(model, precision)
         scale = precision.loss_scale
         self.loss_scale = None if scale is None else LossScale(scale, device)
         """What losses are multiplied by before their backward."""
@@ -179,7 +180,7 @@ class Computation:
             self._during("engine.step"),
             self.proof.judging(by_all=True),
             UnevenMicrobatches(self._passes, counted, joint) as rounds,
-            self._explained(),
+            self._explained(learns=True),
             self.activations.measuring(len(counted), trained),
         ):
             asked = self.loss.with_loss(loss)
@@ -362,9 +363,13 @@ class Computation:
         return None if self.loss_scale is None else self.loss_scale.gradient_of(loss)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Errors of forwards say what the plan has to do with them."""
-        with dtypes_explained(self._model, self._precision), module_noted(self._model):
+    def _explained(self, *, learns: bool = False) -> Iterator[None]:
+        """Errors of forwards say what the plan has to do with them. `learns`: see `MeetingDtypes`."""
+        with (
+            dtypes_explained(self._model, self._precision),
+            module_noted(self._model),
+            nullcontext() if self.runner is not None else self._meeting.watched(learns=learns),
+        ):
             yield
 
     def _streams(self, step: int, count: int, count_of_all: int) -> list[Stream]:

@@ -8,20 +8,24 @@
 
 A module with parameters of one dtype gets its floating-point inputs in that dtype. A module that is kept in master
 precision gives its outputs back in the compute dtype. Activations are cast, parameters never.
+
+A forward that reads parameters of a child has no such inputs. There an operation that torch refuses for its dtypes is
+tried again with what is no parameter in the compute dtype (`MeetingDtypes`).
 """
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.comm.nested_values import transform
+from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.tensor.styles import innermost_module
 from shardwise.errors import ModelError, ShardwiseError, UnderflowWarning
 from shardwise.plan import Parameter, Precision
@@ -44,6 +48,10 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
     # Then a batch in another dtype is the program's own matter, as without a plan.
     if compute == torch_dtype(precision.master) and floating <= {compute}:
         return
+    # What computes a weight gives it as it is kept: the module that reads it has its inputs follow.
+    within = {
+        each for module in model.modules() if is_parametrized(module) for each in _parametrizing(module).modules()
+    }
     for module in model.modules():
         own = _dtypes(module, recurse=False)
         if not own:
@@ -51,7 +59,8 @@ def let_inputs_follow(model: nn.Module, precision: Precision) -> None:
             own = {dtype for child in _containers(module) for dtype in _dtypes(child, recurse=True)}
         # Of two dtypes neither is right for all inputs; `dtypes_explained` says so where torch refuses the mixture.
         if len(own) == 1:
-            _InputsFollow(module, own.pop(), compute)
+            (dtype,) = own
+            _InputsFollow(module, dtype, dtype if module in within else compute)
 
 
 def computes_in_float16(specs: Sequence[Parameter]) -> bool:
@@ -91,15 +100,71 @@ def dtypes_explained(model: nn.Module, precision: Precision) -> Iterator[None]:
         ) from error
 
 
+class MeetingDtypes(TorchFunctionMode):
+    """Parameters that a forward reads of a child meet inputs of another dtype."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self._compute = None if precision.compute is None else torch_dtype(precision.compute)
+        self._is_needed: bool | None = None
+        """None: not known before the first step has ended."""
+        # What is compiled would compile again.
+        if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in model.modules()):
+            self._is_needed = False
+
+    @contextmanager
+    def watched(self, *, learns: bool) -> Iterator[None]:
+        """Inside, such operations are computed. `learns`: a step, whose first one shows whether there are any."""
+        # A mode costs every operation: only the first step has it for nothing. No evaluation, where modules of torch
+        # take another way under a mode.
+        is_on = self._is_needed or (self._is_needed is None and learns)
+        with self if is_on and self._compute is not None else nullcontext():
+            yield
+        if learns:
+            self._is_needed = bool(self._is_needed)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `torch.overrides.TorchFunctionMode`."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            if not self._may_cast(func, args, kwargs or {}):
+                raise
+        assert self._compute is not None
+        self._is_needed = True
+        return func(*_cast(args, self._compute), **_cast(kwargs or {}, self._compute))
+
+    def _may_cast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a refused operation has floating tensors of several dtypes, writes to none, and no parameter would be
+        cast."""
+        name = getattr(func, "__name__", "")
+        writes = "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        found = [each for each in tensors_in((args, kwargs)) if each.is_floating_point()]
+        others = [each for each in found if each.dtype != self._compute]
+        is_mixed = 0 < len(others) < len(found)
+        return is_mixed and not writes and not any(isinstance(each, nn.Parameter) for each in others)
+
+
+def meeting_dtypes() -> MeetingDtypes | None:
+    """The one that this thread is in."""
+    return next((each for each in _get_current_function_mode_stack() if isinstance(each, MeetingDtypes)), None)
+
+
 def _dtypes(module: nn.Module, *, recurse: bool) -> set[torch.dtype]:
     return {each.dtype for each in module.parameters(recurse) if each.dtype.is_floating_point}
+
+
+def _parametrizing(module: nn.Module) -> nn.Module:
+    assert isinstance(module.parametrizations, nn.Module)
+    return module.parametrizations
 
 
 def _containers(module: nn.Module) -> Iterator[nn.Module]:
     """Children that hold parameters for the forward of the module, and have no forward."""
     if is_parametrized(module):
-        assert isinstance(module.parametrizations, nn.Module)
-        yield module.parametrizations
+        yield _parametrizing(module)
     for child in module.children():
         if isinstance(child, nn.ParameterList | nn.ParameterDict):
             yield child

@@ -30,6 +30,7 @@ from shardwise.engine.activations.written_buffers import WrittenBuffers
 from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.pipeline.autograd_functions import seeing_modes, seen_again
 from shardwise.engine.pipeline.nested import is_plain
+from shardwise.engine.precision import meeting_dtypes
 from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
 from shardwise.engine.transformed_functions import is_transformed, see_transformations
@@ -83,7 +84,7 @@ class Recomputed(OfEngine):
         versions = self._versions()
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
-        seeing = seeing_modes()
+        seeing, meeting = seeing_modes(), meeting_dtypes()
         kept = self._buffers.kept()
         # Not by closure: what is kept for the second run must not hold the arguments of the first.
         first = [(args, kwargs)]
@@ -98,6 +99,7 @@ class Recomputed(OfEngine):
                 nullcontext() if states is None else self._random.going_on_from(states, own),
                 kept.in_place(),
                 nullcontext() if not seeing else seen_again(seeing),
+                meeting or nullcontext(),  # a backward runs without the modes of the forward
             ):
                 try:
                     return forward(*args, **kwargs)
