@@ -4,6 +4,7 @@ Each gives what one process gives, or is refused on all ranks. Nothing is silent
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,16 @@ def bounded(parameters: Any) -> None:
         each.clamp_(-0.1, 0.1)
 
 
+def dropped(model: nn.Module) -> None:
+    for each in model.parameters():
+        zeroed(each)
+
+
+def zeroed(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.zero_()
+
+
 def without_gradients(model: nn.Module) -> None:
     for each in model.parameters():
         assert each.grad is not None
@@ -114,9 +125,7 @@ HOOKS: dict[str, Put] = {
     "clips the model": lambda optimizer, model, _: optimizer.register_step_pre_hook(
         lambda *_: (nn.utils.clip_grad_norm_(model.parameters(), 0.1), None)[1]
     ),
-    "drops the model's": lambda optimizer, model, _: optimizer.register_step_pre_hook(
-        lambda *_: [each.grad.zero_() for each in model.parameters()] and None  # type: ignore[union-attr]
-    ),
+    "drops the model's": lambda optimizer, model, _: optimizer.register_step_pre_hook(lambda *_: dropped(model)),
     "replaces the model's": lambda optimizer, model, _: optimizer.register_step_pre_hook(
         lambda *_: without_gradients(model)
     ),
@@ -450,27 +459,29 @@ def build_scaled() -> nn.Module:
     return model
 
 
+def put_on_parameters(hook: str, is_accumulated: bool, model: nn.Module, log: Log) -> None:
+    def seen(gradient: torch.Tensor) -> Any:
+        found = PARAMETER_HOOKS[hook](gradient, log)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if (found := seen(parameter.grad)) is not None:
+            parameter.grad.copy_(found)
+
+    for each in model.parameters():
+        if each.dim() or hook in ("of one length", "clamps", "looks"):
+            if is_accumulated:
+                each.register_post_accumulate_grad_hook(accumulated)
+            else:
+                each.register_hook(seen)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after parallelize"])
 @pytest.mark.parametrize("is_accumulated", [False, True], ids=["hook", "accumulated"])
 @pytest.mark.parametrize("hook", PARAMETER_HOOKS)
 def test_a_hook_of_a_parameter_gets_the_whole_gradient_under_tp(hook: str, is_accumulated: bool, late: bool) -> None:
-    def put(model: nn.Module, log: Log) -> None:
-        def accumulated(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            found = PARAMETER_HOOKS[hook](parameter.grad, log)
-            if isinstance(found, torch.Tensor):
-                parameter.grad.copy_(found)
-
-        for each in model.parameters():
-            if each.dim() or hook in ("of one length", "clamps", "looks"):
-                if is_accumulated:
-                    each.register_post_accumulate_grad_hook(accumulated)
-                else:
-                    each.register_hook(lambda gradient: value_of(PARAMETER_HOOKS[hook](gradient, log)))
-
-    def value_of(found: object) -> Any:
-        return found if isinstance(found, torch.Tensor) else None
-
+    put = partial(put_on_parameters, hook, is_accumulated)
     plain_model, noted = build_scaled(), list[float]()
     put(plain_model, noted)
     optimizer = torch.optim.SGD(plain_model.parameters(), lr=0.1)
@@ -503,11 +514,6 @@ def test_a_hook_of_a_parameter_gets_the_whole_gradient_under_tp(hook: str, is_ac
         assert sorted(log) == pytest.approx(sorted(noted), rel=1e-4)
         for one, other in zip(values or results[0][0], plain_model.parameters(), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
-
-
-def zeroed(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.zero_()
 
 
 @pytest.mark.parametrize("plan", [each for each in PLANS if "bf16" not in each and "tp" not in each])

@@ -14,7 +14,13 @@ from shardwise.errors import OptimizerError
 from shardwise.hf import Trainer, TrainingArguments
 
 ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(16 * 8).remainder(40).view(16, 8)]
-SETTINGS = {"max_steps": 3, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none"}
+SETTINGS: dict[str, Any] = {
+    "max_steps": 3,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "report_to": "none",
+}
 DATA = sw.Mesh(dp_shard=2)
 PLANS = {
     "one": sw.Plan(),
@@ -61,7 +67,7 @@ def trained(kind: Any, arguments: Any, look: str, **given: Any) -> list[torch.Te
             LOOKS[look](objects["model"])
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, use_cache=False, **sizes))
     trainer = kind(model, arguments, train_dataset=ROWS, callbacks=[Looks()], **given)
     trainer.train()
@@ -75,8 +81,8 @@ def trained(kind: Any, arguments: Any, look: str, **given: Any) -> list[torch.Te
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_callback_sees_and_changes_the_gradients_of_one_process(look: str, plan: str, tmp_path: Path) -> None:
     mesh = PLANS[plan].mesh
-    rows = {"per_device_train_batch_size": 4 // mesh.num_data_ranks}
-    optimizer = {"optim": "sgd", "learning_rate": 1.0}
+    rows: Any = {"per_device_train_batch_size": 4 // mesh.num_data_ranks}
+    optimizer: Any = {"optim": "sgd", "learning_rate": 1.0}
     alone = transformers.TrainingArguments(
         str(tmp_path), **SETTINGS, **optimizer, per_device_train_batch_size=4 // mesh.num_data_ranks,
         gradient_accumulation_steps=mesh.num_data_ranks,
