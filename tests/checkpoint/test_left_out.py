@@ -246,3 +246,9 @@ def test_without_own_code_no_program_is_copied(tmp_path: Path, hub: Path) -> Non
         (hub / name).write_text("{}", encoding="utf-8")
     checkpoint.convert(hub, tmp_path / "made", to="hf")
     assert not any(name.endswith(".py") and "/" not in name for name in found_in(tmp_path / "made"))
+
+
+def test_a_load_that_misses_what_was_left_out_says_so(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, 2), "odd": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"odd: missing(?s:.*)note: odd is left out: it is a sparse tensor"):
+        sw.load(tmp_path / "a.pt", {"w": torch.zeros(2, 2), "odd": torch.zeros(3, 3)})

@@ -420,7 +420,7 @@ def _settle(
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
-        remarks = [] if view is None else [f"note: {each}" for each in view.checked.notes]
+        remarks = [f"note: {each}" for each in (*contents.notes, *(view.checked.notes if view is not None else ()))]
         hint = prefix_hint(kinds, contents, found)
         raise CheckpointError(*findings, *remarks, about=f"{contents.location} does not fit the target{hint}")
     # Let pass (`strict=False`), these are in the report.
