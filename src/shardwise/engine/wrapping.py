@@ -148,9 +148,15 @@ def _give_back(module: nn.Module, forward: _Wrapped) -> None:
         module.forward = forward.original
 
 
+def package_of(hook: object) -> str:
+    """The package that a hook of a module is from: "torch" or "shardwise", or one of the user's."""
+    # A function has a `__module__` of its own, as what torch wraps around one; other objects have that of their class.
+    return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
+
+
 def is_ours(hook: object) -> bool:
-    """Whether a hook of a module was put on by shardwise, and not by the user; torch wraps some once more."""
-    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("shardwise.")
+    """Whether a hook of a module was put on by shardwise, and not by the user."""
+    return package_of(hook) == "shardwise"
 
 
 def in_backward() -> bool:

@@ -19,14 +19,12 @@ In-place writes, in `account_for_writes` (every case is decided on all ranks ali
     to what another stage's module keeps, or a buffer of a module of all ranks       refused
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from shardwise.comm.nested_values import filled, put_into, tensors_in, transform
 from shardwise.engine.pipeline.call_inference import CallInference, CallInputs, CallOutcome, Writes, describe
@@ -40,51 +38,12 @@ from shardwise.engine.pipeline.call_replay import (
 )
 from shardwise.engine.pipeline.changed_objects import ObjectContents, put_changes
 from shardwise.engine.pipeline.flows import MicrobatchFlow
+from shardwise.engine.pipeline.foreign_parameters import OF_ANOTHER_STAGE, ForeignParameters
 from shardwise.engine.pipeline.nested import Opaque, is_plain, numbers_and_texts_in, state_text, user_site
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue, ValueCopies, ViewMemory
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError
-
-_OF_ANOTHER_STAGE = (
-    "{name!r} computes with a parameter or a buffer of a module on another stage: an argument or an attribute "
-    "({site}). Place both modules on one stage, or pass the tensor through forward"
-)
-
-
-# One class for each name of a call: a class is made once, and modules are called in every microbatch.
-@functools.cache
-def _refusing_class(call: str) -> type:
-    """The class of another stage's parameters while `call` is executed: they have a description only.
-
-    A torch function mode would see reads as well, but some modules take other paths under one: torch's transformer
-    layer leaves its fused kernel, which rounds differently.
-    """
-
-    def torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in functions_of_metadata():
-            raise ModelError(_OF_ANOTHER_STAGE.format(name=call, site=user_site()))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    kind: type = nn.Parameter
-    return type(kind)("ForeignParameter", (kind,), {"__torch_function__": classmethod(torch_function)})
-
-
-@contextmanager
-def _refusing_foreign(model: nn.Module, call: str) -> Iterator[None]:
-    """Nothing that `call` computes may come from another stage's module, which has no values here."""
-    # Parameters of other stages are on the meta device. torch would compute with them and give a meta tensor, or
-    # fail with a message on devices: neither names the module and the way out.
-    foreign = [each for each in model.parameters() if type(each) is nn.Parameter and each.is_meta]
-    for each in foreign:
-        each.__class__ = _refusing_class(call)
-    try:
-        yield
-    finally:
-        for each in foreign:
-            each.__class__ = nn.Parameter
 
 
 class _Here(NamedTuple):
@@ -103,6 +62,7 @@ class Executor:
     inference: CallInference
     replay: CallReplay
     random: KeyedRandom
+    foreign: ForeignParameters
     aside: Callable[[], AbstractContextManager[None]]
     """The context in which a placed module runs: the glue sees none of its operations."""
 
@@ -315,7 +275,7 @@ class Executor:
         writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else inputs.objects)
         try:
             # Where it could be tried, it was seen that it needs nothing of other stages.
-            refusing = nullcontext() if is_described else _refusing_foreign(flow.stages.model, call.name)
+            refusing = nullcontext() if is_described else self.foreign.refusing(call.name)
             with self.aside(), inputs.lending(tensors), refusing:
                 answer, records = call.run(args, kwargs)
                 return answer, records, writes.found()
@@ -347,6 +307,8 @@ def _inputs_of(
     inputs = CallInputs(call, args, kwargs, flow.adopted, flow.opaque)
     # `head(h, self.embed)`: a call gets a module of another stage. Its parameters come along as inputs, and cross like
     # any other value.
+    if isinstance(call, PlacedModule):
+        inputs.lend_attributes(call.values_set())  # of hooks before its forward
     for module in inputs.modules:
         if flow.stages.modules.get(module) not in (None, stage):
             inputs.lend(module)
@@ -416,7 +378,7 @@ def _check(
 ) -> None:
     """Check that the outputs are as all other ranks assume."""
     if any(each.is_meta for each in made):
-        raise ModelError(_OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
+        raise ModelError(OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     fits = len(entry.outputs) == len(made) and all(
         want.spec.dtype == got.dtype
         and want.spec.requires_grad == got.requires_grad

@@ -11,7 +11,7 @@ kernel for fake tensors, shapes that depend on values) all know that the owner a
 
 import copy
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -187,6 +187,10 @@ class CallInputs:
                 for key, tensor in held.items():
                     if tensor is not None:
                         self._lent.append((held, key, self._take_apart(tensor).number))
+
+    def lend_attributes(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+        """Let values of stages that are attributes of the module come along."""
+        self._lent += [(held := vars(module), key, self._take_apart(held[key]).number) for module, key in places]
 
     @contextmanager
     def lending(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

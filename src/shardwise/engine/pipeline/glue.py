@@ -33,6 +33,7 @@ from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
 from shardwise.engine.pipeline.call_replay import CallReplay
 from shardwise.engine.pipeline.flows import MicrobatchFlow
+from shardwise.engine.pipeline.foreign_parameters import ForeignParameters
 from shardwise.engine.pipeline.nested import outermost_method, user_site
 from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
@@ -141,7 +142,9 @@ class Glue(TorchFunctionMode):
         """The microbatch that this rank works on."""
         self.is_inside = False
         """A placed module runs on this rank: its tensors are plain ones."""
-        self.executor = Executor(inference=inference, replay=replay, random=random, aside=self.aside)
+        self.executor = Executor(
+            inference=inference, replay=replay, random=random, foreign=ForeignParameters(stages.model), aside=self.aside
+        )
         self._stages = stages
 
     @contextmanager
@@ -335,8 +338,9 @@ class Glue(TorchFunctionMode):
                 "in the loss function"
             )
         raise ModelError(
-            f"{user_site()}: {name} got a value of a stage that came into a placed module inside an object of unknown "
-            "kind. Pass it as an argument, in a tuple, list, dict or dataclass"
+            f"{user_site()}: {name}, in {self.flow.last!r}, got a value of a stage that did not come into that placed "
+            "module by its arguments: it is in an object, a container that a module keeps, or a closure. Pass it to "
+            "the module's call, in a tuple, list, dict or dataclass; or place one module around what makes it and this"
         )
 
 

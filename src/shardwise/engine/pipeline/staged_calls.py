@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import tensors_in
 from shardwise.engine.pipeline.nested import is_plain, token_of
-from shardwise.engine.pipeline.stage_values import Spec
-from shardwise.engine.wrapping import structures_of
+from shardwise.engine.pipeline.stage_values import Spec, StageTensor
+from shardwise.engine.wrapping import is_ours, structures_of
+from shardwise.errors import ModelError
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -249,6 +250,8 @@ class PlacedModule:
 
     def identity(self) -> Hashable | None:
         """See `StagedCall`."""
+        if self.values_set():
+            return None
         # By attributes: torch counts no changes of modes and hooks. A hook has a number that no other one gets, so
         # numbers show hooks that were put on, taken off and exchanged, also those before a forward.
         state: list[Any] = [self.module.training, self.frozen]
@@ -263,6 +266,24 @@ class PlacedModule:
             is_plain_call = self._compiled is None and not self._hooked()
             self._identity = (self, *state) if is_plain_call else None
         return self._identity
+
+    def values_set(self) -> list[tuple[nn.Module, str]]:
+        """Attributes that were set to values of a stage before the call: a hook makes a weight of others, say.
+
+        Such a hook is called on all ranks, and what it computes is executed on the stage of its parameters.
+        """
+        hooks = self.module._forward_pre_hooks
+        # By type, in one call for each module: most have none.
+        if not hooks and StageTensor not in map(type, vars(self.module).values()):
+            return []
+        whole = [self.module] if all(map(is_ours, hooks.values())) else [self.module, *self.inner]
+        for each in whole:
+            if key := next((key for key, held in each._buffers.items() if type(held) is StageTensor), None):
+                raise ModelError(
+                    f"a hook before the forward of {self.name!r} puts a value of a stage into the buffer {key!r}, "
+                    "which other ranks do not have. Write to the buffer in place (copy_), or do it in the forward"
+                )
+        return [(each, key) for each in whole for key, held in vars(each).items() if type(held) is StageTensor]
 
     def run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`."""
@@ -326,7 +347,7 @@ class PlacedModule:
         originals = [each._forward_hooks for _, each in hooked]
         for at, each in hooked:
             recorders = [
-                (number, hook if _is_ours(hook) else _recorder(records, at, position, number, each))
+                (number, hook if is_ours(hook) else _recorder(records, at, position, number, each))
                 for position, (number, hook) in enumerate(each._forward_hooks.items())
             ]
             vars(each)["_forward_hooks"] = OrderedDict(recorders)
@@ -368,14 +389,8 @@ def _recorder(records: list[Any], at: int, position: int, number: int, module: n
 
 
 def _foreign_hooks(module: nn.Module) -> bool:
-    return any(not _is_ours(hook) for hook in module._forward_hooks.values())
-
-
-def _is_ours(hook: Any) -> bool:
-    """Casts and random streams belong to the module itself and run with it."""
-    # A function has a `__module__` of its own, an object with `__call__` has that of its class.
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return origin.startswith("shardwise.")
+    # Casts and random streams belong to the module itself and run with it.
+    return not all(map(is_ours, module._forward_hooks.values()))
 
 
 def _fake(fakes: Fakes, tensor: torch.Tensor, made: dict[torch.Tensor, torch.Tensor]) -> torch.Tensor:

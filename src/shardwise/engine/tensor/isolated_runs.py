@@ -33,7 +33,7 @@ from shardwise.engine.precision import stop_following
 from shardwise.engine.randomness import StreamSplit
 from shardwise.engine.tensor.styles import forget_heads
 from shardwise.engine.tensor.tp_collectives import widened
-from shardwise.engine.wrapping import APART, Forward, eager, strip
+from shardwise.engine.wrapping import APART, Forward, eager, package_of, strip
 
 Parameters = Mapping[nn.Parameter, torch.Tensor]
 """What a module runs with in the place of its parameters."""
@@ -272,8 +272,7 @@ def _is_kept(hook: Any, way: Way) -> bool:
     # A split draws one number from the stream around (see `engine.randomness`).
     if way.trains and isinstance(getattr(hook, "__self__", hook), StreamSplit):
         return False
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return origin.partition(".")[0] in ("torch", "shardwise")
+    return package_of(hook) in ("torch", "shardwise")
 
 
 def held_tensors(thing: Any) -> list[torch.Tensor]:
