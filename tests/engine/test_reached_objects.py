@@ -529,3 +529,22 @@ def test_a_hook_that_was_put_behind_the_accumulation_later_sees_the_gradient(pla
 
     values, *_ = sw.simulate(PLANS[plan].mesh.size, run)
     assert all(torch.equal(one, other) for one, other in zip(values, build().parameters(), strict=True))
+
+
+def test_a_matrix_that_is_whole_during_an_update_only_says_so_between_two() -> None:
+    def run(channel: sw.Channel) -> None:
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
+        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model[2].weight)
+        engine = sw.parallelize(
+            model, PLANS["tp"], optimizer=lambda ps: torch.optim.Muon(ps, lr=0.1), loss=loss, channel=channel
+        )
+        trained(engine, channel)
+        for each in masters(engine.optimizer):
+            assert each.dim() == 2
+            for look in (torch.Tensor.norm, torch.Tensor.zero_, torch.Tensor.detach):
+                with pytest.raises(OptimizerError, match="whole here during an update only"), torch.no_grad():
+                    look(each)
+        trained(engine, channel)
+
+    sw.simulate(2, run)

@@ -124,7 +124,13 @@ def refit(engine: Engine[Model]) -> None:
     engine.activations.__dict__ = new.activations.__dict__
     if engine.pipeline is not None:
         engine.pipeline.__dict__ = new.pipeline.__dict__
-    for name in ("see_losses", "asked_to_stop", "_asks_to_stop", *engine.__dict__.keys() - new.__dict__.keys()):
+    for name in (
+        "see_losses",
+        "see_gradients",
+        "asked_to_stop",
+        "_asks_to_stop",
+        *engine.__dict__.keys() - new.__dict__.keys(),
+    ):
         new.__dict__[name] = engine.__dict__[name]
     new._computation.loss_parameters = engine._computation.loss_parameters
     engine.__dict__ = new.__dict__
