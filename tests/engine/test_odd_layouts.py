@@ -48,7 +48,8 @@ class Mix(nn.Module):
     def forward(self, h: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
         if odd.is_nested:
             return h + torch.stack([self.map(each).sum(0) for each in odd.unbind()])
-        return h + self.map(odd.to_dense())
+        out: torch.Tensor = h + self.map(odd.to_dense())
+        return out
 
 
 def run(channel: sw.Channel, plan: sw.Plan, layout: str, *, cuts: bool, listed: bool = False) -> list[float]:

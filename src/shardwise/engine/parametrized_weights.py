@@ -21,4 +21,4 @@ def see_parametrizations() -> None:
         if target is not source:
             set_to(target, source)
 
-    parametrize._maybe_set = set_unless_same
+    parametrize._maybe_set = set_unless_same  # type: ignore[assignment]
