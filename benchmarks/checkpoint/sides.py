@@ -13,7 +13,7 @@ import shardwise as sw
 from benchmarks.checkpoint import peers
 from benchmarks.checkpoint.states import Held, Layout, State, World, locals_of
 from shardwise.checkpoint import Store
-from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.comm.local_tensors import bytes_of
 
 __all__ = ["LOADERS", "SAVERS", "Loader", "Saver"]
 

@@ -21,7 +21,7 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.engine.engine import Engine
 from shardwise.engine.trained_parameters import ALL as EVERYTHING
-from shardwise.engine.zero.flat_params import ShardedBucket
+from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ShardwiseError
 from tests.covering import covering

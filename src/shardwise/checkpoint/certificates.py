@@ -26,8 +26,8 @@ from shardwise.checkpoint.elements import with_one_nan
 from shardwise.checkpoint.outputs import Outputs, as_they_are, rewritten, view_back
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.rewrite_view import RewriteView
-from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Checked
 from shardwise.rewrite.metas import holds_nans, keeps_values

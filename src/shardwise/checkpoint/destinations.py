@@ -28,13 +28,13 @@ from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.safetensors_files import DataFile, FileFilling, JoinedWrites
 from shardwise.checkpoint.saves import storing
-from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
 from shardwise.checkpoint.torch_archives import ArchiveFilling
 from shardwise.checkpoint.training_state import TITAN_NAMES, TORCH_NAMES, dcp_folder
 from shardwise.checkpoint.universal_folders import LATEST, universal_files
 from shardwise.checkpoint.whole_folders import PlannedFile, write_folder
 from shardwise.checkpoint.windows import BATCH_BYTES
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 

@@ -24,11 +24,11 @@ from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
-from shardwise.checkpoint.state_pieces import Held, bytes_of, hold
+from shardwise.checkpoint.state_pieces import Held, hold
 from shardwise.checkpoint.states import State, wrong_rewrite
 from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
 from shardwise.comm import Channel
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError, few_of
 from shardwise.moving.copies import part_of, parts_of, put

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from shardwise.checkpoint.contents import Contents, StoredPiece
-from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 from shardwise.space.boxes import row_major_strides

@@ -20,9 +20,8 @@ import xxhash
 from shardwise.checkpoint.blocks import damaged_blocks
 from shardwise.checkpoint.contents import Contents, StoredPiece
 from shardwise.checkpoint.read_plan import BlockSpan
-from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Reader, Store, open_data, reason
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 

@@ -25,9 +25,9 @@ from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.read_plan import missing
 from shardwise.checkpoint.renamed_settings import recorded_metas, renamed_settings, with_degrees
-from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Store
 from shardwise.checkpoint.windows import PaddingTarget, PieceReader, ReadTarget, padding_value, windows
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import PlanError, RewriteError, few_of
 from shardwise.plan import Plan
 from shardwise.plan.dtypes import itemsize_bytes

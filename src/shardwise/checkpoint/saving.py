@@ -22,12 +22,12 @@ from shardwise.checkpoint.replica_samples import samples_of
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
 from shardwise.checkpoint.saves import check_retention, prune, storing
-from shardwise.checkpoint.state_pieces import Held, KnownDTensors, bytes_of, hold, merge_ties
+from shardwise.checkpoint.state_pieces import Held, KnownDTensors, hold, merge_ties
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, understood
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_pieces

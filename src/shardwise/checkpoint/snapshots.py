@@ -20,8 +20,8 @@ import torch
 
 from shardwise.checkpoint.safetensors_files import row_major_bytes
 from shardwise.checkpoint.saving import holding_of
-from shardwise.checkpoint.state_pieces import Held, bytes_of
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.checkpoint.state_pieces import Held
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.space import Piece
 
 __all__ = ["Snapshot", "SnapshotCounters"]

@@ -30,7 +30,7 @@ from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "bytes_of", "check_targets", "gather_findings", "hold", "merge_ties", "place_of"]
+__all__ = ["Held", "KnownDTensors", "check_targets", "gather_findings", "hold", "merge_ties", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,9 +334,3 @@ def merge_ties(ties: Sequence[Mapping[str, str]], pieces: Sequence[Sequence[Piec
                     "the same tensors on all ranks, and give states in the same order"
                 )
     return merged
-
-
-def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of flat bytes on the CPU."""
-    array: Any = flat.numpy()  # whose stubs do not say that it is a buffer
-    return memoryview(array)

@@ -21,8 +21,8 @@ import torch
 from shardwise.checkpoint.blocks import BlockSums
 from shardwise.checkpoint.contents import BLOCK_BYTES, CHECKSUM_BYTES
 from shardwise.checkpoint.elements import with_one_nan
-from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.comm import Channel
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.moving.copies import fill, parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.plan.dtypes import aligned, itemsize_bytes

@@ -22,9 +22,8 @@ from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
 from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.checkpoint.stores import Reader, Store, open_data, reason
-from shardwise.comm.local_tensors import torch_dtype
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes

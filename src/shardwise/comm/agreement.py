@@ -22,6 +22,7 @@ import xxhash
 from shardwise import errors
 from shardwise.comm.channel import Channel
 from shardwise.comm.hosts import naming_hosts
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.comm.rank_values import RankValues
 from shardwise.errors import (
     CheckpointError,
@@ -251,7 +252,7 @@ def digest_of_values(tensor: torch.Tensor) -> str:
     """A short digest of the values of a tensor (xxh3 over its row-major bytes)."""
     # Of the bytes, not of the values: NaNs and the sign of zero count.
     flat = tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
+    return xxhash.xxh3_64_hexdigest(bytes_of(flat))
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:

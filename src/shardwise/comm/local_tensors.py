@@ -10,11 +10,13 @@ may be several boxes of the global one. 8 rows over 2 ranks, with `_StridedShard
 Works with torch 2.11 to 2.13; a program without DTensors does not pay for the import of `torch.distributed.tensor`.
 """
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError
@@ -58,6 +60,20 @@ def span_elements(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a tensor on the CPU from its first element to its last, as flat bytes."""
+    # Not by `numpy()`: torch refuses to resize a storage for ever after, and observers resize their buffers.
+    memory: Any = (ctypes.c_char * (span_elements(flat) * flat.element_size())).from_address(flat.data_ptr())
+    memory.tensor = flat  # which has to live as long as the view
+    return memoryview(memory).cast("B")
+
+
+def array_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """The elements of a tensor of whole numbers on the CPU, as `numpy()` gives them, for its storage as `bytes_of`."""
+    strides = [stride * tensor.element_size() for stride in tensor.stride()]
+    return np.ndarray(tensor.shape, dtype_name(tensor.dtype), bytes_of(tensor), strides=strides)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -152,7 +152,7 @@ class Engine(Generic[Model_co]):
         self._plain_calls = plain_calls
         self.tensor_decision = tensor_decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
-        self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world)
+        self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world, buffers)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
         self._contents = ModelContents(model, [inventory, ties.held], ties=names.ties, trainable=names.trainable)
@@ -463,8 +463,8 @@ class Engine(Generic[Model_co]):
         Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
         inside.
         """
-        averages = check_in_place(self._averages, self.channel, self._check_model)
-        with averages.in_place(self.channel, self._buffers.adopt_writes, self._publish):
+        averages = check_in_place(self._averages, self.channel, partial(self._check_model, reads_all=True))
+        with averages.in_place(self.channel, partial(self._buffers.adopt_writes, reads_all=True), self._publish):
             yield
 
     def state(self) -> dict[Piece, torch.Tensor]:
@@ -475,9 +475,9 @@ class Engine(Generic[Model_co]):
         self._check_turn()
         self._closing.judge()
         self._packed.restore()
-        self._buffers.adopt_writes()
-        # After `adopt_writes`: a `load_state_dict` between steps wrote to working copies, and masters would be saved
-        # without it.
+        refuse_moved([*self._buffers.moved(), *self._ties.moved()])
+        self._buffers.adopt_writes(reads_all=True)
+        # After `adopt_writes`: masters would be saved without what `load_state_dict` wrote to working copies.
         return state_of(self._inventory, self.model, self._buffers, self._known_optimizers, self._averages)
 
     def gradients(self) -> dict[Piece, torch.Tensor]:
@@ -618,7 +618,7 @@ class Engine(Generic[Model_co]):
         CheckpointError for settings that are not understood.
         """
         refuse_inside(self._averages, doing)
-        self._check_model()  # also adopts writes from outside, which would otherwise come over the values that are read
+        self._check_model(reads_all=True)  # what was written from outside would come over the values that are read
         return EngineRestoration(
             inventory=self._inventory,
             aliases=self._names.ties,
@@ -654,13 +654,13 @@ class Engine(Generic[Model_co]):
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
         self._plain_calls.check_left()
 
-    def _check_model(self) -> None:
+    def _check_model(self, *, reads_all: bool = False) -> None:
         self._check_turn()
         self._packed.restore()
         self._contents.check()
         self._added = self._plain_calls.added(self._contents.parameters)
         refuse_moved([*self._buffers.moved(), *self._ties.moved()])
-        self._buffers.adopt_writes()
+        self._buffers.adopt_writes(reads_all=reads_all)
 
     def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
         """What a step trains and reports, equal where ranks do the same; empty for the plain case."""

@@ -8,14 +8,13 @@
     a buffer                                       data rank 0's values hold for all, as in DistributedDataParallel;
                                                    in a pipeline those of the first stage that changed it
 
-Both are found by the count of writes that torch keeps for each tensor (`_version`), which costs no read. Batch norms
-write without it: on the CPU values are compared, on a device their statistics count as changed while they train.
+Both are found by the count of writes that torch keeps for each tensor, and by what it holds (`write_watch`). On a
+device running statistics count as changed while their layers train, and content is compared in the first steps.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,7 +22,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_table, digest_of_values, understood
+from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.reports import Counters
+from shardwise.engine.write_watch import Content, Form, SeenTensor, form_of
+from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import ModelError
 from shardwise.plan import Parameter
 from shardwise.space import Mesh
@@ -35,15 +37,19 @@ class ForwardWrites:
     Copies that all data ranks wrote alike stay alike, and are kept.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[Parameter], mesh: Mesh, world: Channel) -> None:
+    def __init__(
+        self, model: nn.Module, specs: Sequence[Parameter], mesh: Mesh, world: Channel, params: FlatParams
+    ) -> None:
         """`specs`: of the whole model, alike on all ranks."""
         self._specs = specs
+        self._params = params
         self._world = world
         self._tensor_ranks = [mesh.coordinates(rank)["tp"] for rank in range(world.size)]
         self._has_copies = mesh.size > mesh.pp
         here = dict(model.named_parameters())
         # By the parameter's number in the whole model: flags of all ranks are united by it.
         self._here = {at: here[spec.name] for at, spec in enumerate(specs) if spec.name in here}
+        self._number_of = {spec.name: at for at, spec in enumerate(specs)}
         self._numbers = list(self._here)
         self._tensors = list(self._here.values())
         self._versions = self._now()
@@ -59,12 +65,15 @@ class ForwardWrites:
         if now != self._versions:
             for at, one, other in zip(self._numbers, now, self._versions, strict=True):
                 found[at] = one != other
+        for name in self._params.found_written():
+            found[self._number_of[name]] = True
         return found
 
     def check(self, written: Collection[int]) -> None:
         """Raise ModelError, the same on all ranks, for what some rank wrote to in an update; all ranks call it."""
         if not written:
             return
+        self._params.forget([self._specs[at].name for at in written])
         for at in written:
             spec = self._specs[at]
             # Decided by the plan alone, so that all ranks raise before any of them waits in the exchange below.
@@ -102,12 +111,13 @@ class ForwardWrites:
     def refused(self) -> Iterator[None]:
         """Evaluations and predictions, where nothing is compared: raise ModelError for what this rank wrote to."""
         self.begin()
+        before = self.found() if self._has_copies else []
         yield
-        written = [spec.name for spec, flag in zip(self._specs, self.found(), strict=True) if flag]
         # Raised on this rank alone, which stops the others: evaluations have no exchange in which ranks could
         # compare.
-        if written and self._has_copies:
-            raise ModelError(_refusal(written[0], "every rank has a copy, and they are to stay alike"))
+        pairs = zip(self._specs, self.found(), before, strict=True) if self._has_copies else ()
+        if (written := next((spec.name for spec, flag, was in pairs if flag > was), None)) is not None:
+            raise ModelError(_refusal(written, "every rank has a copy, and they are to stay alike"))
 
     def _now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
@@ -139,16 +149,22 @@ class ModelBuffers:
                 if at.setdefault(id(buffer), len(self._places)) == len(self._places):
                     self._places.append([])
                 self._places[at[id(buffer)]].append((module, name))
-        self._known: list[_Known] = []
+        self._known: list[SeenTensor] = []
         self._is_held: list[bool] = []
         self._is_shared: list[bool] = []
+        self._is_alone = False
         self._unseen: set[int] = set()
-        """Vectors that torch wrote to without counting it, as values have shown."""
+        """Buffers that somebody wrote to without a count, as values have shown."""
+        self.are_reshaped = False
+        """Whether a buffer has another shape than when the ranks last agreed, or came or went: on this rank after a
+        look, on some rank once all have said so."""
 
-    def settle(self, pipeline: Channel) -> None:
+    def settle(self, everyone: Channel, pipeline: Channel) -> None:
         """Take the present values for those of all ranks, and find out which buffers several stages have."""
-        self._known = [self._know(at) for at in range(len(self._places))]
-        self._is_held = [known.buffer is not None and not known.buffer.is_meta for known in self._known]
+        self._is_alone = everyone.size * pipeline.size == 1
+        # All of each: a forward that writes without a count does so in the first step already, mostly.
+        self._known = [self._know(at, takes_all=not self._is_alone) for at in range(len(self._places))]
+        self._is_held = [known.tensor is not None and not known.tensor.is_meta for known in self._known]
         answers = [bytes(self._is_held)]
         if pipeline.size > 1:
             answers = pipeline.exchange(answers[0], purpose="buffers of stages")
@@ -157,44 +173,49 @@ class ModelBuffers:
     def changed(self, *, reads_device: bool = True) -> list[bool]:
         """For each buffer: whether it was written to, or replaced, since the ranks last agreed.
 
-        reads_device: compare the values of vectors also where they are on a device, which waits for them. Else those
-        that may have changed count as changed: running statistics in training, and what such a comparison has found.
+        reads_device: compare values also where they are on a device, which waits for them. Else those that may have
+        changed count as changed: running statistics in training, and what such a comparison has found.
         """
+        if self._is_alone:  # nobody is to get them
+            return [False] * len(self._places)
         found = []
+        self.are_reshaped = False
         for at, known in enumerate(self._known):
             buffer = self._buffer(at)
-            is_changed = not known.holds_for(buffer)
-            if not is_changed and buffer is not None and known.values is not None:
-                if reads_device or buffer.device.type == "cpu":
-                    is_changed = not torch.equal(buffer, known.values)
+            is_changed = known.is_counted(buffer)
+            if not is_changed and buffer is not None and (content := known.content) is not None:
+                is_seen = content.is_whole and buffer.device.type == "cpu"
+                if at in self._unseen and not is_seen:
+                    is_changed = True
+                elif reads_device or buffer.device.type == "cpu":
+                    is_changed = not content.holds_for(buffer)
                     if is_changed:
                         self._unseen.add(at)
-                else:
-                    is_changed = at in self._unseen
-            found.append(is_changed or (known.is_statistic and self._trains(at)))
+                    elif content.takes_all:
+                        known.content = Content(buffer)
+            if is_changed:
+                self.are_reshaped |= form_of(buffer) != known.form
+            found.append(is_changed or (self._is_statistic(at) and self._trains(at)))
         return found
 
     def _trains(self, at: int) -> bool:
         return any(module.training for module, _ in self._places[at])
 
-    def _know(self, at: int) -> "_Known":
+    def _is_statistic(self, at: int) -> bool:
+        """Whether a layer of torch's own writes it in training, on a device: the module says so, and no copy is kept
+        for a comparison, which would be a kernel for each in each step."""
+        buffer = self._known[at].tensor
+        return buffer is not None and _is_statistic(buffer, self._places[at])
+
+    def _know(self, at: int, *, takes_all: bool = False) -> SeenTensor:
         buffer = self._buffer(at)
-        if buffer is None:
-            return _Known(buffer=None, version=0, values=None)
-        is_vector = buffer.ndim == 1 and buffer.is_floating_point() and not buffer.is_meta
-        # On a device the module says that it writes: a copy would be a kernel for each in each step.
-        is_statistic = (
-            is_vector
-            and buffer.device.type != "cpu"
-            and any(isinstance(module, _NormBase) for module, _ in self._places[at])
-        )
-        values = buffer.detach().clone() if is_vector and not is_statistic else None
-        return _Known(buffer=buffer, version=buffer._version, values=values, is_statistic=is_statistic)
+        keeps = buffer is not None and not _is_statistic(buffer, self._places[at])
+        return SeenTensor(buffer, content=keeps, takes_all=takes_all)
 
     def agreed_unless(self, pending: Sequence[bool]) -> None:
         """Take the present values for those of all ranks, but for buffers that were `pending` (changed) before."""
         for at, was_pending in enumerate(pending):
-            if not was_pending:
+            if not was_pending and not self._is_alone:
                 self._known[at] = self._know(at)
 
     def synchronise(self, everyone: Channel, pipeline: Channel, changed: Mapping[int, int], counters: Counters) -> None:
@@ -202,8 +223,44 @@ class ModelBuffers:
 
         changed: buffers that forwards wrote to -> the first rank along the pipeline where one did.
         """
-        self._spread(everyone, {at: 0 for at in changed if self._is_held[at]}, counters)
-        self._spread(pipeline, {at: rank for at, rank in changed.items() if self._is_shared[at]}, counters)
+        for channel, sources in (
+            (everyone, {at: 0 for at in changed if self._is_held[at]}),
+            (pipeline, {at: rank for at, rank in changed.items() if self._is_shared[at]}),
+        ):
+            if channel.size > 1 and sources and self.are_reshaped:
+                self._take_forms(channel, sources)
+            self._spread(channel, sources, counters)
+
+    @torch.no_grad()
+    def _take_forms(self, channel: Channel, sources: Mapping[int, int]) -> None:
+        """Give buffers the shape that the rank has that sends them: {buffer: that rank}."""
+        purpose = "shapes of buffers"
+        forms = {at: form_of(self._buffer(at)) for at, source in sources.items() if source == channel.rank}
+        mine = {at: None if form is None else [*form[0], dtype_name(form[1])] for at, form in forms.items()}
+        answers = channel.exchange(json.dumps(mine).encode(), purpose=purpose)
+        for at, form in (each for told in understood(answers, self._forms_in, purpose=purpose) for each in told):
+            buffer = self._buffer(at)
+            if form == form_of(buffer):
+                continue
+            device = channel.device if buffer is None else buffer.device
+            new = None if form is None else torch.empty(form[0], dtype=form[1], device=device)
+            if buffer is not None and new is not None and buffer.dtype == new.dtype:
+                buffer.data = new  # the object stays, as other objects may hold it
+                continue
+            for module, name in self._places[at]:
+                module._buffers[name] = new
+
+    def _forms_in(self, answer: bytes) -> list[tuple[int, Form | None]]:
+        found: list[tuple[int, Form | None]] = []
+        for number, given in a_table(answer).items():
+            if not 0 <= int(number) < len(self._places):
+                raise ValueError(f"buffer {number} of {len(self._places)}")
+            *sizes, name = given or (None,)
+            dtype = getattr(torch, name, None) if isinstance(name, str) else None
+            if given is not None and not (isinstance(dtype, torch.dtype) and all(type(each) is int for each in sizes)):
+                raise ValueError(f"{given!r} is no shape")
+            found.append((int(number), None if dtype is None else (torch.Size(sizes), dtype)))
+        return found
 
     @torch.no_grad()
     def _spread(self, channel: Channel, sources: Mapping[int, int], counters: Counters) -> None:
@@ -239,22 +296,11 @@ class ModelBuffers:
         return next((buffer for buffer in held if buffer is not None and not buffer.is_meta), held[0])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
-    """A buffer as it was when the ranks last agreed."""
-
-    buffer: torch.Tensor | None
-    """The tensor itself: the id of one that is gone may be another's."""
-    version: int
-    values: torch.Tensor | None
-    """A copy, where the version does not tell: torch's batch norm writes its running statistics, which are vectors,
-    without counting it as a write."""
-
-    is_statistic: bool = False
-    """Written by a layer of torch's own in training, and on a device."""
-
-    def holds_for(self, buffer: torch.Tensor | None) -> bool:
-        """Whether it is the same, as far as torch counts writes."""
-        if buffer is not self.buffer or buffer is None:
-            return buffer is self.buffer
-        return buffer._version == self.version
+def _is_statistic(buffer: torch.Tensor, places: Iterable[tuple[nn.Module, str]]) -> bool:
+    is_on_device = buffer.device.type not in ("cpu", "meta")
+    return (
+        is_on_device
+        and buffer.ndim == 1
+        and buffer.is_floating_point()
+        and any(isinstance(module, _NormBase) for module, _ in places)
+    )

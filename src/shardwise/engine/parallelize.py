@@ -618,7 +618,8 @@ def _keep_own(
         fill(terms.values, mine, held=held, model=model, buffers=buffers, ties=ties)
     take_along(inspected.aliases, held.parameters)
     settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
-    model_buffers.settle(channels.pipeline)  # it remembers values, so all are here by now
+    buffers.watch(has_copies=plan.mesh.size > plan.mesh.pp)
+    model_buffers.settle(channels.everyone, channels.pipeline)  # it remembers values, so all are here by now
     return _KeptTensors(
         inventory=inventory,
         held=held,

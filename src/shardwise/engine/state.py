@@ -15,6 +15,7 @@ All are views of live memory: a save copies nothing, and a load writes where tra
                   and every bucket is gathered
 """
 
+import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -256,12 +257,15 @@ class EngineRestoration:
         empty = names_without_elements(shapes, self.aliases, stored=stored, settings=settings)
         self.accounted: Collection[str] = empty | {name for name in cast if 0 not in shapes[name]}
         """Names that are not read: working copies, made from masters, and parameters without elements."""
+        self._resized = _resized_buffers(model, self.aliases, stored, settings)
         self.wanted: dict[Piece, torch.Tensor] = {
             piece: tensor
             for piece, tensor in state_of_model(inventory, model, buffers).items()
-            if piece.name not in self.accounted
+            if piece.name not in self.accounted and piece.name not in self._resized
         }
         """What to read, and the tensors that take it."""
+        for name, (_, room) in self._resized.items():
+            self.wanted |= whole(name, room)
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
         for known, group, owned in self._trained:
             self._want_state(known, group, owned)
@@ -311,6 +315,8 @@ class EngineRestoration:
             # In place: the engine holds this dict.
             self._origin.clear()
             self._origin.update(self._found_origin)
+            for buffer, room in self._resized.values():
+                buffer.data = room  # the object stays the module's
             self._model_buffers.agreed_unless(self._pending_buffers)
 
     def _want_averages(
@@ -353,6 +359,37 @@ class EngineRestoration:
             else:
                 self.wanted |= whole(entry.whole.name, tensor)
             self._taken[name][entry.key] = tensor
+
+
+def _resized_buffers(
+    model: nn.Module, aliases: Mapping[str, str], stored: Mapping[str, Piece], settings: Mapping[str, Any]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Buffers that are stored in another shape, which their module takes, and room for it: {name: (buffer, room)}."""
+    held = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    found: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, called in stored_names(list(held), aliases, stored, stored_ties(settings)).items():
+        owner, buffer = name.rpartition(".")[0], held[name]
+        if buffer.shape != (shape := torch.Size(stored[called].global_shape)):
+            found.setdefault(owner, {})[name] = buffer, torch.zeros(shape, dtype=buffer.dtype, device=buffer.device)
+    return {
+        name: each for owner, of in found.items() if _takes(model.get_submodule(owner), of) for name, each in of.items()
+    }
+
+
+def _takes(module: nn.Module, resized: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether the module loads a state with buffers of these shapes: a copy of it is asked, as torch would ask it."""
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
+        return False  # torch's own refuses other shapes
+    twin = copy.copy(module)
+    vars(twin).update(_parameters={}, _modules={}, _buffers={})
+    for key, buffer in module._buffers.items():
+        twin._buffers[key] = None if buffer is None else buffer.detach().clone()
+    given = {name.rpartition(".")[2]: room for name, (_, room) in resized.items()}
+    state = {key: buffer.clone() for key, buffer in twin._buffers.items() if buffer is not None} | given
+    errors: list[str] = []
+    twin._load_from_state_dict(state, "", {"version": module._version}, False, [], [], errors)
+    taken = {key: buffer.shape for key, buffer in twin._buffers.items() if buffer is not None}
+    return not errors and all(taken.get(key) == room.shape for key, room in given.items())
 
 
 def _random_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -39,6 +39,7 @@ from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_r
 from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, TrainedSet
 from shardwise.engine.weight_averages import WeightAverages
+from shardwise.engine.write_watch import is_due
 from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
@@ -256,19 +257,22 @@ class StepClosing:
         """
         touched = self._gradients.touched
         self._counters.exchanges += 1
+        # The first steps read, to see what is written without a count.
+        changed = self._model_buffers.changed(reads_device=not self._updated or is_due(self._computation.step))
         closing = exchange_step(
             self._channels.world,
             figures=self._figures.given(own),
             times=self._meter.packed(),
             touched=list(map(touched.__contains__, self._names.trainable)),
-            # The first step reads, to see what else is written without a count.
-            changed_buffers=self._model_buffers.changed(reads_device=not self._updated),
+            changed_buffers=changed,
             written=self._writes.found(),
             outside=self._computation.loss_parameters.flags(),
             stop=stop,
             steps_at_once=any(counts_steps(known.optimizer) for known in self.optimizers),
             shows_gradients=see is not None,
+            are_reshaped=self._model_buffers.are_reshaped,
         )
+        self._model_buffers.are_reshaped = closing.are_reshaped
         figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
         self._writes.check(closing.written)

@@ -6,8 +6,9 @@
             batch      digest of its lines, where ranks share it, and in the first steps
 
     close   flags      bits: trainable parameters with a gradient, buffers changed, parameters written by forwards,
-                       parameters outside of the model, stop, whether optimizers step at once
-                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 + 2 = 12 bits in 2 bytes
+                       parameters outside of the model, stop, whether optimizers step at once, whether somebody looks at
+                       gradients, whether a buffer has another shape
+                       3 trainable, 2 buffers, 4 parameters: 3 + 2 + 4 + 1 + 4 = 14 bits in 2 bytes
             figures    loss and norm of this rank (`step_figures`)
             times      of this rank up to here (`rank_times`)
 
@@ -405,6 +406,8 @@ class StepExchange:
     """Whether some rank has code of the user that sees each step of an optimizer."""
     shows_gradients: bool
     """Whether some rank has code of the user that looks at the gradients of the model."""
+    are_reshaped: bool
+    """Whether a buffer has another shape on some rank than before."""
 
 
 def exchange_step(
@@ -419,11 +422,13 @@ def exchange_step(
     stop: bool,
     steps_at_once: bool = False,
     shows_gradients: bool = False,
+    are_reshaped: bool = False,
 ) -> StepExchange:
     """Exchange what this rank touched, and what it gives to the figures of the step."""
     # One bit per parameter and buffer in one message: a step costs one exchange whatever is agreed on in it.
     flags = np.array(
-        [*touched, *changed_buffers, *written, *outside, stop, steps_at_once, shows_gradients], dtype=np.bool_
+        [*touched, *changed_buffers, *written, *outside, stop, steps_at_once, shows_gradients, are_reshaped],
+        dtype=np.bool_,
     )
     packed = np.packbits(flags, bitorder="little").tobytes()
     bits, *others = exchange_parts(channel, [packed, *figures, *times], purpose=_CLOSING)
@@ -442,10 +447,11 @@ def exchange_step(
         touched=anywhere[:first_buffer],
         changed_buffers={at: bits.starts[first_runs[at]] for at in changed},
         written=list(compress(range(len(written)), anywhere[first_written:first_outside])),
-        outside=anywhere[first_outside:-3],
-        stop=anywhere[-3],
-        steps_at_once=anywhere[-2],
-        shows_gradients=anywhere[-1],
+        outside=anywhere[first_outside:-4],
+        stop=anywhere[-4],
+        steps_at_once=anywhere[-3],
+        shows_gradients=anywhere[-2],
+        are_reshaped=anywhere[-1],
     )
 
 

@@ -21,7 +21,8 @@ import torch
 
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
-from shardwise.engine.zero.flat_params import FlatParams, WholeBucket
+from shardwise.engine.zero.bucket_memory import WholeBucket
+from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import CheckpointError, ModelError, PeerError, ShardwiseError, in_words
 from shardwise.plan import Segment
 from shardwise.plan.specs import Average
@@ -156,6 +157,8 @@ class WeightAverages:
         self.are_in = not self.are_in
         for bucket, _ in self._averages if alone else ():
             bucket.publish()
+            if bucket.content is not None:
+                bucket.content.remember()
 
 
 def _exchanged(bucket: WholeBucket, average: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from shardwise.comm.local_tensors import array_of
 from shardwise.space import BlockPart, Move
 from shardwise.space.boxes import row_major_strides
 
@@ -113,7 +114,7 @@ def _put_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     if bits is None:  # 16 bytes
         target.copy_(source)
         return
-    np.copyto(target.view(bits).numpy(), source.view(bits).numpy())
+    np.copyto(array_of(target.view(bits)), array_of(source.view(bits)))
 
 
 _Dims = list[tuple[int, int, int]]

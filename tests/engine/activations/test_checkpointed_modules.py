@@ -209,14 +209,14 @@ def runs_of(model: nn.Module) -> list[int]:
 
 
 class Changing(nn.Module):
-    """Writes to a buffer from its second call on."""
+    """Writes to a large buffer from its second call on; of small ones there is always a copy."""
 
     count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("count", torch.zeros(40_000))
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from shardwise.engine.randomness import KeyedRandom, may_draw
 from shardwise.engine.tensor.isolated_runs import held_tensors
 from shardwise.engine.transformed_functions import is_transformed, see_transformations
 from shardwise.engine.wrapping import Forward, OfEngine
+from shardwise.engine.write_watch import SeenTensor, is_due
 from shardwise.errors import ActivationsWarning, ModelError
 
 
@@ -66,6 +67,7 @@ class Recomputed(OfEngine):
             for key, parameter in each._parameters.items()
             if parameter is not None
         ]
+        self._num_looks = 0
         self._operators = operators
         self.kept_bytes = 0
         """Of outputs that the last call has kept."""
@@ -81,7 +83,7 @@ class Recomputed(OfEngine):
         given = CallArguments(args, kwargs)
         if self._warned is not None and given.objects:
             self._warn(given.objects, self._warned)
-        versions = self._versions()
+        parameters = self._seen_parameters()
         own = [*self._own, *given.generators]
         states = self._random.states(own) if self._draws else None
         seeing, meeting = seeing_modes(), meeting_dtypes()
@@ -116,7 +118,7 @@ class Recomputed(OfEngine):
         if modes is not None:
             self.kept_bytes = modes[0].num_bytes
         kept.settle()
-        if versions != self._versions():
+        if self._are_written(parameters):
             raise ModelError(
                 f"the forward of {self.name!r} writes to a parameter, and would do so twice: backward runs it again. "
                 "Name modules around which nothing is written in activations.checkpoint"
@@ -142,10 +144,17 @@ class Recomputed(OfEngine):
     def _not_in_place(self) -> list[tuple[nn.Module, str]]:
         return [(holder, key) for holder, key, each in self._parameters if holder._parameters.get(key) is not each]
 
-    def _versions(self) -> list[int]:
+    def _seen_parameters(self) -> list[SeenTensor]:
+        self._num_looks += 1
+        reads = is_due(self._num_looks)
         # Under pp a mode answers for parameters of other stages.
         with torch._C.DisableTorchFunction():
-            return [each._version for _, _, each in self._parameters]
+            return [SeenTensor(each, content=reads, takes_all=True) for _, _, each in self._parameters]
+
+    @staticmethod
+    def _are_written(seen: Sequence[SeenTensor]) -> bool:
+        with torch._C.DisableTorchFunction():
+            return any(each.is_written(each.tensor) for each in seen)
 
 
 class CallArguments:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardwise.engine.write_watch import SeenTensor, holds_same, is_small
 from shardwise.errors import ModelError
 
 
@@ -31,7 +32,10 @@ class WrittenBuffers:
 
     def may_be_written(self, at: int) -> bool:
         """Whether a copy is needed before a forward."""
-        return self._written is None or at in self._written or self.is_statistic(at)
+        # A small one may be written without a count, and a copy costs less than to find out.
+        buffer = self.buffer(at)
+        is_likely = self._written is None or self.is_known(at) or self.is_statistic(at)
+        return is_likely or (buffer is not None and is_small(buffer))
 
     def is_statistic(self, at: int) -> bool:
         """Whether torch writes to it in this forward, which leaves no trace in `_version`."""
@@ -41,6 +45,10 @@ class WrittenBuffers:
         """As it is now."""
         module, key = self.places[at][0]
         return module._buffers.get(key)
+
+    def is_known(self, at: int) -> bool:
+        """Whether an earlier forward wrote to it."""
+        return self._written is not None and at in self._written
 
     def learn(self, written: Set[int], kept: Set[int]) -> None:
         """Raise ModelError for what a forward wrote to and earlier ones did not."""
@@ -61,26 +69,34 @@ class KeptBuffers:
         self._buffers = buffers
         now = [buffers.buffer(at) for at in range(len(buffers.places))]
         with torch._C.DisableTorchFunction():  # under pp a mode answers for buffers of stages, and notes calls
-            self._before = [(each, None if each is None else each._version) for each in now]
             self._copies = {
                 at: None if each is None else each.detach().clone()
                 for at, each in enumerate(now)
                 if buffers.may_be_written(at)
             }
+            # Of what has no copy, and of large ones, some elements; a device is not waited for.
+            self._before = [
+                SeenTensor(each, content=each is not None and each.device.type == "cpu" and at not in self._copies)
+                for at, each in enumerate(now)
+            ]
 
     def settle(self) -> None:
         """The forward has ended: what it did not write to needs no copy."""
         with torch._C.DisableTorchFunction():
-            written = {at for at, before in enumerate(self._before) if self._is_written(at, *before)}
+            written = {at for at, before in enumerate(self._before) if self._is_written(at, before)}
         self._buffers.learn(written, self._copies.keys())
         self._copies = {at: each for at, each in self._copies.items() if at in written}
         self._before = []
 
-    def _is_written(self, at: int, before: torch.Tensor | None, version: int | None) -> bool:
+    def _is_written(self, at: int, before: SeenTensor) -> bool:
         now = self._buffers.buffer(at)
-        if now is None or now is not before:
-            return now is not before
-        return now._version != version or self._buffers.is_statistic(at)
+        if before.is_written(now) or self._buffers.is_statistic(at):
+            return True
+        # The copy shows what torch does not count; of a small one on a device, which is not waited for, it stays.
+        kept = self._copies.get(at)
+        if now is None or kept is None:
+            return False
+        return (is_small(now) and now.device.type != "cpu") or self._buffers.is_known(at) or not holds_same(kept, now)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -16,273 +16,31 @@ ShardedBucket   the working copy of the owned part; that of all elements from `f
 Where masters are in the host's memory (`offload`), `publish` casts there, and the narrow dtype moves up to the device.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.comm import Channel, Work
+from shardwise.comm import Channel
 from shardwise.comm.accelerators import synchronize
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import is_dtensor, torch_dtype
+from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, TrainedSet
-from shardwise.engine.zero.masters import MasterMemory, master
+from shardwise.engine.write_watch import (
+    FlatContent,
+    is_due,
+)
+from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
+from shardwise.engine.zero.masters import master
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
-from shardwise.errors import ModelError, in_words
-from shardwise.plan import Bucket, Ownership, Segment, Slot
-from shardwise.plan.memory import sharded_run_bytes
+from shardwise.errors import ModelError
+from shardwise.plan import Ownership, Segment, Slot
 from shardwise.plan.specs import Offload
-
-
-def page_locked(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in page-locked memory of the host. Raises ModelError where there is no more."""
-    try:
-        return torch.zeros(num_elements, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        raise ModelError(
-            f"sharding.offload: the host gives no {num_elements * dtype.itemsize:,} bytes of page-locked memory "
-            f"({in_words(error)}). Raise its limit (ulimit -l, the memory of the container), take more data ranks, or "
-            "leave sharding.offload out"
-        ) from error
-
-
-class WholeBucket:
-    """A working copy that is whole on every rank, and the master of the owned part."""
-
-    def __init__(
-        self,
-        plan: Bucket,
-        owner: int,
-        working: torch.Tensor,
-        part: torch.Tensor | None = None,
-        *,
-        offload: bool = False,
-    ) -> None:
-        """part: the owned elements of the working copy; None: a view of it. offload: masters are on the host."""
-        self.plan = plan
-        self.working = working
-        own = plan.part(owner)
-        self.part = working[own.start : own.stop] if part is None else part
-        # bfloat16 has 8 significant bits: an update of 1e-3 of a value would be rounded away each time, and never add
-        # up. Where both have one dtype a second copy would hold the same bits: the optimizer steps on the working copy.
-        self.is_cast = plan.master != plan.working
-        """Whether the working copy has another dtype than the master."""
-        rises = offload and plan.trainable and self.part.device.type != "cpu"
-        self.has_master = self.is_cast or rises
-        """Whether the master is held apart; else it is a view of the working copy."""
-        self.master = self.part
-        num_elements, dtype = plan.counts[owner], torch_dtype(plan.master)
-        if self.is_cast:
-            self.master = torch.zeros(num_elements, dtype=dtype, device="cpu" if offload else working.device)
-        elif rises:
-            self.master = page_locked(num_elements, dtype)
-        # Page-locked is what moves between host and device, and nothing else.
-        self._cast = page_locked(num_elements, self.part.dtype) if rises and self.is_cast else None
-        self.segments = {segment.name: segment for segment in plan.segments(owner)}
-        """What this rank owns of each parameter."""
-        self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
-        self.master_memory = MasterMemory()
-
-    def write(self, slot: Slot, values: torch.Tensor) -> None:
-        """Take over the values of a parameter, as far as they are here."""
-        # The master takes the given values and not the working copy, which has rounded them already.
-        self.working[slot.run.start : slot.run.stop].copy_(values.reshape(-1))
-        self._write_owned(self.master, slot, values)
-
-    def publish(self) -> None:
-        """Make the owned part of the working copy from the master."""
-        # In the next update the host writes to what moves up here. It has waited by then for gradients, which the
-        # device computed later.
-        if self._cast is not None:
-            self.part.copy_(self._cast.copy_(self.master), non_blocking=True)
-        elif self.has_master:
-            self.part.copy_(self.master, non_blocking=True)
-
-    def adopt(self, name: str) -> None:
-        """Take values that were written into the working copy of a parameter over into its master."""
-        if self.has_master and (segment := self.segments.get(name)) is not None:
-            self.master[_span(segment)].copy_(self.part[_span(segment)])
-            self.master_memory.settle(self.master)
-
-    def free(self) -> None:
-        """Give back memory that is not held all the time: none."""
-
-    def _write_owned(self, target: torch.Tensor, slot: Slot, values: torch.Tensor) -> None:
-        if (segment := self.segments.get(slot.name)) is not None:
-            target[_span(segment)].copy_(values.reshape(-1)[segment.run.start : segment.run.stop])
-
-
-class ShardedBucket(WholeBucket):
-    """A working copy that is cut over the ranks until it is gathered.
-
-    owner 0   | part of bucket 0 | part of bucket 1 | ..     in memory that the peers read in place, if they can
-    owner 1   | part of bucket 0 | part of bucket 1 | ..
-                     |
-                     +--> whole bucket 0, on every rank, from `fill` to `free`; the parameters are views of it
-    """
-
-    def __init__(
-        self,
-        number: int,
-        plan: Bucket,
-        owners: Channel,
-        working: torch.Tensor,
-        part: torch.Tensor,
-        sources: Sequence[torch.Tensor],
-        *,
-        offload: bool = False,
-        rising: torch.Stream | None = None,
-    ) -> None:
-        """sources: the runs of all owners, where all share memory; else none. rising: moves the part up to the device,
-        where it is on the host."""
-        super().__init__(plan, owners.rank, working, part, offload=offload)
-        self._rising = rising
-        self._number = number
-        self._owners = owners
-        self._sources = sources
-        self._targets = working.split(list(plan.counts))
-        self._memory = working.untyped_storage()
-        self._num_bytes = working.numel() * working.element_size()
-        self._purpose = ""
-        # The address of the C++ storage object: it stays while the memory comes and goes. `data_ptr` changes with each
-        # `fill`, and means nothing in between.
-        self.storage: int = working.untyped_storage()._cdata
-        """What tells the memory of the working copy from that of other tensors, gathered or not."""
-
-    @property
-    def arrives_alone(self) -> bool:
-        """Whether what `fill` begins goes on while this rank computes."""
-        return self._owners.progresses_alone or self._rising is not None
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether this rank reads the peers' runs without their doing: they must not write meanwhile."""
-        return bool(self._sources)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """The addresses where the elements begin and end, while they are gathered."""
-        start = self.working.data_ptr()
-        return start, start + self._num_bytes
-
-    def write(self, slot: Slot, values: torch.Tensor) -> None:
-        """See `WholeBucket`."""
-        self._write_owned(self.part, slot, values)
-        self._write_owned(self.master, slot, values)
-
-    def fill(self, counters: Counters, *, unit: str) -> Work | None:
-        """Begin to gather all elements; None where they are here already."""
-        # The storage object stays and only its memory comes and goes: the parameters, and what autograd saved of them,
-        # are views of it. A new tensor for each gather would leave those views without values. The parameters have
-        # version counters of their own (`.data` was set), so that autograd does not take a refill for a write to them.
-        # No `no_grad`: nothing here requires a gradient, and the context would cost the host more than the rest.
-        self._memory.resize_(self._num_bytes)
-        counters.all_gathers += self._owners.size > 1
-        if self._sources:
-            # No transfer, and nothing to wait for: peers write their parts between an exchange that ends a pass and one
-            # that begins the next (`Unshard.begin_pass`).
-            for target, source in zip(self._targets, self._sources, strict=True):
-                target.copy_(source)
-            return None
-        if not self._purpose:
-            self._purpose = f"parameters of unit {unit!r}, bucket {self._number}"
-        if self._rising is None:
-            return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose)
-        # Not behind the kernels that are queued from here on: a unit that is gathered ahead moves while another runs.
-        # The memory may have had another use before, so not before the kernels that were queued.
-        self._rising.wait_event(torch.accelerator.current_stream(self.working.device).record_event())
-        own = self._targets[self._owners.rank]
-        with self._rising:
-            own.copy_(self.part, non_blocking=True)
-            if self._owners.size > 1:
-                return self._owners.all_gather(self.working, own, counts=self.plan.counts, purpose=self._purpose)
-        return _Rise(self._rising.record_event(), self.working.device)
-
-    def free(self) -> None:
-        """Give the memory of all elements back; views of it are filled with the next `fill`."""
-        # The views keep shape and strides, and torch checks nothing: an operation on one ends the process with a
-        # segmentation fault. Hence the class of sharded parameters, and saved tensors that gather first (`Saved`).
-        self._memory.resize_(0)
-
-
-class _Rise:
-    """A copy to the device of a rank that has no other to gather from."""
-
-    def __init__(self, mark: torch.Event, device: torch.device) -> None:
-        self._mark = mark
-        self._device = device
-
-    @property
-    def is_done(self) -> bool:
-        """See `Work.is_done`."""
-        return bool(self._mark.query())
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        torch.accelerator.current_stream(self._device).wait_event(self._mark)
-
-
-def make_buckets(
-    plans: Sequence[Bucket], unit_of: Mapping[str, str], owners: Channel, offload: Offload | None = None
-) -> Iterator[WholeBucket]:
-    """The memory of each bucket, which is sharded where its parameters have a unit."""
-    # A generator: the caller fills a bucket with the values of its parameters and frees it, before the next takes
-    # memory. A list would hold the whole model at stage 3.
-    sharded = {at: plan for at, plan in enumerate(plans) if plan.slots[0].name in unit_of}
-    runs = _runs(sharded, owners, on_host=offload == "parameters")
-    rising = torch.Stream(owners.device) if sharded and offload == "parameters" else None
-    for index, plan in enumerate(plans):
-        dtype = torch_dtype(plan.working)
-        num_bytes = plan.num_elements * dtype.itemsize
-        if index in runs:
-            working = torch.empty(num_bytes, dtype=torch.uint8, device=owners.device).view(dtype)
-            yield ShardedBucket(index, plan, owners, working, *runs[index], offload=offload is not None, rising=rising)
-        else:
-            # The channel gathers into it, and may have memory that it moves faster (shared between processes).
-            room = owners.allocate(num_bytes).view(dtype)
-            yield WholeBucket(plan, owners.rank, room, offload=offload is not None)
-
-
-def _runs(
-    sharded: Mapping[int, Bucket], owners: Channel, *, on_host: bool
-) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
-    """This rank's run of every bucket, and those of all owners where they share memory.
-
-    The runs of an owner follow each other in one piece of memory: peers map one piece for each owner.
-    """
-    if not sharded:
-        return {}
-    starts = [
-        list(accumulate((sharded_run_bytes(bucket, owner) for bucket in sharded.values()), initial=0))
-        for owner in range(owners.size)
-    ]
-    num_bytes = max(each[-1] for each in starts)  # `share` asks all ranks for one number
-    # CPU ranks of one host map each other's runs: a gather is then one copy per owner, and wakes nobody up.
-    shared = owners.share(num_bytes) if num_bytes and owners.device.type == "cpu" else None
-    if shared is not None:
-        own = shared[owners.rank]
-    elif on_host:
-        own = page_locked(starts[owners.rank][-1], torch.uint8)
-    else:
-        own = owners.allocate(starts[owners.rank][-1])
-
-    def run(memory: torch.Tensor, at: int, bucket: Bucket, owner: int) -> torch.Tensor:
-        dtype, start = torch_dtype(bucket.working), starts[owner][at]
-        return memory[start : start + bucket.counts[owner] * dtype.itemsize].view(dtype)
-
-    return {
-        index: (
-            run(own, at, bucket, owners.rank),
-            [run(memory, at, bucket, owner) for owner, memory in enumerate(shared or ())],
-        )
-        for at, (index, bucket) in enumerate(sharded.items())
-    }
 
 
 def _address_of(parameter: torch.Tensor) -> Callable[[torch.Tensor], int]:
@@ -294,10 +52,6 @@ def _storage_of(parameter: torch.Tensor) -> int:
     """The storage object of one that is sharded: its address changes whenever it is gathered."""
     storage: int = parameter.untyped_storage()._cdata
     return storage
-
-
-def _span(segment: Segment) -> slice:
-    return slice(segment.start, segment.start + segment.run.num_elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,6 +120,7 @@ class FlatParams:
         """What the optimizers of this rank have; see `MatrixUpdates`."""
         self.buckets: list[WholeBucket] = []
         self.sharded: list[ShardedBucket] = []
+        self._whole: list[WholeBucket] = []
         self._parameters = {
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
@@ -376,6 +131,8 @@ class FlatParams:
             self.buckets.append(bucket)
             if isinstance(bucket, ShardedBucket):
                 self.sharded.append(bucket)
+            else:
+                self._whole.append(bucket)
             self._fill(bucket, waiting, whole, shapes)
         # Taken once all are in place. Later, another place says that somebody replaced the storage of a parameter
         # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it. Lists, and not a table by name:
@@ -385,7 +142,7 @@ class FlatParams:
         sharded = {slot.name for bucket in self.sharded for slot in bucket.plan.slots}
         self._place_functions = [_storage_of if name in sharded else _address_of(each) for name, each in here.items()]
         self._places = self._places_now()
-        self._versions = [each._version for each in self._all]
+        self._versions = self._versions_now()
         self._kinds: dict[str, type] = {}
         for slot in (slot for bucket in self.sharded for slot in bucket.plan.slots):
             parameter = self._parameters[slot.name]
@@ -397,7 +154,11 @@ class FlatParams:
         """Parameters that were written to from outside, until ranks have compared them."""
         self.written_masters: set[str] = set()
         """A parameter for each bucket whose masters were, until its owners have given them to all ranks."""
-        self._settle_masters(self.buckets)
+        self._settle(self.buckets)
+        self._num_looks = 0
+        self._reads_all = False
+        self._is_learned = False
+        """Whether somebody writes without a count, and everything is compared in each look."""
 
     def name_of(self) -> dict[torch.Tensor, str]:
         """The names of the parameters that this rank's optimizers have."""
@@ -432,24 +193,39 @@ class FlatParams:
             return []
         return [name for name, one, other in zip(self._names, now, self._places, strict=True) if one != other]
 
+    def watch(self, *, has_copies: bool) -> None:
+        """Compare from now on what parameters hold with what the engine wrote there. has_copies: other ranks have the
+        same parameters."""
+        for bucket in self._whole:
+            # A single copy that is its own master holds what counts, whoever writes it.
+            if bucket.working.device.type == "cpu" and (has_copies or bucket.has_master):
+                spans = [slice(slot.run.start, slot.run.stop) for slot in bucket.plan.slots]
+                bucket.content = FlatContent(bucket.working, spans)
+        self._settle(self.buckets)
+
     @torch.no_grad()
-    def adopt_writes(self) -> None:
+    def adopt_writes(self, *, reads_all: bool = False) -> None:
         """Take values that were written into parameters from outside (`load_state_dict`) over into the masters.
 
-        Raises ModelError for writes to a sharded parameter while it was gathered, which are lost.
+        reads_all: see `WholeBucket.found_written`. Raises ModelError, once, for writes to a sharded parameter while it
+        was gathered, which are lost.
         """
         self.take_up_masters()
         # Without this the next `publish` would cast the old master over the written values, without a word.
-        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
-            now = [each._version for each in self._all]
-        if now == self._versions:
+        self._num_looks += 1
+        before, self._reads_all = self._reads_all, reads_all or self._is_learned or is_due(self._num_looks)
+        for bucket in self.sharded if self._reads_all != before else ():
+            bucket.turn_to(reads_all=self._reads_all)
+        written = self._counted() + self.found_written()
+        if not written:
             return
-        written = [name for name, one, other in zip(self._names, now, self._versions, strict=True) if one != other]
+        # Before a refusal: what is lost is refused once, and training goes on with the values that the owners have.
+        self._versions = self._versions_now()
         if lost := next((name for name in written if name in self._kinds), None):
             raise refusal_of_write(lost)
         for name in written:
             self._slots[name][0].adopt(name)
-        self._versions = now
+        self._settle(self.buckets)
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
 
@@ -463,7 +239,7 @@ class FlatParams:
             if bucket.plan.trainable and self._is_master_written(bucket):
                 self.settle()
                 bucket.publish()
-                bucket.master_memory.settle(bucket.master)
+                self._settle([bucket])
                 self.written_masters.add(bucket.plan.slots[0].name)
                 if not isinstance(bucket, ShardedBucket):  # no rank holds copies of those
                     self.written.update(slot.name for slot in bucket.plan.slots)
@@ -484,9 +260,7 @@ class FlatParams:
         if not memory.differs(bucket.master) or bucket.has_master:
             return memory.differs(bucket.master)
         # In one memory: where the model's parameters count a write, `adopt_writes` takes it, and ranks compare.
-        with torch._C.DisableTorchFunctionSubclass():
-            is_counted = self._versions != [each._version for each in self._all]
-        if is_counted:
+        if is_counted := bool(self._counted()):
             memory.settle(bucket.master)
         return not is_counted
 
@@ -497,6 +271,37 @@ class FlatParams:
         ]
         self._publish(indices, "written parameters of bucket", counters)
         self.written_masters.clear()
+
+    @torch.no_grad()
+    def found_written(self) -> list[str]:
+        """Parameters that hold other values than the engine gave them, counted or not; what is lost is named once."""
+        found: list[str] = []
+        for bucket in self._whole:
+            found += bucket.found_written(reads_all=self._reads_all)
+        for each in self.sharded:
+            if each.lost:
+                found += sorted(each.lost)
+                each.lost = set()
+        if found and not set(found) <= set(self._counted()):
+            self._is_learned = True
+        return list(dict.fromkeys(found))
+
+    def forget(self, names: Collection[str]) -> None:
+        """Writes to these were refused; see `adopt_writes`."""
+        now = self._versions_now()
+        lost = self._kinds.keys() & names
+        self._versions = [now[at] if name in lost else self._versions[at] for at, name in enumerate(self._names)]
+
+    def _counted(self) -> list[str]:
+        """Parameters to which torch has counted a write."""
+        now = self._versions_now()
+        if now == self._versions:
+            return []
+        return [name for name, one, other in zip(self._names, now, self._versions, strict=True) if one != other]
+
+    def _versions_now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # sharded or not
+            return [each._version for each in self._all]
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
@@ -596,11 +401,14 @@ class FlatParams:
             meanwhile()
         for work in works:
             work.wait()
-        self._settle_masters([self.buckets[index] for index in indices])
+        self._settle([self.buckets[index] for index in indices])
 
-    def _settle_masters(self, buckets: Iterable[WholeBucket]) -> None:
+    def _settle(self, buckets: Iterable[WholeBucket]) -> None:
+        """What buckets hold now is what they are to hold."""
         for bucket in buckets:
             bucket.master_memory.settle(bucket.master)
+            if bucket.content is not None:
+                bucket.content.remember()
 
     def _places_now(self) -> list[int]:
         """For each parameter a value that stays the same until it gets another storage."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.write_watch import SeenTensor
 from shardwise.errors import ModelError
 
 _MEMORY = frozenset({"data", "_base", "__cuda_array_interface__"})
@@ -125,13 +126,12 @@ _ALIGNMENT_BYTES = 64
 class Copy:
     """A copy that a forward has, where one process has a view of the parameter."""
 
-    tensor: torch.Tensor
+    seen: SeenTensor
     name: str
-    version: int
 
     def check(self) -> None:
         """Raise ModelError where the forward wrote to it: one process would have changed the parameter."""
-        if self.tensor._version != self.version:
+        if self.seen.is_written(self.seen.tensor):
             raise refusal_of_write(self.name)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.comm import Work
 from shardwise.engine.wrapping import at_end_of_backward, in_backward
-from shardwise.engine.zero.flat_params import ShardedBucket
+from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.plan.units import Unit
 
 

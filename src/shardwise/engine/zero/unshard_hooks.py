@@ -20,6 +20,7 @@ from shardwise.comm.nested_values import tensors_in, transform
 from shardwise.engine.packed_tensors import shares_memory
 from shardwise.engine.transformed_functions import is_transformed, outside_of_transformations
 from shardwise.engine.wrapping import Forward, in_backward, on_gradient
+from shardwise.engine.write_watch import SeenTensor
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.sharded_params import Copy, copy_of_view, refusal_of_write
 from shardwise.engine.zero.unit_calls import GatheredUnit
@@ -127,7 +128,8 @@ def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], ou
         for unit in units:
             if storage in unit.storages and not isinstance(leaf, nn.Parameter):
                 copy = copy_of_view(leaf)
-                unshard.watch(Copy(copy, unit.name_at(leaf), copy._version))
+                seen = SeenTensor(copy, content=copy.device.type == "cpu")  # a device is not waited for
+                unshard.watch(Copy(seen, unit.name_at(leaf)))
                 return copy
         return leaf
 

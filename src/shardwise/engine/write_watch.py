@@ -1,0 +1,199 @@
+"""Whether a tensor was written to: by the count of writes that torch keeps for it, and by what it holds.
+
+    a write                                                      `_version`   content
+    p.mul_(2), load_state_dict, torch._foreach_*, optimizers     another      another
+    p.data.mul_(2), numpy, DLPack, untyped_storage, kernels      the same     another
+    of others, batch norms of torch (running statistics)
+
+The count costs no read. Content is compared whole up to `_MOST_BYTES`, and above by elements spread over the tensor.
+Where that is not enough, everything is compared in the looks 1, 2, 64, 128, 256, .. (`is_due`). A program that writes
+past the count mostly does so in its first steps, and is compared whole ever after.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from shardwise.comm.agreement import digest_of_values
+from shardwise.comm.local_tensors import span_elements
+
+_MOST_BYTES = 1 << 17
+"""Compared whole, in 5 microseconds."""
+
+_SPREAD = 1 << 10
+"""Elements that are compared of a larger tensor."""
+
+_AT_ONCE = 1 << 20
+"""Elements that are compared with casts in one piece of memory."""
+
+_FIRST_LOOKS, _LATER_LOOKS = 2, 64
+
+_OF_EACH = 8
+"""Elements that are compared of each tensor in flat memory, besides."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""What tensors of so many bytes per element are read as: a NaN is like itself then."""
+
+
+def is_due(num_looks: int) -> bool:
+    """Whether the look of this number compares everything."""
+    return num_looks <= _FIRST_LOOKS or (num_looks >= _LATER_LOOKS and num_looks & (num_looks - 1) == 0)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether it has plain memory, at present."""
+    kind = type(tensor)
+    is_plain = kind is torch.Tensor or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    is_here = is_plain and not tensor.is_meta and not hasattr(kind, "_is_sharded_param")
+    return (
+        is_here and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def bits_in(flat: torch.Tensor) -> torch.Tensor:
+    """Flat elements as whole numbers."""
+    return flat.view(_BITS[flat.element_size()])
+
+
+def spread_over(num_elements: int) -> int:
+    """From each element that is compared to the next; odd, so that it does not keep to one column of a matrix."""
+    return max(num_elements // _SPREAD, 1) | 1
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether it is compared whole."""
+    return tensor.numel() * tensor.element_size() <= _MOST_BYTES
+
+
+def holds_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same in all elements, as far as they can be read. Waits for a device."""
+    if form_of(one) != form_of(other):
+        return False
+    if not (_is_readable(one) and _is_readable(other)) or torch.equal(one, other):
+        return True
+    return torch.equal(*(bits_in(each.detach().contiguous().view(-1)) for each in (one, other)))  # a NaN is like itself
+
+
+class Content:
+    """What a tensor held at a time."""
+
+    __slots__ = ("_kept", "is_whole", "takes_all")
+
+    @torch.no_grad()
+    def __init__(self, tensor: torch.Tensor, *, takes_all: bool = False) -> None:
+        """takes_all: a digest of a tensor that is too large to be kept, which costs a pass over it. Not of a device."""
+        self.is_whole = is_small(tensor)
+        """Whether all of it is compared in each look."""
+        self.takes_all = takes_all and not self.is_whole and tensor.device.type == "cpu"
+        """Whether it is, for once, though it is large."""
+        self._kept: torch.Tensor | str | None = None
+        if _is_readable(tensor):
+            self._kept = tensor.detach().clone() if self.is_whole else self._compared(tensor)
+
+    def holds_for(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor holds the same, as far as it is compared. Waits for a device."""
+        if self._kept is None or not _is_readable(tensor):
+            return True
+        if self.is_whole and isinstance(self._kept, torch.Tensor):
+            return holds_same(self._kept, tensor)
+        if is_small(tensor):  # it has shrunk
+            return False
+        compared = self._compared(tensor)
+        if isinstance(compared, torch.Tensor) and isinstance(self._kept, torch.Tensor):
+            return torch.equal(compared, self._kept)
+        return compared == self._kept
+
+    def _compared(self, tensor: torch.Tensor) -> torch.Tensor | str:
+        if self.takes_all:
+            return digest_of_values(tensor)
+        # Of the memory, whatever the strides: gaps between the elements count.
+        bits = bits_in(tensor.detach().as_strided((span_elements(tensor),), (1,)))
+        return bits[:: spread_over(bits.numel())].clone()
+
+
+class FlatContent:
+    """What flat memory held at a time that several tensors view: all of it, or some elements of each of them."""
+
+    def __init__(self, flat: torch.Tensor, spans: Sequence[slice]) -> None:
+        """spans: where the tensors are."""
+        self._bits = bits = bits_in(flat)
+        self._spans = spans
+        self._at: torch.Tensor | None = None
+        if not is_small(bits):
+            starts, sizes = (
+                torch.tensor(each) for each in zip(*((s.start, s.stop - s.start) for s in spans), strict=True)
+            )
+            of_each = starts[:, None] + sizes[:, None] * torch.arange(_OF_EACH) // _OF_EACH
+            spread = torch.arange(0, bits.numel(), spread_over(bits.numel()))
+            self._at = torch.cat([spread, of_each[sizes > 0].view(-1)]).unique().to(flat.device)
+        self._kept: torch.Tensor | None = None
+
+    def remember(self) -> None:
+        """What it holds now is what it is to hold."""
+        self._kept = self._compared().clone() if self._at is None else self._compared()
+
+    def differs(self) -> bool:
+        """Whether it holds something else now, as far as it is compared."""
+        return self._kept is not None and not torch.equal(self._compared(), self._kept)
+
+    def different(self) -> list[int]:
+        """The numbers of the tensors that hold something else."""
+        if self._kept is None:
+            return []
+        places = (self._compared() != self._kept).nonzero().view(-1)
+        found = (places if self._at is None else self._at[places]).tolist()
+        return [
+            at for at, span in enumerate(self._spans) if bisect_left(found, span.start) < bisect_left(found, span.stop)
+        ]
+
+    def _compared(self) -> torch.Tensor:
+        return self._bits if self._at is None else self._bits.index_select(0, self._at)
+
+
+Form: TypeAlias = tuple[torch.Size, torch.dtype]
+
+
+def form_of(tensor: torch.Tensor | None) -> Form | None:
+    """What has to be equal before values can be."""
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+class SeenTensor:
+    """A tensor as it was, or the lack of one."""
+
+    __slots__ = ("_version", "content", "form", "tensor")
+
+    def __init__(self, tensor: torch.Tensor | None, *, content: bool = True, takes_all: bool = False) -> None:
+        """content: also what it holds."""
+        self.tensor = tensor
+        """The object itself: the id of one that is gone may be another's."""
+        self.form = form_of(tensor)
+        self._version = 0 if tensor is None else tensor._version
+        self.content = None if tensor is None or not content else Content(tensor, takes_all=takes_all)
+
+    def is_counted(self, now: torch.Tensor | None) -> bool:
+        """Whether it is another object, or torch has counted a write to it."""
+        return now is not self.tensor or (now is not None and now._version != self._version)
+
+    def is_written(self, now: torch.Tensor | None) -> bool:
+        """Whether something was written to it, in whatever way."""
+        return self.is_counted(now) or not (now is None or self.content is None or self.content.holds_for(now))
+
+
+def differ_from_cast(part: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether some element is not the cast of its master. Waits for a device."""
+    pairs = zip(part.split(_AT_ONCE), master.split(_AT_ONCE), strict=True)
+    return any(bool(_differences(*each).any()) for each in pairs)
+
+
+def take_what_differs(part: torch.Tensor, master: torch.Tensor) -> None:
+    """Give the master the elements of the working copy that are not its cast. The others keep all their bits."""
+    differ = _differences(part, master).to(master.device)
+    master.copy_(torch.where(differ, part.to(master.device).to(master.dtype), master))
+
+
+def _differences(part: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    cast = master.to(part.device).to(part.dtype)
+    return (part != cast).logical_and_((part == part).logical_or_(cast == cast))  # a NaN is like another
