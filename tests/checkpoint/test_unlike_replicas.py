@@ -35,11 +35,15 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda tensor: tensor,
     "apart": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0] if tensor.element_size() > 1 else tensor,
 }
-WAYS = covering(list(KINDS), DTYPES, list(SHAPES), list(STRIDES), ["save", "AsyncSaver", "whole"], [True, False])
+WAYS = covering(
+    list(KINDS), DTYPES, list(SHAPES), list(STRIDES), ["save", "AsyncSaver", "whole", "full"], [True, False]
+)
 
 
 def _saved(path: Path, state: State, channel: sw.Channel, saver: str) -> None:
-    if saver == "AsyncSaver":
+    if saver == "full":
+        dict(sw.full(state, channel=channel))
+    elif saver == "AsyncSaver":
         with AsyncSaver(path, channel=channel) as background:
             background.save(state)
     else:

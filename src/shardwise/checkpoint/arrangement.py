@@ -18,7 +18,7 @@ from typing import Literal
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.holders import Holders, holders_by_tensor, in_order
+from shardwise.plan.holders import Holders, holders_by_tensor, in_order, shared_pieces
 from shardwise.space import Piece, check_cover
 
 __all__ = ["Arrangement", "FileLayout", "arrange", "assign_pieces", "assign_tensors"]
@@ -53,7 +53,7 @@ class Arrangement:
     @cached_property
     def shared(self) -> Sequence[tuple[Piece, Sequence[int]]]:
         """The pieces that several ranks hold, each with these ranks."""
-        return [(piece, ranks) for piece, ranks in in_order(self.holders) if len(ranks) > 1 and piece.num_elements]
+        return shared_pieces(self.holders)
 
     @cached_property
     def _files(self) -> dict[int, DataFile]:

@@ -170,7 +170,7 @@ def commit(
     Raises CheckpointError when another saver was faster, a rank's file is not visible here, replicas differ, or the
     store fails. Then no save was made.
     """
-    compare_samples(arrangement, [each.samples for each in written])
+    compare_samples(arrangement.shared, [each.samples for each in written])
     folder = attempt.folder
     writers = [rank for rank in range(arrangement.num_ranks) if arrangement.file(rank).pieces]
     sizes = {rank: arrangement.file(rank).num_bytes for rank in writers}

@@ -14,12 +14,14 @@ from functools import lru_cache
 import torch
 import xxhash
 
-from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.state_pieces import bytes_of
 from shardwise.errors import CheckpointError, few_of
 from shardwise.space import Piece
 
 __all__ = ["compare_samples", "samples_of"]
+
+SharedPieces = Sequence[tuple[Piece, Sequence[int]]]
+"""The pieces that several ranks hold, each with these ranks: see `holders.shared_pieces`."""
 
 _WHOLE, _SOME = 256, 64
 _DIGEST_BYTES = 8
@@ -29,22 +31,20 @@ _GOLDEN = 0.6180339887498949
 
 
 @torch.no_grad()
-def samples_of(arrangement: Arrangement, rank: int, tensors: Mapping[Piece, torch.Tensor]) -> bytes:
+def samples_of(shared: SharedPieces, rank: int, tensors: Mapping[Piece, torch.Tensor]) -> bytes:
     """A digest of each replica that `rank` holds. tensors: those that are compared."""
     return b"".join(
-        _digest(tensors[piece]) if piece in tensors else _NOT_COMPARED
-        for piece, ranks in arrangement.shared
-        if rank in ranks
+        _digest(tensors[piece]) if piece in tensors else _NOT_COMPARED for piece, ranks in shared if rank in ranks
     )
 
 
-def compare_samples(arrangement: Arrangement, samples: Sequence[bytes]) -> None:
+def compare_samples(shared: SharedPieces, samples: Sequence[bytes]) -> None:
     """Raise CheckpointError where the samples of ranks differ. Ranks without samples are not compared."""
     if not any(samples):
         return
     at = [0] * len(samples)
     different: dict[str, tuple[int, int]] = {}
-    for piece, ranks in arrangement.shared:
+    for piece, ranks in shared:
         found = {}
         for rank in ranks:
             found[rank] = samples[rank][at[rank] : at[rank] + _DIGEST_BYTES]
@@ -57,8 +57,8 @@ def compare_samples(arrangement: Arrangement, samples: Sequence[bytes]) -> None:
     pairs = dict.fromkeys(different.values())
     ranks_in_words = few_of([f"{one} and {other}" for one, other in pairs], quotes=False)
     raise CheckpointError(
-        f"{few_of(list(different))}: ranks {ranks_in_words} hold different values under one name, of which a save "
-        "keeps one. Give what is a rank's own a name of its own (experts.4.w on rank 1), or as its part of one tensor "
+        f"{few_of(list(different))}: ranks {ranks_in_words} hold different values under one name, of which one "
+        "counts. Give what is a rank's own a name of its own (experts.4.w on rank 1), or as its part of one tensor "
         "({sw.Piece(...): tensor}). Of replicas that may differ, such as running statistics, give those of one rank "
         "and leave them out on the others"
     )

@@ -370,7 +370,7 @@ def prepare(
             for piece, tensor in held.tensors.items()
             if piece.name not in left_out and not (queued and tensor.device.type != "cpu")
         }
-        samples = samples_of(arrangement, channel.rank, compared)
+        samples = samples_of(arrangement.shared, channel.rank, compared)
     return Prepared(
         samples=samples,
         store=store,

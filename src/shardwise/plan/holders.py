@@ -21,7 +21,7 @@ from shardwise.space import Box, Piece, PieceIndex, check_cover
 from shardwise.space.moves import Block, blocks_of, elements_in_both, reach, shared_elements
 from shardwise.space.pieces import taken_in_order
 
-__all__ = ["Covering", "Holders", "holders_by_tensor", "in_order"]
+__all__ = ["Covering", "Holders", "holders_by_tensor", "in_order", "shared_pieces"]
 
 _FEW = 4
 """With so many pieces none is looked up in an index: each is asked."""
@@ -223,3 +223,8 @@ def in_order(holders: Mapping[str, Holders]) -> list[tuple[Piece, tuple[int, ...
         (*each.first_place(at), name, at) for name, each in holders.items() for at in range(len(each.pieces))
     )
     return [(holders[name].pieces[at], tuple(holders[name].positions_of(at))) for _, _, name, at in places]
+
+
+def shared_pieces(holders: Mapping[str, Holders]) -> list[tuple[Piece, tuple[int, ...]]]:
+    """The pieces that several ranks hold, each with these ranks."""
+    return [(piece, ranks) for piece, ranks in in_order(holders) if len(ranks) > 1 and piece.num_elements]
