@@ -534,8 +534,8 @@ def test_a_hook_that_was_put_behind_the_accumulation_later_sees_the_gradient(pla
 def test_a_matrix_that_is_whole_during_an_update_only_says_so_between_two() -> None:
     def run(channel: sw.Channel) -> None:
         model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False))
-        nn.init.ones_(model[0].weight)
-        nn.init.ones_(model[2].weight)
+        for each in model.parameters():
+            nn.init.ones_(each)
         engine = sw.parallelize(
             model, PLANS["tp"], optimizer=lambda ps: torch.optim.Muon(ps, lr=0.1), loss=loss, channel=channel
         )
