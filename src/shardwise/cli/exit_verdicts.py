@@ -143,6 +143,14 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
     return None
 
 
+def set_threads() -> None:
+    """Let the threads of a process that computes alone be those of `thread_settings`; called before torch is loaded."""
+    from shardwise.launchers import thread_settings
+
+    for name, value in thread_settings(None).items() if "torch" not in sys.modules else ():
+        os.environ.setdefault(name, value)
+
+
 def launched(arguments: Sequence[str], *, num_processes: int, overrides: Sequence[str], debug: bool) -> int:
     """Start the ranks of a command, wait for them, print the verdict that matters; returns the exit code."""
     from shardwise.comm import launch

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.exit_verdicts import errors_in_words, launched, place_here
+from shardwise.cli.exit_verdicts import errors_in_words, launched, place_here, set_threads
 from shardwise.cli.next_commands import next_commands
 from shardwise.errors import in_words
-from shardwise.launchers import thread_settings
 from shardwise.train.stop_signals import Stopped, StopSignals
 
 if TYPE_CHECKING:
@@ -55,9 +54,8 @@ def train(
         if device is not None:  # a setting like any other from here on, in the commands of ranks too
             overrides += (f"train.device={device}",)
         place = place_here(nproc)
-        if place is None and nproc in (None, 1) and "torch" not in sys.modules:
-            for name, value in thread_settings(None).items():
-                os.environ.setdefault(name, value)
+        if place is None and nproc in (None, 1):
+            set_threads()
         rank, size = place or (None, nproc or 1)
         with errors_in_words(debug=debug, rank=rank, verdicts=verdicts):
             run_config = _checked(config, overrides, size)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardwise.cli.exit_verdicts import FAILED, errors_in_words, launched, place_here
+from shardwise.cli.exit_verdicts import FAILED, errors_in_words, launched, place_here, set_threads
 from shardwise.errors import in_words
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def verify(
     # Two blocks: until it is known whether this is a rank, there is no number to say in an error.
     with errors_in_words(debug=debug):
         place = None if simulate else place_here(nproc)
+        if simulate:
+            set_threads()
     is_rank = place is not None
     rank, size = place or (None, nproc)
     with errors_in_words(debug=debug, rank=rank, verdicts=verdicts):
