@@ -84,7 +84,8 @@ class OwnTrain(hf.Trainer):
     """Names its method, of another object."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.train()
+        model: Any = self.model
+        return model.train()
 
 
 class ByName(hf.Trainer):

@@ -14,6 +14,7 @@ from shardwise.comm import Channel
 from shardwise.engine.channels import DATA_AXES
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.errors import BatchError, MismatchError
+from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan
 
 
@@ -92,47 +93,11 @@ class DataRanks:
         if isinstance(own, StageTensor):
             # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
             own = torch.tensor(own.detach().tolist(), dtype=own.dtype).reshape(own.shape)
-        told = [bytes(each) for each in channel.exchange(_described(own), purpose=purpose)]
-        shapes = [_shape_in(each) for each in told]
-        dtypes = {shape[0] for shape in shapes if shape is not None}
-        if len(dtypes) > 1:
+        own = None if own is None else own.as_subclass(torch.Tensor)
+        found = [each.to(back) for each in exchange(own, channel=channel, purpose=purpose) if each is not None]
+        if len(dtypes := {each.dtype for each in found}) > 1:
             raise BatchError(f"data ranks gather tensors of the dtypes {sorted(map(str, dtypes))}; give one dtype")
-        if not dtypes:
-            return []
-        (dtype,) = dtypes
-        sizes = [torch.Size(() if shape is None else shape[1]) for shape in shapes]
-        counts = [0 if shape is None else size.numel() for shape, size in zip(shapes, sizes, strict=True)]
-        device = channel.device
-        flat = torch.empty(0, dtype=dtype, device=device) if own is None else own.detach().to(device).reshape(-1)
-        whole = torch.empty(sum(counts), dtype=dtype, device=device)
-        # As bytes: transfers know fewer dtypes than models have.
-        width = dtype.itemsize
-        channel.all_gather(
-            whole.view(torch.uint8),
-            flat.contiguous().view(torch.uint8),
-            counts=[count * width for count in counts],
-            purpose=purpose,
-        ).wait()
-        parts = whole.split(counts)
-        return [
-            part.view(size).to(back)
-            for part, size, shape in zip(parts, sizes, shapes, strict=True)
-            if shape is not None
-        ]
-
-
-def _described(tensor: torch.Tensor | None) -> bytes:
-    return b"" if tensor is None else f"{str(tensor.dtype)[6:]}|{','.join(map(str, tensor.shape))}".encode()
-
-
-def _shape_in(text: bytes) -> tuple[torch.dtype, list[int]] | None:
-    if not text:
-        return None
-    dtype, _, sizes = text.decode().partition("|")
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise BatchError(f"a data rank gathers a tensor of an unknown dtype {dtype!r}")
-    return found, [int(size) for size in sizes.split(",") if size]
+        return found
 
 
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
