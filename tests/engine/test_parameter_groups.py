@@ -423,3 +423,25 @@ def test_turns_on_a_device_are_those_on_the_host(fake: str, mesh: str, stage: in
 
     on_host, on_device = sw.simulate(2, run)[0], sw.simulate(2, run, device=fake)[0]
     is_close(on_host, on_device)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_predictions_follow_a_step_of_some_groups(stage: int) -> None:
+    """What a step counts on masters of the other groups is its own, and no write from outside."""
+
+    def run(channel: sw.Channel) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+        engine = sw.parallelize(
+            model,
+            sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=stage)),
+            optimizer=[torch.optim.SGD(each.parameters(), lr=0.1) for each in model],
+            loss=lambda output, batch: output.square().mean(),
+            groups={"0": ["0.*"], "1": ["1.*"]},
+            channel=channel,
+        )
+        batch = {"input": torch.randn(4, 4) + channel.rank}
+        for only in (None, "1", "0", None):
+            engine.step(batch, only=only)
+            engine.predict(batch)
+
+    sw.simulate(2, run)

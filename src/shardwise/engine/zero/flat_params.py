@@ -361,6 +361,9 @@ class FlatParams:
             # owned part of a bucket where links move all of it.
             trainable.sort(key=lambda index: self.buckets[index].plan.num_elements)
         self._publish(trainable, "parameters of bucket", counters, before, meanwhile)
+        if trained is not ALL:
+            # Of others too: what was written to them from outside came in with this step, what it counts is its own.
+            self._settle_masters(self.buckets)
 
     def settle(self) -> None:
         """Wait until no device reads the host's memory any more: somebody else than an update is about to write."""
