@@ -133,3 +133,26 @@ def test_they_train_alike_under_every_plan(
         plan_of(1, k=2, pp=2),
     ):
         assert trained(kind, plan) == near
+
+
+def test_a_rank_that_waits_inside_of_cached_leaves_the_cache_of_others_alone() -> None:
+    def run(channel: sw.Channel) -> list[float]:
+        model = Cached()
+        found = []
+        for step in range(2):
+            with torch.no_grad():
+                model.base.bias.fill_(step)
+                model.base.parametrizations.weight.original0.fill_(1.0 + step)
+            with parametrize.cached():
+                before = model.base.weight.sum().item()
+                channel.exchange(b"", purpose="inside")
+                if channel.rank:
+                    channel.exchange(b"", purpose="inside, again")
+                found.append(before)
+            if not channel.rank:
+                channel.exchange(b"", purpose="inside, again")
+        return found
+
+    torch.manual_seed(0)
+    first, second = sw.simulate(2, run)[0]
+    assert second == pytest.approx(2 * first)

@@ -28,6 +28,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.channel import (
@@ -113,17 +114,21 @@ def simulate(
 
 
 class _RandomState:
-    """The random states that are global to the process, as they are now."""
+    """The random states that are global to the process, and the weights of `parametrize.cached`, as they are now."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
         self._python = random.getstate()
         self._numpy = np.random.get_state()
+        self._num_caching = parametrize._cache_enabled
+        self._cached = dict(parametrize._cache)
 
     def restore(self) -> None:
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
+        parametrize._cache_enabled = self._num_caching
+        parametrize._cache = dict(self._cached)
 
 
 def named(ranks: Sequence[int]) -> str:
