@@ -55,6 +55,11 @@ def half(linear: Any, *_: Any) -> None:
     linear.weight = linear.weight_orig * 0.5
 
 
+def set_by_hook(linear: Any) -> None:
+    free(linear)
+    linear.register_forward_pre_hook(half)
+
+
 def set_by_keyword_hook(net: Any) -> None:
     for linear in linears(net):
         free(linear)
@@ -113,7 +118,7 @@ HOOKS: dict[str, Callable[[Any], object]] = {
     "spectral norm, old": on_linears(spectral_norm),
     "spectral norm": on_linears(parametrizations.spectral_norm),
     "orthogonal": on_linears(parametrizations.orthogonal),
-    "own weights": on_linears(lambda each: (free(each), each.register_forward_pre_hook(half))),
+    "own weights": on_linears(set_by_hook),
     "own weights by keyword": set_by_keyword_hook,
     "own weights of inner modules": set_by_the_block,
     "own weights with noise": set_with_noise,
@@ -186,7 +191,7 @@ def test_hooks_of_placed_modules_give_the_bits_of_one_process(name: str, layout:
     if name == "of all modules":
         handles = [
             every.register_module_forward_pre_hook(
-                lambda each, args: (args[0] * 0.9,) if isinstance(each, nn.Linear) else None
+                lambda each, args: (args[0] * 0.9,) if isinstance(each, nn.Linear) else None  # type: ignore[arg-type,unused-ignore]
             ),
             every.register_module_forward_hook(
                 lambda each, args, output: output * 0.9 if isinstance(each, Inner) else None
@@ -239,7 +244,7 @@ def test_parameters_of_other_stages_are_looked_for_once(monkeypatch: pytest.Monk
             return x
 
     class Caching(Inner):
-        def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
             return torch.tanh(self.linear(x))
 
     walks: list[nn.Module] = []
