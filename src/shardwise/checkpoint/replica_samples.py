@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 import xxhash
 
-from shardwise.checkpoint.state_pieces import bytes_of
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError, few_of
 from shardwise.space import Piece
 
