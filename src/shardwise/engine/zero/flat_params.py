@@ -363,7 +363,8 @@ class FlatParams:
         self._publish(trainable, "parameters of bucket", counters, before, meanwhile)
         if trained is not ALL:
             # Of others too: what was written to them from outside came in with this step, what it counts is its own.
-            self._settle_masters(self.buckets)
+            for bucket in self.buckets:
+                bucket.master_memory.settle(bucket.master)
 
     def settle(self) -> None:
         """Wait until no device reads the host's memory any more: somebody else than an update is about to write."""
