@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers.trainer_callback import CallbackHandler
 
@@ -43,30 +44,15 @@ _MOST_PENDING = 64
 """Steps whose losses may wait for a look."""
 
 
-class EngineOptimizer(torch.optim.Optimizer):
+class EngineOptimizer(AcceleratedOptimizer):
     """The engine's optimizer, as the loop of a Trainer sees it: its `step` has happened in `engine.step`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, device_placement=False)
         self.has_stepped = False
         """Whether the engine made an update since the last `step`."""
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Of the engine's optimizer."""
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        """Of the engine's optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        """Of the engine's optimizer."""
-        return self.optimizer.defaults
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """Nothing. Raises OptimizerError where the engine made no update."""
         self.check()
         self.has_stepped = False
@@ -79,23 +65,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "super().training_step(model, inputs, num_items_in_batch) for every batch"
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine has the gradients."""
-
-    def add_param_group(self, param_group: Any) -> None:
-        """To the engine's optimizer."""
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> Any:
-        """Of the engine's optimizer."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Into the engine's optimizer."""
-        self.optimizer.load_state_dict(state_dict)
-
-    def __repr__(self) -> str:
-        return f"EngineOptimizer({self.optimizer!r})"
 
 
 class _UpdateEvents(CallbackHandler):

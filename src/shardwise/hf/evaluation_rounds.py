@@ -1,7 +1,6 @@
 """Evaluation and prediction: each data rank computes its batches, and all get the rows of all in their order."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +11,8 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from shardwise.errors import BatchError
 from shardwise.hf.rank_batches import RankStream, take_uneven_rounds
-from shardwise.trainers.data_ranks import padded_to
+from shardwise.moving.nested_exchange import exchange
+from shardwise.trainers.data_ranks import padded_to, plain_tensor
 
 
 class EvaluationRounds:
@@ -142,31 +142,22 @@ class EvaluationRounds:
 
     def _sw_of_all_ranks(self: Any, own: dict[str, Any]) -> dict[str, Any]:
         """The rows of all data ranks of a round, in their order."""
-        ranks = self._sw_ranks
-        rows = own.pop("rows")
-        leaves: list[torch.Tensor] = []
-        outline = _outline(own, leaves)
-        told = ranks.texts(json.dumps([rows, outline]), purpose="outline of an evaluation")
-        found = [json.loads(each) for each in told]
-        # The first data rank has rows in every round, so it knows what there is.
-        own_leaves: list[torch.Tensor | None] = [*leaves] if rows else [None] * _num_leaves(found[0][1])
+        given = (own.pop("rows"), _plain(own))
+        told = exchange(given, channel=self._sw_ranks.channel, purpose="rows of an evaluation")
         # A rank without rows cannot know where the others have theirs.
-        device = self.args.device
-        gathered = [ranks.tensors(each, purpose="rows of an evaluation") for each in own_leaves]
-        joined = iter([_joined(each).to(device) for each in gathered])
-        parts: dict[str, Any] = _rebuilt(found[0][1], joined)
-        return parts | {"rows": sum(each[0] for each in found)}
+        parts = [part for rows, part in told if rows] or [part for _, part in told]
+        joined: dict[str, Any] = _joined(parts, self.args.device)
+        return joined | {"rows": sum(rows for rows, _ in told)}
 
 
-def _outline(value: Any, leaves: list[torch.Tensor]) -> Any:
-    """The nesting of a value as JSON; its tensors go to `leaves`."""
+def _plain(value: Any) -> Any:
+    """What a rank sends of a value: plain tensors in dicts and tuples."""
     if isinstance(value, torch.Tensor):
-        leaves.append(value)
-        return "tensor"
+        return plain_tensor(value)
     if isinstance(value, Mapping):
-        return {str(name): _outline(each, leaves) for name, each in value.items()}
+        return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_outline(each, leaves) for each in value]
+        return tuple(map(_plain, value))
     if value is None:
         return None
     raise BatchError(
@@ -175,26 +166,19 @@ def _outline(value: Any, leaves: list[torch.Tensor]) -> Any:
     )
 
 
-def _num_leaves(outline: Any) -> int:
-    if isinstance(outline, dict | list):
-        return sum(map(_num_leaves, outline.values() if isinstance(outline, dict) else outline))
-    return int(outline == "tensor")
-
-
-def _rebuilt(outline: Any, leaves: Iterator[torch.Tensor]) -> Any:
-    if isinstance(outline, dict):
-        return {name: _rebuilt(each, leaves) for name, each in outline.items()}
-    if isinstance(outline, list):
-        return tuple(_rebuilt(each, leaves) for each in outline)
-    return None if outline is None else next(leaves)
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One after the other in dim 0; as long in dim 1 as the longest, filled with -100 as the Trainer does."""
-    if tensors[0].ndim > 1 and len({each.shape[1] for each in tensors}) > 1:
-        size = max(each.shape[1] for each in tensors)
-        tensors = [padded_to(each, size, dim=1, value=-100) for each in tensors]
-    return torch.cat([each.reshape(1) if each.ndim == 0 else each for each in tensors])
+def _joined(parts: Sequence[Any], device: torch.device) -> Any:
+    """Tensors one after the other in dim 0; as long in dim 1 as the longest, filled with -100 as the Trainer does."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: _joined([each[name] for each in parts], device) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_joined(each, device) for each in zip(*parts, strict=True))
+    if first is None:
+        return None
+    if first.ndim > 1:
+        size = max(each.shape[1] for each in parts)
+        parts = [padded_to(each, size, dim=1, value=-100) for each in parts]
+    return torch.cat([each.reshape(1) if each.ndim == 0 else each for each in parts]).to(device)
 
 
 def _with_last(batches: Any) -> Iterator[tuple[Any, bool]]:

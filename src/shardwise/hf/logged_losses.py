@@ -4,8 +4,8 @@ data rank 0     losses 1.0  nan          one process logs 1.0, the mean so far i
 data rank 1     losses 2.0  3.0          here so too: microbatches of data ranks follow one another in each round
 """
 
+import json
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -37,11 +37,9 @@ class StepToLog:
         if math.isfinite(loss) or self.num_microbatches == 1:
             return [loss]
         own = [each.item() for each in self.of_microbatches]
-        packed = struct.pack(f"<{len(own)}d", *own)
-        told = ranks.world.exchange(packed, purpose="losses of microbatches")
+        told = ranks.world.exchange(json.dumps(own).encode(), purpose="losses of microbatches")
         by_rank: dict[int, list[float]] = {}
-        for rank, each in enumerate(told):
-            losses = struct.unpack(f"<{len(bytes(each)) // 8}d", bytes(each))
+        for rank, losses in enumerate(map(json.loads, told)):
             known = by_rank.setdefault(ranks.data_rank_of(rank), [0.0] * len(losses))
             known[:] = [one or other for one, other in zip(known, losses, strict=True)]
         rounds = zip_longest(*(by_rank[rank] for rank in sorted(by_rank)))

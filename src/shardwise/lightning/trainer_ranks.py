@@ -1,6 +1,5 @@
 """The ranks of a Trainer: who starts them, which rows each gets, and what Lightning sends between them."""
 
-import json
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from shardwise.comm import Channel, default_channel
 from shardwise.comm.channel import alone
 from shardwise.errors import ModelError, PlanError
 from shardwise.lightning.step_logs import ALIKE
+from shardwise.moving.nested_exchange import exchange
 from shardwise.plan import Plan
 from shardwise.space import Mesh
 from shardwise.trainers.data_ranks import DataRanks, reduced
@@ -108,17 +108,14 @@ class TrainerRanks(ParallelStrategy):
             self._channel.exchange(b"", purpose=f"barrier of Lightning: {name}")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The value of rank `src`, which JSON can hold: no rank unpickles what another one sends."""
-        try:
-            mine = json.dumps(obj).encode() if self.global_rank == src else b""
-        except TypeError as error:
-            raise ModelError(f"broadcast of a {type(obj).__name__}: give numbers, texts, lists or dicts") from error
-        return json.loads(self.channel.exchange(mine, purpose="broadcast of Lightning")[src])
+        """The value of rank `src`, of what `sw.exchange` takes: no rank unpickles what another one sends."""
+        mine = obj if self.global_rank == src else None
+        return exchange(mine, channel=self.channel, purpose="a broadcast of Lightning")[src]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any of them, decide so."""
         said = self.channel.exchange(b"\1" * bool(decision), purpose="a decision of Lightning")
-        return len([each for each in said if each]) >= (len(said) if all else 1)
+        return b"" not in said if all else any(said)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of the data ranks, in a new first dim."""

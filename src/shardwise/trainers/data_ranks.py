@@ -1,7 +1,6 @@
 """The data ranks of a plan, as trainers of other libraries ask for them."""
 
 import json
-import struct
 from collections.abc import Callable, Sequence
 from functools import reduce as folded
 from numbers import Real
@@ -42,11 +41,8 @@ class DataRanks:
         """Each number summed over the data ranks, in their order."""
         if self.channel is None:
             return list(numbers)
-        packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        told = self.channel.exchange(packed, purpose=purpose)
-        return [
-            sum(each) for each in zip(*(struct.unpack(f"<{len(numbers)}d", bytes(one)) for one in told), strict=True)
-        ]
+        told = self.channel.exchange(json.dumps(list(numbers)).encode(), purpose=purpose)
+        return [sum(each) for each in zip(*map(json.loads, told), strict=True)]
 
     def take_numbers(self, metrics: dict[str, Any]) -> None:
         """Give every rank the numbers of rank 0; those that it counted may differ."""
@@ -73,12 +69,6 @@ class DataRanks:
             "tensor.rules for the layers alone"
         )
 
-    def texts(self, own: str, *, purpose: str) -> list[str]:
-        """A text of each data rank, in their order."""
-        if self.channel is None:
-            return [own]
-        return [bytes(each).decode() for each in self.channel.exchange(own.encode(), purpose=purpose)]
-
     def tensors(self, own: torch.Tensor | None, *, purpose: str, of_speakers: bool = False) -> list[torch.Tensor]:
         """A tensor of each data rank that has one, in their order. Ranks may have other sizes, and one dtype.
 
@@ -90,14 +80,19 @@ class DataRanks:
         back = channel.device if own is None else own.device
         if channel is self.world and not self.is_speaker:
             own = None
-        if isinstance(own, StageTensor):
-            # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
-            own = torch.tensor(own.detach().tolist(), dtype=own.dtype).reshape(own.shape)
-        own = None if own is None else own.as_subclass(torch.Tensor)
+        own = None if own is None else plain_tensor(own)
         found = [each.to(back) for each in exchange(own, channel=channel, purpose=purpose) if each is not None]
         if len(dtypes := {each.dtype for each in found}) > 1:
             raise BatchError(f"data ranks gather tensors of the dtypes {sorted(map(str, dtypes))}; give one dtype")
         return found
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that may travel, with the same values."""
+    if isinstance(tensor, StageTensor):
+        # Every rank along pp gathers with its own peers. As numbers: all of them can read these.
+        tensor = torch.tensor(tensor.detach().tolist(), dtype=tensor.dtype).reshape(tensor.shape)
+    return tensor.as_subclass(torch.Tensor)
 
 
 _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
