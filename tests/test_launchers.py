@@ -88,17 +88,20 @@ def test_what_is_missing_is_named_and_nothing_else(launcher: Mapping[str, str], 
     ("quota", "alone", "four"),
     [("max 100000", None, "2"), ("400000 100000", "4", "1"), ("50000 100000", "1", "1"), ("no file", None, "2")],
 )
-def test_threads_wait_in_sleep_and_are_no_more_than_the_quota(
+def test_threads_spin_for_a_short_time_and_are_no_more_than_the_quota(
     quota: str, alone: str | None, four: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr("shardwise.launchers._QUOTA", tmp_path / "cpu.max")
     if quota != "no file":
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
-    passive = {"OMP_WAIT_POLICY": "passive"}
-    assert thread_settings(None) == ({**passive, "OMP_NUM_THREADS": alone} if alone else passive)
-    assert thread_settings(4) == {**passive, "OMP_NUM_THREADS": four}
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    short = {"GOMP_SPINCOUNT": "10000"}
+    assert thread_settings(None) == ({**short, "OMP_NUM_THREADS": alone} if alone else short)
+    assert thread_settings(4) == {**short, "OMP_NUM_THREADS": four}
     assert thread_settings(99)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # a count would come before it
+    assert thread_settings(4) == {"OMP_NUM_THREADS": four}
 
 
 def test_tasks_of_a_step_find_rank_0_without_being_told() -> None:

@@ -1,5 +1,6 @@
 """`shardwise train`: exit codes, one paragraph of error, and real processes that end when they should."""
 
+import json
 import os
 import re
 import signal
@@ -131,21 +132,23 @@ def test_the_command_line_imports_no_torch_before_it_has_checked_the_config(conf
     assert (result.returncode, "did you mean train.steps" in result.stderr) == (0, True), result.stderr
 
 
-@pytest.mark.parametrize("own", ["", "active"])
-def test_threads_of_the_only_process_sleep_while_they_wait_unless_the_user_has_chosen(config: Path, own: str) -> None:
+@pytest.mark.parametrize("own", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}, {"OMP_NUM_THREADS": "3"}])
+def test_threads_of_the_only_process_spin_for_a_short_time_unless_the_user_has_chosen(
+    config: Path, own: dict[str, str]
+) -> None:
     program = (
         "import os\nfrom shardwise.cli import main\n"
         f"try: main({words(config, '--set', 'train.step=3')!r})\nexcept SystemExit: pass\n"
-        "print(os.environ['OMP_WAIT_POLICY'], os.environ.get('OMP_NUM_THREADS', 'of torch'))"
+        "import json; print(json.dumps({n: e for n, e in os.environ.items() if n.startswith(('OMP_', 'GOMP_'))}))"
     )
-    environment = {name: each for name, each in os.environ.items() if not name.startswith("OMP_")}
-    environment |= {"OMP_WAIT_POLICY": own, "OMP_NUM_THREADS": "3"} if own else {}
+    environment = {name: each for name, each in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))} | own
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
     )
-    found, number = result.stdout.split(maxsplit=1)
-    assert found == (own or "passive"), result.stderr
-    assert number.strip() == ("3" if own else thread_settings(None).get("OMP_NUM_THREADS", "of torch"))
+    expected = {name: each for name, each in thread_settings(None).items() if name.startswith("OMP_")} | own
+    if "OMP_WAIT_POLICY" not in own:
+        expected = {"GOMP_SPINCOUNT": "10000"} | expected
+    assert json.loads(result.stdout) == expected, result.stderr
 
 
 @pytest.mark.processes

@@ -144,11 +144,12 @@ def place_here(num_processes: int | None) -> tuple[int, int] | None:
 
 
 def set_threads() -> None:
-    """Let the threads of a process that computes alone be those of `thread_settings`; called before torch is loaded."""
+    """Give a process that computes alone the `thread_settings`, where torch is not loaded yet."""
     from shardwise.launchers import thread_settings
 
-    for name, value in thread_settings(None).items() if "torch" not in sys.modules else ():
-        os.environ.setdefault(name, value)
+    if "torch" not in sys.modules:
+        for name, value in thread_settings(None).items():
+            os.environ.setdefault(name, value)
 
 
 def launched(arguments: Sequence[str], *, num_processes: int, overrides: Sequence[str], debug: bool) -> int:
