@@ -50,8 +50,8 @@ class ForwardWrites:
         # By the parameter's number in the whole model: flags of all ranks are united by it.
         self._here = {at: here[spec.name] for at, spec in enumerate(specs) if spec.name in here}
         self._number_of = {spec.name: at for at, spec in enumerate(specs)}
-        self._numbers = list(self._here)
-        self._tensors = list(self._here.values())
+        self._others = {at: each for at, each in self._here.items() if not params.holds(specs[at].name)}
+        """What is in no bucket: replicas of parameters of other stages."""
         self._versions = self._now()
 
     def begin(self) -> None:
@@ -61,10 +61,8 @@ class ForwardWrites:
     def found(self) -> list[bool]:
         """For each parameter whether this rank wrote to it since `begin`."""
         found = [False] * len(self._specs)
-        now = self._now()
-        if now != self._versions:
-            for at, one, other in zip(self._numbers, now, self._versions, strict=True):
-                found[at] = one != other
+        for at, one, other in zip(self._others, self._now(), self._versions, strict=True):
+            found[at] = one != other
         for name in self._params.found_written():
             found[self._number_of[name]] = True
         return found
@@ -120,8 +118,7 @@ class ForwardWrites:
             raise ModelError(_refusal(written, "every rank has a copy, and they are to stay alike"))
 
     def _now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
-            return [each._version for each in self._tensors]
+        return [each._version for each in self._others.values()]
 
     def _digest(self, at: int) -> str:
         """Empty for what is at rest."""

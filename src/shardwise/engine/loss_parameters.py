@@ -108,7 +108,6 @@ class LossParameters:
         self._found = {key: each for key, each in self._found.items() if each.leaf() is not None}
         return [bool(self._found), *(each.grad is not None for each in self._known)]
 
-    @torch.no_grad()
     def reduce(self, anywhere: Sequence[bool], divisor: int, scale: torch.Tensor | None) -> None:
         """Make the gradients those of one process. anywhere: the flags of all ranks. The others: see `StepClosing`.
 

@@ -64,9 +64,10 @@ def follow_states(optimizers: Sequence[torch.optim.Optimizer], master_of: Callab
     """Let the states of optimizers answer for parameters of the model from here on."""
     for optimizer in optimizers:
         state: Any = getattr(optimizer, "state", None)
-        # Of an optimizer that wraps another one, which may have the same object, the state stays what it is.
-        is_alone = not any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values())
-        if type(state) is defaultdict and is_alone:
+        if type(state) is defaultdict:
+            # Of an optimizer that wraps another one, which may have the same object, the state stays what it is.
+            if any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values()):
+                continue
             optimizer.state = state = StateOfMasters(dict, state)
         if isinstance(state, StateOfMasters):
             state.master_of = master_of

@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.modules import module as _module_hooks
 
 from shardwise.comm.accelerators import random_sources
-from shardwise.engine.transformed_functions import outside_of_transformations
+from shardwise.engine.transformed_functions import is_transformed, outside_of_transformations
 from shardwise.engine.wrapping import in_backward
 from shardwise.errors import ModelError
 
@@ -202,8 +202,10 @@ class KeyedRandom:
         )
 
     def _number_drawn(self) -> int:
-        # A mode around the forward (a recording, say) must not see the draw, nor a transformation around the call.
-        with torch._C.DisableTorchFunction(), outside_of_transformations():
+        if is_transformed():
+            with outside_of_transformations():
+                return self._number_drawn()
+        with torch._C.DisableTorchFunction():  # a mode around the forward (a recording, say) must not see the draw
             # One number, whatever the call draws: the stream around goes on from the same place on a rank that runs
             # the module and on one that does not.
             return int(self._number.random_(generator=torch.default_generator))

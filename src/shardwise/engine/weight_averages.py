@@ -157,8 +157,7 @@ class WeightAverages:
         self.are_in = not self.are_in
         for bucket, _ in self._averages if alone else ():
             bucket.publish()
-            if bucket.content is not None:
-                bucket.content.remember()
+            bucket.settle()
 
 
 def _exchanged(bucket: WholeBucket, average: torch.Tensor) -> torch.Tensor:

@@ -138,14 +138,16 @@ class FlatContent:
         """Whether it holds something else now, as far as it is compared."""
         return self._kept is not None and not torch.equal(self._compared(), self._kept)
 
-    def different(self) -> list[int]:
-        """The numbers of the tensors that hold something else."""
+    def different(self, spans: Sequence[slice] | None = None) -> list[int]:
+        """The numbers of the tensors, or of other `spans`, that hold something else."""
         if self._kept is None:
             return []
         places = (self._compared() != self._kept).nonzero().view(-1)
         found = (places if self._at is None else self._at[places]).tolist()
         return [
-            at for at, span in enumerate(self._spans) if bisect_left(found, span.start) < bisect_left(found, span.stop)
+            at
+            for at, span in enumerate(spans or self._spans)
+            if bisect_left(found, span.start) < bisect_left(found, span.stop)
         ]
 
     def _compared(self) -> torch.Tensor:

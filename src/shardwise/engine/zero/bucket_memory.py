@@ -74,8 +74,33 @@ class WholeBucket:
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
         self.master_memory = MasterMemory()
-        self.content: FlatContent | None = None
+        self._own = own
+        self._content: FlatContent | None = None
         """What the engine wrote to the working copy, where that is watched."""
+        self._master_content: FlatContent | None = None
+        """The same of a master that is held apart."""
+
+    def watch(self, *, working: bool) -> None:
+        """Compare from now on a master that is held apart, and the working copy, with what the engine wrote there."""
+        # Not where they are on a device, which would have to be waited for.
+        if self.has_master and self.plan.trainable and self.master.device.type == "cpu":
+            self._master_content = FlatContent(self.master, [_span(each) for each in self.segments.values()])
+        if self.working.device.type == "cpu" and working:
+            spans = [slice(slot.run.start, slot.run.stop) for slot in self.plan.slots]
+            self._content = FlatContent(self.working, spans)
+
+    def settle(self) -> None:
+        """What the memory holds now is what it is to hold."""
+        self.master_memory.settle(self.master)
+        for each in (self._content, self._master_content):
+            if each is not None:
+                each.remember()
+
+    def is_master_other(self) -> bool:
+        """Whether somebody wrote to the master without a count, as far as it is compared."""
+        if self.has_master:
+            return self._master_content is not None and self._master_content.differs()
+        return self._content is not None and self._content.differs() and bool(self._content.different([self._own]))
 
     def found_written(self, *, reads_all: bool) -> list[str]:
         """Parameters with other elements in the working copy than the engine wrote there.
@@ -83,8 +108,8 @@ class WholeBucket:
         reads_all: compare each owned element with the cast of its master. Else some elements, where they are watched.
         """
         found = []
-        if self.content is not None and (reads_all or self.content.differs()):
-            found = [self.plan.slots[at].name for at in self.content.different()]
+        if self._content is not None and (reads_all or self._content.differs()):
+            found = [self.plan.slots[at].name for at in self._content.different()]
         if self.is_cast and (found or reads_all) and differ_from_cast(self.part, self.master):
             spans = {name: _span(each) for name, each in self.segments.items()}
             found += [name for name, each in spans.items() if differ_from_cast(self.part[each], self.master[each])]
@@ -112,7 +137,6 @@ class WholeBucket:
         """
         if self.has_master and (segment := self.segments.get(name)) is not None:
             take_what_differs(self.part[_span(segment)], self.master[_span(segment)])
-            self.master_memory.settle(self.master)
 
     def free(self) -> None:
         """Give back memory that is not held all the time: none."""
@@ -310,7 +334,8 @@ def _runs(
 
     def run(memory: torch.Tensor, at: int, bucket: Bucket, owner: int) -> torch.Tensor:
         dtype, start = torch_dtype(bucket.working), starts[owner][at]
-        return memory[start : start + bucket.counts[owner] * dtype.itemsize].view(dtype)
+        # `.data`: masters are views of it, and a write to those of one bucket is to count for no other.
+        return memory[start : start + bucket.counts[owner] * dtype.itemsize].view(dtype).data
 
     return {
         index: (

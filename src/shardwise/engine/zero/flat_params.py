@@ -31,10 +31,7 @@ from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.inventory import Inventory, put_on, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, TrainedSet
-from shardwise.engine.write_watch import (
-    FlatContent,
-    is_due,
-)
+from shardwise.engine.write_watch import is_due
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
 from shardwise.engine.zero.masters import master
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
@@ -196,14 +193,12 @@ class FlatParams:
     def watch(self, *, has_copies: bool) -> None:
         """Compare from now on what parameters hold with what the engine wrote there. has_copies: other ranks have the
         same parameters."""
-        for bucket in self._whole:
-            # A single copy that is its own master holds what counts, whoever writes it.
-            if bucket.working.device.type == "cpu" and (has_copies or bucket.has_master):
-                spans = [slice(slot.run.start, slot.run.stop) for slot in bucket.plan.slots]
-                bucket.content = FlatContent(bucket.working, spans)
+        for bucket in self.buckets:
+            # A single copy that is its own master holds what counts, whoever writes it. `free` compares a gathered one.
+            is_whole = not isinstance(bucket, ShardedBucket)
+            bucket.watch(working=is_whole and (has_copies or bucket.has_master))
         self._settle(self.buckets)
 
-    @torch.no_grad()
     def adopt_writes(self, *, reads_all: bool = False) -> None:
         """Take values that were written into parameters from outside (`load_state_dict`) over into the masters.
 
@@ -216,7 +211,7 @@ class FlatParams:
         before, self._reads_all = self._reads_all, reads_all or self._is_learned or is_due(self._num_looks)
         for bucket in self.sharded if self._reads_all != before else ():
             bucket.turn_to(reads_all=self._reads_all)
-        written = self._counted() + self.found_written()
+        written = self.found_written()
         if not written:
             return
         # Before a refusal: what is lost is refused once, and training goes on with the values that the owners have.
@@ -229,7 +224,6 @@ class FlatParams:
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
 
-    @torch.no_grad()
     def take_up_masters(self) -> None:
         """Take values that were written to masters from outside over into this rank's part of the working copies.
 
@@ -254,15 +248,10 @@ class FlatParams:
             )
 
     def _is_master_written(self, bucket: WholeBucket) -> bool:
-        memory = bucket.master_memory
-        if memory.is_written(bucket.master):
+        if bucket.master_memory.is_written(bucket.master):
             return True
-        if not memory.differs(bucket.master) or bucket.has_master:
-            return memory.differs(bucket.master)
         # In one memory: where the model's parameters count a write, `adopt_writes` takes it, and ranks compare.
-        if is_counted := bool(self._counted()):
-            memory.settle(bucket.master)
-        return not is_counted
+        return bucket.is_master_other() and (bucket.has_master or not self._counted())
 
     def publish_masters(self, counters: Counters, names: Collection[str]) -> None:
         """Give all ranks what was written to masters. names: `written_masters` of all ranks."""
@@ -272,18 +261,16 @@ class FlatParams:
         self._publish(indices, "written parameters of bucket", counters)
         self.written_masters.clear()
 
-    @torch.no_grad()
     def found_written(self) -> list[str]:
         """Parameters that hold other values than the engine gave them, counted or not; what is lost is named once."""
-        found: list[str] = []
+        found = counted = self._counted()
         for bucket in self._whole:
-            found += bucket.found_written(reads_all=self._reads_all)
+            found = found + bucket.found_written(reads_all=self._reads_all)
         for each in self.sharded:
             if each.lost:
-                found += sorted(each.lost)
+                found = found + sorted(each.lost)
                 each.lost = set()
-        if found and not set(found) <= set(self._counted()):
-            self._is_learned = True
+        self._is_learned |= not set(found) <= set(counted)
         return list(dict.fromkeys(found))
 
     def forget(self, names: Collection[str]) -> None:
@@ -361,10 +348,6 @@ class FlatParams:
             # owned part of a bucket where links move all of it.
             trainable.sort(key=lambda index: self.buckets[index].plan.num_elements)
         self._publish(trainable, "parameters of bucket", counters, before, meanwhile)
-        if trained is not ALL:
-            # Of others too: what was written to them from outside came in with this step, what it counts is its own.
-            for bucket in self.buckets:
-                bucket.master_memory.settle(bucket.master)
 
     def settle(self) -> None:
         """Wait until no device reads the host's memory any more: somebody else than an update is about to write."""
@@ -410,9 +393,7 @@ class FlatParams:
     def _settle(self, buckets: Iterable[WholeBucket]) -> None:
         """What buckets hold now is what they are to hold."""
         for bucket in buckets:
-            bucket.master_memory.settle(bucket.master)
-            if bucket.content is not None:
-                bucket.content.remember()
+            bucket.settle()
 
     def _places_now(self) -> list[int]:
         """For each parameter a value that stays the same until it gets another storage."""

@@ -63,37 +63,22 @@ class GradientElsewhere(torch.Tensor):
         return f"GradientElsewhere({list(self.shape)})"
 
 
-_SAMPLE = 64
-"""Elements of a bucket that are compared before each use."""
-
-
 class MasterMemory:
-    """Watches the masters of a bucket for writes from outside."""
+    """Watches the masters of a bucket for writes from outside that torch counts, or that a reach announces."""
 
     def __init__(self) -> None:
         self.is_reached = False
         """Whether somebody was given a master's memory in a way in which no write is counted."""
         self._version = 0
-        self._sample: torch.Tensor | None = None
 
     def is_written(self, memory: torch.Tensor) -> bool:
         """Whether somebody wrote through a master since `settle`."""
         # Masters view this memory, and so count its writes.
         return self.is_reached or memory._version != self._version
 
-    def differs(self, memory: torch.Tensor) -> bool:
-        """Whether a few elements show that somebody wrote, through numpy say."""
-        return self._sample is not None and not torch.equal(_some_of(memory), self._sample)
-
     def settle(self, memory: torch.Tensor) -> None:
         """What is there now is known."""
         self._version, self.is_reached = memory._version, False
-        # Not where a look would wait for a device.
-        self._sample = _some_of(memory).clone() if memory.device.type == "cpu" else None
-
-
-def _some_of(memory: torch.Tensor) -> torch.Tensor:
-    return memory[:: max(1, memory.numel() // _SAMPLE)]
 
 
 @dataclass(frozen=True, slots=True)
