@@ -16,9 +16,8 @@ of more than 60 bits are no keys: Python puts chosen ones of them into one slot 
 """
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from shardwise.errors import CheckpointError
@@ -117,13 +116,14 @@ class _Machine:
             self.at += 1
             if code == _STOP:
                 return self._stack.pop()
-            instruction = _INSTRUCTIONS.get(code)
-            if instruction is None:
+            step = _STEPS[code]
+            if step is None:
                 raise CheckpointError(
                     f"it has the instruction {code:#04x} at byte {self.at - 1:,}, which no checkpoint needs; nothing "
                     "of it was run"
                 )
-            left -= _PRICES[code]
+            instruction, price = step
+            left -= price
             if left < 0:
                 raise CheckpointError(
                     f"it would make more than {_BYTES_PER_BYTE} times its own {size:,} bytes; that is no checkpoint"
@@ -323,7 +323,7 @@ def _check_key(*values: Any) -> None:
 _Instruction = Callable[[_Machine], None]
 
 
-def _table() -> Mapping[int, _Instruction]:
+def _table() -> dict[int, _Instruction]:
     machine = _Machine
     # The codes are those of pickletools; letters of protocol 0 and 1 that neither writer uses are left out.
     constants = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
@@ -369,7 +369,7 @@ def _table() -> Mapping[int, _Instruction]:
     for instruction, sizes in sized:
         for code, size in sizes.items():
             table[code] = _with(instruction, size)
-    return MappingProxyType(table)
+    return table
 
 
 def _with(instruction: Callable[[_Machine, Any], None], argument: object) -> _Instruction:
@@ -378,12 +378,12 @@ def _with(instruction: Callable[[_Machine, Any], None], argument: object) -> _In
 
 _INSTRUCTIONS = _table()
 
-_PRICES: Mapping[int, int] = MappingProxyType(
-    # A price for what each makes, the place on the stack included; the bytes of texts are in the pickle itself.
+# A price for what each makes, about the bytes of memory with the place on the stack; those of texts are in the pickle.
+_PRICES = (
     dict.fromkeys(_INSTRUCTIONS, 72)
     | dict.fromkeys((0x4E, 0x88, 0x89, 0x29, 0x30, 0x32, 0x4B, 0x61, 0x65, 0x68, 0x6A, 0x71, 0x75, 0x80, 0x94), 16)
     | dict.fromkeys((0x72, 0x73), 120)
     | dict.fromkeys((0x51, 0x52, 0x7D, 0x81, 0x92), 200)
     | dict.fromkeys((0x8F, 0x91), 240)
 )
-"""About the bytes of memory that an instruction takes."""
+_STEPS = [(_INSTRUCTIONS[code], _PRICES[code]) if code in _INSTRUCTIONS else None for code in range(256)]
