@@ -8,10 +8,8 @@ Readers of all formats make the same three values, so that load, diff and conver
     StoredPiece     w[2:4]  5e1f09ab-rank00001.safetensors  bytes 4096 to 528384    2 blocks, 2 checksums
 """
 
-import gc
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,25 +26,10 @@ __all__ = [
     "StoredPiece",
     "StoredTensor",
     "can_exist",
-    "collector_paused",
     "is_model_name",
     "model_name_of_master",
     "printable",
 ]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Inside, Python does not look for cycles: of a hundred thousand tensors that takes half of the time."""
-    # It looks at all objects that there are again and again while they become more, and metadata has no cycles.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
 
 MAX_INDEX = 2**63 - 1
 """Torch counts elements and bytes with so many bits."""

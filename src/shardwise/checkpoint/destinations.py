@@ -18,7 +18,7 @@ import torch
 
 from shardwise.checkpoint.arrangement import Arrangement, assign_tensors
 from shardwise.checkpoint.commit import Description, Written, begin, commit, discard
-from shardwise.checkpoint.contents import Contents, collector_paused, is_model_name
+from shardwise.checkpoint.contents import Contents, is_model_name
 from shardwise.checkpoint.dcp_folders import METADATA
 from shardwise.checkpoint.huggingface_files import index_of, shards_of
 from shardwise.checkpoint.local import LocalStore
@@ -36,6 +36,7 @@ from shardwise.checkpoint.whole_folders import PlannedFile, write_folder
 from shardwise.checkpoint.windows import BATCH_BYTES
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError
+from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
 __all__ = [
@@ -137,7 +138,7 @@ FolderTarget = Literal["hf", "dcp", "torchtitan", "deepspeed-universal", "megatr
 """Formats of other programs: see `convert`."""
 
 
-@collector_paused()
+@uncollected()
 def plan_folder(
     outputs: Outputs,
     to: FolderTarget,

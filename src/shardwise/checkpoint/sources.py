@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import xxhash
 
-from shardwise.checkpoint.contents import Contents, collector_paused
+from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
 from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
 from shardwise.checkpoint.saves import folder_of, read_save, select
@@ -16,6 +16,7 @@ from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.rewrite.sections import uncollected
 
 __all__ = ["ATTEMPTS", "Source", "agree_on_source", "read_contents", "was_removed", "with_contents"]
 
@@ -25,7 +26,7 @@ ATTEMPTS = 10
 """Times that a reader may find its save removed, because newer ones are kept only, before it gives up."""
 
 
-@collector_paused()
+@uncollected()
 def read_contents(store: Store, *, step: int | None = None) -> Contents:
     """What the checkpoint in `store` holds: the newest save of ours or the one of `step`, or another format's.
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, Persistent
-from shardwise.checkpoint.foreign.strided import row_major_strides
 from shardwise.checkpoint.safetensors_files import JoinedWrites
 from shardwise.checkpoint.stores import Writer
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
+from shardwise.space.boxes import row_major_strides
 
 __all__ = ["Archive", "ArchiveFile", "ArchiveFilling", "ordered", "pickled_tensor", "saved_tensor"]
 

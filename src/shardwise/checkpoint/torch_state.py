@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.state_pieces import place_of
-from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor
+from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor, torch_dtype
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import named_by_wrappers, state_name
 from shardwise.plan.nested_state import flat_state
@@ -79,7 +79,7 @@ class TorchState:
                 if isinstance(value, torch.Tensor):
                     state.update(_pieces(state_name(name, key), value))
                 elif value is not None:
-                    dtype = _torch_dtype(PYTHON_DTYPES[python_type(name, key, value)])
+                    dtype = torch_dtype(PYTHON_DTYPES[python_type(name, key, value)])
                     # A Python number is stored as a tensor; `plain` in the settings says which type to give back.
                     state.update(_pieces(state_name(name, key), torch.tensor(value, dtype=dtype)))
         return state
@@ -309,7 +309,7 @@ class _Trained:
     def room_for(self, name: str, entry: OptimizerEntry) -> torch.Tensor:
         """The live tensor where it can take the entry, else a fresh one, cut like the parameter."""
         parameter, group = self.parameters[name]
-        dtype, shape = _torch_dtype(entry.whole.dtype), entry.whole.global_shape
+        dtype, shape = torch_dtype(entry.whole.dtype), entry.whole.global_shape
         live = flat_state(self.optimizer.state.get(parameter, {})).get(entry.key)
         # Into the live tensor where that can be: a second copy of the state may be more memory than there is.
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
@@ -402,9 +402,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     local = local_tensor(tensor) if is_dtensor(tensor) else tensor
     # An expanded tensor has one place for many elements, and a load would write them over each other.
     return local.is_contiguous()
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -420,7 +420,7 @@ def fit(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python looks for no cyclic garbage meanwhile: all that is planned stays, and looking takes half of the time."""
+    """Python looks for no cyclic garbage meanwhile: all that is made stays, and looking takes half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, c
 from shardwise.checkpoint.foreign.dcp_training import KeyPath, training_names
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
-from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of, row_major_strides
+from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor, ints, read_value
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
 from shardwise.checkpoint.manifest import packed
@@ -29,6 +29,7 @@ from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
+from shardwise.space.boxes import row_major_strides
 
 __all__ = [
     "Blob",

@@ -20,10 +20,11 @@ from typing import Any
 from shardwise.checkpoint.contents import StoredTensor
 from shardwise.checkpoint.foreign.optimizer_states import numbered_settings
 from shardwise.checkpoint.foreign.state_dicts import find_state, stored_tensor
-from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
+from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.stores import is_value
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import beside_name
+from shardwise.space.boxes import row_major_strides
 
 __all__ = ["KeyPath", "TrainingNames", "training_names"]
 

@@ -15,12 +15,13 @@ from shardwise.checkpoint.foreign.deepspeed_found import FoundTensors, shapes_of
 from shardwise.checkpoint.foreign.deepspeed_settings import loss_scale_of
 from shardwise.checkpoint.foreign.optimizer_states import is_optimizer
 from shardwise.checkpoint.foreign.state_dicts import stored_tensor
-from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
+from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import read_file
 from shardwise.checkpoint.stores import OpenFile, Store, about
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import state_name
+from shardwise.space.boxes import row_major_strides
 
 __all__ = ["add_universal", "is_universal", "number_at"]
 

@@ -18,10 +18,11 @@ from typing import Any
 from shardwise.checkpoint.contents import Contents, StoredTensor, can_exist, printable
 from shardwise.checkpoint.foreign.numbered_files import parts_of_set
 from shardwise.checkpoint.foreign.state_dicts import stored_tensor
-from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
+from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.stores import OneFile, OpenFile, about
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.space.boxes import row_major_strides
 
 __all__ = ["read_contents"]
 

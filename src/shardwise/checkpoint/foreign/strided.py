@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["TensorPlace", "pieces_of", "row_major_strides"]
+__all__ = ["TensorPlace", "pieces_of"]
 
 _MAX_PIECES = 1 << 16
 """Of one tensor; each takes about a KiB of memory."""
@@ -30,15 +30,6 @@ class TensorPlace:
     """Elements to the next index, per dim."""
     start: int
     """First byte of the first element."""
-
-
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose elements follow one another.
-
-    >>> row_major_strides((2, 3, 4))
-    (12, 4, 1)
-    """
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def pieces_of(place: TensorPlace, piece: Piece, file: str) -> Iterator[StoredPiece]:

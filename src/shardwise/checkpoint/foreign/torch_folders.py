@@ -20,11 +20,12 @@ from shardwise.checkpoint.foreign.huggingface import read_index
 from shardwise.checkpoint.foreign.numbered_files import check_numbers
 from shardwise.checkpoint.foreign.optimizer_states import Parameters
 from shardwise.checkpoint.foreign.state_dicts import FoundState, find_state, plain_values
-from shardwise.checkpoint.foreign.strided import TensorPlace, row_major_strides
+from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import read_file
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.stores import OneFile, OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError, few_of
+from shardwise.space.boxes import row_major_strides
 
 __all__ = ["has_optimizer", "has_values", "is_torch_file", "is_torch_model", "read_contents", "with_optimizer"]
 
