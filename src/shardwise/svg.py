@@ -11,8 +11,6 @@ from html import escape
 from itertools import groupby
 from math import prod
 
-__all__ = ["INK", "MUTED", "PAPER", "Picture", "colour", "shortened", "stacked"]
-
 INK, MUTED, PAPER = "#22252b", "#8a8f98", "#ffffff"
 _IDLE = "#eef0f2"
 _HUES = (212, 22, 145, 275, 48, 340, 185, 100)

@@ -21,9 +21,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor, in_order, shared_pieces
 from shardwise.space import Piece, check_cover
 
-__all__ = ["Arrangement", "FileLayout", "arrange", "assign_pieces", "assign_tensors"]
-
-
 FileLayout = Literal["pieces", "whole"]
 """`pieces`: each rank writes its own elements, without traffic; `whole`: every tensor is whole in one file."""
 

@@ -18,8 +18,6 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.names import AVERAGE, MASTER, split_state_name
 from shardwise.plan.saved_settings import OF_RUNS
 
-__all__ = ["Weights", "check_weights", "with_averages"]
-
 Weights: TypeAlias = Literal["current", "average"]
 """The weights as training left them, or the averages that it kept of them."""
 

@@ -16,7 +16,8 @@ from typing import Final, Literal, get_args
 import torch
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion, Progress
+from shardwise.checkpoint.conversion import MAX_SHARD_BYTES, Conversion
+from shardwise.checkpoint.destinations import Progress
 from shardwise.checkpoint.huggingface_files import ConfigPath, as_extra
 from shardwise.checkpoint.outputs import OutputReader, Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
@@ -31,8 +32,6 @@ from shardwise.moving.copies import put
 from shardwise.plan.dtypes import COMPUTE_DTYPES, aligned, is_complex, promote
 from shardwise.plan.names import meant_by, nearest
 from shardwise.space import Piece
-
-__all__ = ["Accumulate", "AverageReport", "average"]
 
 Accumulate = Literal["float64", "float32"]
 """The dtype of sums; those of complex numbers have two such parts."""

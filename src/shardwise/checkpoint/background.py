@@ -41,8 +41,6 @@ from shardwise.comm.processes import channel_of
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite import Rewrite
 
-__all__ = ["AsyncSaver"]
-
 _POLL_SECONDS, _MOST_POLL_SECONDS = 0.02, 0.5
 """Between two listings, which are requests on object stores: first, and at most."""
 

@@ -26,8 +26,6 @@ from shardwise.rewrite import TensorMeta
 from shardwise.rewrite.op_steps import Quantises
 from shardwise.space import Box, Move, Piece
 
-__all__ = ["BlockScales", "boxes_of_grid", "quantise"]
-
 _AT_ONCE = 1 << 18
 """Elements that are multiplied while they are in the cache."""
 

@@ -6,8 +6,6 @@ import xxhash
 
 from shardwise.checkpoint.contents import CHECKSUM_BYTES
 
-__all__ = ["BlockSums", "checksum", "damaged_blocks", "num_blocks"]
-
 
 def num_blocks(num_bytes: int, block_bytes: int) -> int:
     """How many blocks `num_bytes` bytes have; the last may be shorter."""

@@ -34,8 +34,6 @@ from shardwise.rewrite.metas import holds_nans, keeps_values
 from shardwise.rewrite.op_steps import Quantises
 from shardwise.rewrite.strided_views import scales_of
 
-__all__ = ["Certificate", "CertifiedTensor", "ComparedTensor", "certify_return"]
-
 _COMPARED_AT_ONCE = 1 << 20
 """Elements that are compared in float64 at a time."""
 

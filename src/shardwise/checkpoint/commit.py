@@ -35,8 +35,6 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, texts_in, understood
 from shardwise.errors import CheckpointError, few_of
 
-__all__ = ["Attempt", "Description", "SaveReport", "Written", "begin", "check_shared_storage", "commit", "discard"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:

@@ -18,19 +18,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name
 from shardwise.space import Piece
 
-__all__ = [
-    "BLOCK_BYTES",
-    "CHECKSUM_BYTES",
-    "MAX_INDEX",
-    "Contents",
-    "StoredPiece",
-    "StoredTensor",
-    "can_exist",
-    "is_model_name",
-    "model_name_of_master",
-    "printable",
-]
-
 MAX_INDEX = 2**63 - 1
 """Torch counts elements and bytes with so many bits."""
 

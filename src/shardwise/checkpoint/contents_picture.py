@@ -7,8 +7,6 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.space import Piece, PieceIndex
 from shardwise.svg import MUTED, Picture, colour, shortened
 
-__all__ = ["contents_picture"]
-
 _SHOWN_TENSORS = 24
 _COLUMNS = 3
 

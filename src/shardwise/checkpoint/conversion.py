@@ -55,19 +55,6 @@ from shardwise.rewrite import Rewrite
 from shardwise.rewrite.compiled_ops import QUANTISED
 from shardwise.rewrite.spelling import quoted
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "Conversion",
-    "ConvertReport",
-    "ConvertTarget",
-    "Progress",
-    "check_dtype",
-    "convert",
-    "main_dtype",
-    "preview",
-    "without_wrappers",
-]
-
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
 """A save of ours that keeps the pieces of the source, one of whole tensors, or a folder of another format: files of
 Hugging Face, or what torch.distributed.checkpoint, torchtitan or DeepSpeed go on from.

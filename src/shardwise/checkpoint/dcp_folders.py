@@ -23,8 +23,6 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["METADATA", "DcpFolder", "DcpObject", "DcpTensor", "plan_dcp"]
-
 METADATA = ".metadata"
 
 _MAX_CHUNK_BYTES = 64 << 20

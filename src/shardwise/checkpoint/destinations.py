@@ -39,19 +39,6 @@ from shardwise.errors import CheckpointError
 from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
-__all__ = [
-    "Copying",
-    "FolderPlan",
-    "FolderTarget",
-    "Progress",
-    "WrittenCopy",
-    "check_save",
-    "leaving_no_folder",
-    "make_folder",
-    "make_save",
-    "plan_folder",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCopy:

@@ -25,8 +25,6 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space.boxes import index_of_element
 
-__all__ = ["Difference", "ExtraDifference", "TensorDifference", "diff"]
-
 _HEAD = ("tensor", "differs in", "A", "B", "elements", "max |A-B|", "first at")
 _MAX_TEXT = 60
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-__all__ = ["ElementValue", "Elements", "compare", "larger", "shown", "with_one_nan"]
-
 ElementValue = int | float | complex | tuple[float, float]
 """The value of an element; a pair for float4_e2m1fn_x2, which has two in each."""
 

@@ -41,8 +41,6 @@ from shardwise.plan.holders import Holders, holders_by_tensor, shared_pieces
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece, check_cover, moves
 
-__all__ = ["WindowFiller", "full", "stream_whole"]
-
 
 class WindowFiller:
     """Fills windows of whole tensors, window after window, out of the pieces that ranks hold."""

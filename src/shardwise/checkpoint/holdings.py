@@ -22,9 +22,6 @@ from shardwise.plan.names import is_state_name, plain_names
 from shardwise.plan.saved_settings import merge_settings
 from shardwise.space import Piece
 
-__all__ = ["Holdings", "RankFacts", "facts_of", "without_state"]
-
-
 _NOTHING = pack_pieces([])
 """What a rank without pieces tells of them."""
 

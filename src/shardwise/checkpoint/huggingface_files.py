@@ -26,24 +26,6 @@ from shardwise.checkpoint.stores import Store, read_whole, reason
 from shardwise.errors import CheckpointError
 from shardwise.plan.saved_settings import CONFIG, MODEL_FILES
 
-__all__ = [
-    "CONFIG",
-    "ConfigPath",
-    "ShardFile",
-    "as_extra",
-    "files_beside",
-    "files_of",
-    "folder_files",
-    "given_files",
-    "index_of",
-    "kept_files",
-    "missing_files",
-    "model_files",
-    "parameters_of",
-    "parsed_config",
-    "shards_of",
-]
-
 _KEPT = (CONFIG, "generation_config.json")
 """What a save keeps of a folder, as JSON: small, and about the model rather than about texts."""
 

@@ -12,8 +12,6 @@ from shardwise.checkpoint.stores import Address, store_of
 from shardwise.errors import CheckpointError
 from shardwise.rewrite import Rewrite
 
-__all__ = ["export_hf", "import_hf"]
-
 
 def import_hf(
     folder: Address,

@@ -28,8 +28,6 @@ from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, PlanError, few_of
 from shardwise.space import Box, Piece, check_cover
 
-__all__ = ["Catalogue", "Index", "VerifyReport", "open", "verify", "verify_all"]
-
 Index = Box | slice | Sequence[slice]
 """A box of indices: a Box, or slices with step 1; missing ones take whole dims."""
 

@@ -20,8 +20,6 @@ from shardwise.checkpoint.local import check_complete, check_not_longer, checked
 from shardwise.keepers.keeper_host import KeeperAddress, answered, asked
 from shardwise.keepers.keeper_talk import receive_into, send_head
 
-__all__ = ["KeeperStore"]
-
 
 class KeeperStore:
     """A `Store` over the keepers of a program's hosts.

@@ -20,8 +20,6 @@ from shardwise.plan.dtypes import COMPUTE_DTYPES
 from shardwise.rewrite.metas import TensorMeta
 from shardwise.rewrite.sections import mismatches
 
-__all__ = ["Likeness"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:

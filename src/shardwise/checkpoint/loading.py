@@ -47,8 +47,6 @@ from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["LoadReport", "Loaded", "Verify", "load", "load_seen"]
-
 Verify = bool | Literal["first"]
 """True: every block is verified as it is read. "first": all blocks are, before the target is touched. False: none."""
 

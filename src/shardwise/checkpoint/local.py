@@ -19,16 +19,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-__all__ = [
-    "LocalStore",
-    "LocalWriter",
-    "check_complete",
-    "check_not_longer",
-    "checked_name",
-    "make_folder",
-    "sync_folder",
-]
-
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What `link` answers on file systems that cannot do it."""
 _NO_RESERVING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)

@@ -32,22 +32,6 @@ from shardwise.errors import CheckpointError, PlanError, in_words
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "MAX_BLOCK_BYTES",
-    "TENSORS_PER_TABLE",
-    "VERSION",
-    "FileEntry",
-    "Head",
-    "contents_of",
-    "is_file_name",
-    "pack_tables",
-    "packed",
-    "unpack_tables",
-    "unpacked",
-]
-
 FORMAT: Final = "shardwise-checkpoint"
 VERSION: Final = 1
 MANIFEST = "manifest.json"

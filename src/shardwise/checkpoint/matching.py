@@ -30,8 +30,6 @@ from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, Rest, TextPlace
 from shardwise.space import Piece
 
-__all__ = ["Match", "WantedTensor", "apart", "compare_in_turns", "compare_twins", "match", "prefix_hint"]
-
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:

@@ -26,8 +26,6 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.names import split_state_name
 from shardwise.space import Piece
 
-__all__ = ["megatron_files"]
-
 _STEP = "step"
 _BACKEND = {
     "sharded_backend": "torch_dist",

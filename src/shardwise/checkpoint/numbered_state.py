@@ -18,8 +18,6 @@ from shardwise.plan.names import split_state_name, state_name
 from shardwise.plan.optimizer_entries import NumberedParameter, can_be_of
 from shardwise.plan.saved_settings import GUESSED, LISTED, NUMBERED, ORDER_LOST
 
-__all__ = ["OrderedState", "as_numbered", "is_unsettled", "notes_of"]
-
 Order = Sequence[Sequence[NumberedParameter]]
 """For each group of an optimizer its parameters, as torch counts them."""
 

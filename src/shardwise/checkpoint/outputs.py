@@ -31,8 +31,6 @@ from shardwise.rewrite import Checked, Rewrite
 from shardwise.rewrite.strided_views import fill_of
 from shardwise.space import Piece
 
-__all__ = ["OutputReader", "Outputs", "as_they_are", "model_of", "rewritten", "view_back", "view_for_conversion"]
-
 
 class OutputReader(Protocol):
     """Reads pieces of outputs."""

@@ -15,8 +15,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["PassingDigests"]
-
 
 class PassingDigests:
     """Takes the digests of a checkpoint's tensors as far as it sees their blocks in order."""

@@ -14,8 +14,6 @@ from shardwise.rewrite import Checked
 from shardwise.space import Box, Piece
 from shardwise.space.moves import blocks_of
 
-__all__ = ["QuantisingReader"]
-
 
 class QuantisingReader:
     """Reads pieces of outputs, some of them quantised, into its own buffer, as `PieceReader` does.

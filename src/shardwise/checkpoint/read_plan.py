@@ -27,8 +27,6 @@ from shardwise.plan.holders import Holders, holders_by_tensor
 from shardwise.space import Move, Piece, Run, moves, overlap
 from shardwise.space.moves import elements_together
 
-__all__ = ["BlockSpan", "ReadPlan", "count_exact_ranges", "exact_ranges", "missing", "plan_reads"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:

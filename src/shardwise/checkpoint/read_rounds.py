@@ -34,8 +34,6 @@ from shardwise.moving.copies import parts_of
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.space.moves import runs_of
 
-__all__ = ["ReadTraffic", "read_exactly", "read_in_rounds"]
-
 ONE_ROUND_BYTES = 16 << 20
 """Where no rank reads more, everything is read and agreed upon before anything is written."""
 

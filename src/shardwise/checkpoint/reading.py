@@ -25,9 +25,6 @@ from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 
-__all__ = ["BatchReader", "GrowingBuffer", "batches_of", "buffer_bytes", "check_file", "damage_finding", "elements_of"]
-
-
 _STRETCH_BYTES = 4 << 20
 """Spans that follow one another are asked of the store together, up to so much."""
 

@@ -15,8 +15,6 @@ from typing import Any
 from shardwise.checkpoint.local import LocalStore, LocalWriter, check_complete, check_not_longer, checked_name
 from shardwise.errors import CheckpointError
 
-__all__ = ["FsspecStore"]
-
 _REQUEST_BYTES = 1 << 26
 """Bytes of one read at most: fsspec returns them as a new object, which is copied to its place."""
 

@@ -32,16 +32,6 @@ from shardwise.plan.saved_settings import (
 )
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 
-__all__ = [
-    "layout_of",
-    "names_state",
-    "recorded_metas",
-    "renamed_settings",
-    "rewrite_of_record",
-    "with_degrees",
-    "with_vocabulary",
-]
-
 _GroupAt = tuple[int, int]
 """The position of an optimizer, and of a group in it."""
 

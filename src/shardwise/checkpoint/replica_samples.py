@@ -18,8 +18,6 @@ from shardwise.comm.local_tensors import bytes_of
 from shardwise.errors import CheckpointError, few_of
 from shardwise.space import Piece
 
-__all__ = ["compare_samples", "samples_of"]
-
 SharedPieces = Sequence[tuple[Piece, Sequence[int]]]
 """The pieces that several ranks hold, each with these ranks: see `holders.shared_pieces`."""
 

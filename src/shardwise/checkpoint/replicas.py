@@ -40,8 +40,6 @@ from shardwise.comm.own_host import OwnHost
 from shardwise.errors import CheckpointError
 from shardwise.keepers.keeper_host import KeeperAddress, OwnKeeper, socket_name
 
-__all__ = ["Replicas"]
-
 _SECONDS_TO_FINISH = 5.0
 """After an error in the program a copy under way may take so long: the host that it goes to may be the lost one."""
 

@@ -45,17 +45,6 @@ from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from shardwise.rewrite.metas import needed_casts
 from shardwise.space import Piece
 
-__all__ = [
-    "Located",
-    "RewrittenState",
-    "StateRewriting",
-    "compare_numbers",
-    "locate",
-    "view_for_load",
-    "without_place",
-]
-
-
 _NOT_HERE = "Save or load without it, and convert (shardwise ckpt convert) with it"
 
 # States that are saved

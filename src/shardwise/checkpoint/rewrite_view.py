@@ -39,19 +39,6 @@ from shardwise.space import Box, Piece, Run
 from shardwise.space.boxes import row_major_strides
 from shardwise.space.moves import blocks_of
 
-__all__ = [
-    "Counterpart",
-    "RewriteView",
-    "differences",
-    "kept_in",
-    "metas_of_contents",
-    "metas_of_pieces",
-    "outputs_with",
-    "padding_of",
-    "ranks_along_tp",
-    "value_of",
-]
-
 # What a rewrite has to know of tensors
 
 

@@ -27,24 +27,6 @@ from shardwise.moving.copies import part_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, moves
 
-__all__ = [
-    "DataFile",
-    "FileFilling",
-    "JoinedWrites",
-    "Sink",
-    "TensorEntry",
-    "cast_through",
-    "dtype_of",
-    "header",
-    "is_plain",
-    "lay_out",
-    "plain_bytes",
-    "read_header",
-    "row_major_bytes",
-    "stored_as",
-    "unique_keys",
-]
-
 ALIGNMENT_BYTES = 64
 """The data starts at a multiple of this: as far as any reader that maps files into memory asks for."""
 

@@ -26,20 +26,6 @@ from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, contents_of
 from shardwise.checkpoint.stores import Address, OneFile, OpenFile, Store, read_whole, reason, store_of
 from shardwise.errors import CheckpointError, few_of
 
-__all__ = [
-    "CERTIFICATE",
-    "Listing",
-    "clean_up",
-    "list_saves",
-    "listing_of",
-    "prune",
-    "read_head",
-    "read_save",
-    "remove_save",
-    "select",
-    "storing",
-]
-
 CERTIFICATE = "round-trip.json"
 """Says what came back of a conversion. It is written to the folder of a committed save, and removed with it."""
 

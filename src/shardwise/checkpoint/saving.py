@@ -36,8 +36,6 @@ from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = ["Arguments", "Prepared", "Retention", "SaveMemory", "prepare", "save", "write_pieces"]
-
 VISIBLE_SECONDS = 30.0
 """After so long every network file system shows what another host has written, unless it is configured otherwise."""
 

@@ -24,8 +24,6 @@ from shardwise.rewrite.op_steps import grid_of
 from shardwise.rewrite.spelling import text_of_name
 from shardwise.rewrite.statements import Name, NamePart, Placeholder, TextPlace
 
-__all__ = ["dequantising"]
-
 _ENDINGS: Final = ("_scale_inv", "_scale")
 _QUANTIZATION: Final = "quantization_config"
 _DIGITS: Final = re.compile("[0-9]+")

@@ -24,8 +24,6 @@ from shardwise.checkpoint.state_pieces import Held
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.space import Piece
 
-__all__ = ["Snapshot", "SnapshotCounters"]
-
 _BLOCK_BYTES = 64 << 20
 """Of page-locked memory."""
 

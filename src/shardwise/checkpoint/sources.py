@@ -18,8 +18,6 @@ from shardwise.comm.agreement import agreed
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.rewrite.sections import uncollected
 
-__all__ = ["ATTEMPTS", "Source", "agree_on_source", "read_contents", "was_removed", "with_contents"]
-
 T = TypeVar("T")
 
 ATTEMPTS = 10

@@ -30,8 +30,6 @@ from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece
 
-__all__ = ["Held", "KnownDTensors", "check_targets", "gather_findings", "hold", "merge_ties", "place_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:

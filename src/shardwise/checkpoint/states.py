@@ -21,18 +21,6 @@ from shardwise.plan.optimizer_entries import NumberedParameter
 from shardwise.rewrite import Rewrite
 from shardwise.space import Piece
 
-__all__ = [
-    "Numbering",
-    "Ordered",
-    "Positioned",
-    "Restorable",
-    "Restoration",
-    "State",
-    "Stateful",
-    "check_arguments",
-    "wrong_rewrite",
-]
-
 
 # Checked by isinstance, for a state is a mapping or one of these; it looks for the methods only.
 @runtime_checkable

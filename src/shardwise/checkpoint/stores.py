@@ -22,22 +22,6 @@ from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
 from shardwise.errors import CheckpointError
 
-__all__ = [
-    "Address",
-    "OneFile",
-    "OpenFile",
-    "Reader",
-    "Store",
-    "Writer",
-    "about",
-    "is_value",
-    "open_data",
-    "read_whole",
-    "reason",
-    "store_of",
-    "value_name",
-]
-
 _MAX_METADATA_BYTES = 1 << 32
 """Of a manifest, a table or an index: a million pieces take 200 MB. They are read into memory as a whole."""
 

@@ -30,8 +30,6 @@ from shardwise.rewrite.metas import holds_nans
 from shardwise.space import BlockPart, Move, Piece
 from shardwise.space.moves import stretch_of
 
-__all__ = ["Ends", "PlacedDelivery", "Sums", "changed_only", "differing", "num_blocks_of", "placed", "sums_of", "tell"]
-
 Ends = tuple[int, int]
 """The rank that gives, and the one that takes; maybe the same one."""
 

@@ -25,8 +25,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["Archive", "ArchiveFile", "ArchiveFilling", "ordered", "pickled_tensor", "saved_tensor"]
-
 _FOLDER = "archive/"
 _ALIGNMENT = 64
 """Of elements in the file, as torch.save has them."""

@@ -47,8 +47,6 @@ from shardwise.plan.saved_settings import (
 )
 from shardwise.space import Piece
 
-__all__ = ["TorchRestoration", "TorchState"]
-
 
 class TorchState:
     """A model and its optimizers, to be saved and loaded by name: `save(path, TorchState(model, optimizer))`.

@@ -23,8 +23,6 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.names import split_state_name
 from shardwise.plan.saved_settings import stored_optimizers, take_over
 
-__all__ = ["TITAN_NAMES", "TORCH_NAMES", "StateDictNames", "check_owners", "dcp_folder", "groups_of_torch"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDictNames:

@@ -23,8 +23,6 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.names import split_state_name
 from shardwise.space import Piece
 
-__all__ = ["LATEST", "universal_files"]
-
 LATEST = "latest_universal"
 
 _VERSION = "0.19.8"

@@ -17,8 +17,6 @@ from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.saved_settings import BEFORE, CONFIG, LOADED_BY, SEVERAL, origin_of
 from shardwise.rewrite import Rewrite
 
-__all__ = ["inverse_like", "recorded_rewrite", "way_back"]
-
 Lossy = Literal["refuse", "allow"]
 
 

@@ -49,8 +49,6 @@ from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.rewrite import Rewrite
 from shardwise.space import Move, Piece
 
-__all__ = ["StreamReport", "stream"]
-
 _PURPOSE = "layouts of a stream"
 
 

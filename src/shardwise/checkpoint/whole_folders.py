@@ -14,8 +14,6 @@ from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
 from shardwise.checkpoint.stores import Address, Store, Writer, reason
 from shardwise.errors import CheckpointError
 
-__all__ = ["PlannedFile", "check_folder", "is_unfinished", "write_folder"]
-
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
 """Names of folders in which a conversion, or a trainer, writes until all is there."""
 

@@ -30,25 +30,6 @@ from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.rewrite.metas import KEPT_FILL, number_of
 from shardwise.space import Move, Piece, Run, check_cover, moves
 
-__all__ = [
-    "BATCH_BYTES",
-    "LARGE_WINDOW_BYTES",
-    "WINDOW_BYTES",
-    "PaddingTarget",
-    "PieceReader",
-    "ReadTarget",
-    "Stretch",
-    "check_whole",
-    "fill_exactly",
-    "is_in_strips",
-    "joined",
-    "padding_value",
-    "part_of_piece",
-    "targets_of_scales",
-    "windows",
-]
-
-
 WINDOW_BYTES = 8 << 20
 """So much is in memory at a time, in addition to the batch that is being read."""
 

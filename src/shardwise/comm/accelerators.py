@@ -21,18 +21,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-__all__ = [
-    "RandomSource",
-    "empty_cache",
-    "outlive_threads",
-    "peak_memory",
-    "random_numbers_kept",
-    "random_sources",
-    "random_states",
-    "rounds_convolutions",
-    "synchronize",
-]
-
 _CONVOLUTIONS = {"cuda": "cudnn", "xpu": "mkldnn"}
 """Kind of device -> the part of `torch.backends` that says whether its convolutions round float32 (to TF32)."""
 

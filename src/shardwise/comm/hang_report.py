@@ -22,8 +22,6 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-__all__ = ["MAX_LINES", "Whereabouts", "lines_of", "report"]
-
 MAX_LINES = 40
 """Of a report: one screen."""
 

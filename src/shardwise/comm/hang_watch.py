@@ -24,8 +24,6 @@ from shardwise.comm.channel import Signature
 from shardwise.comm.hang_report import Whereabouts, lines_of, report
 from shardwise.comm.messages import TransferInFlight
 
-__all__ = ["Activity", "HangWatch", "QuietThread"]
-
 _LOOK_SECONDS = 1.0
 """How often the thread wakes up."""
 

@@ -31,8 +31,6 @@ from shardwise.comm.processes import processes
 from shardwise.errors import PlanError, ShardwiseError, in_words
 from shardwise.launchers import place_of
 
-__all__ = ["Finding", "examine"]
-
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)(?:;.*extra == ['\"](\w+))?")
 
 _FILES_PER_RANK = 64

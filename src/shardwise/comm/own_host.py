@@ -11,8 +11,6 @@ from shardwise.comm.interfaces import is_loopback, own_addresses, seen_from_here
 from shardwise.comm.rendezvous import store_host_here
 from shardwise.launchers import listening_ports
 
-__all__ = ["OwnHost"]
-
 
 @dataclass(frozen=True, slots=True)
 class OwnHost:

@@ -36,8 +36,6 @@ from shardwise.keepers.keeper_talk import (
     send_head,
 )
 
-__all__ = ["KeeperProcess"]
-
 _FIRST_OWNER_SECONDS = 120.0
 """A keeper that got no owner by then was started by a rank that has died meanwhile."""
 

@@ -21,8 +21,6 @@ from shardwise.keepers.keeper_talk import (
     send_head,
 )
 
-__all__ = ["KeeperAddress", "OwnKeeper", "answered", "asked", "socket_name"]
-
 _START_SECONDS = 60.0
 """How long a keeper may take to start."""
 

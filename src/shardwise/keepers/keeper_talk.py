@@ -21,18 +21,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = [
-    "MAX_ANSWER_BYTES",
-    "MAX_REQUEST_BYTES",
-    "SECRET_BYTES",
-    "checked_peer",
-    "prove_to_caller",
-    "prove_to_keeper",
-    "receive_head",
-    "receive_into",
-    "send_head",
-]
-
 SECRET_BYTES = 32
 
 _LENGTH = struct.Struct(">I")

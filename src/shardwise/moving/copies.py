@@ -16,8 +16,6 @@ from shardwise.comm.local_tensors import array_of
 from shardwise.space import BlockPart, Move
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["fill", "part_of", "parts_of", "put"]
-
 _COPIED = frozenset(
     {
         torch.bool,

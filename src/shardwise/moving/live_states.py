@@ -13,8 +13,6 @@ from shardwise.moving.piece_exchange import consent
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
-__all__ = ["findings_of", "reshard", "stored_shape"]
-
 
 def reshard(
     source: Mapping[Piece, torch.Tensor],

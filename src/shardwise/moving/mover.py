@@ -27,8 +27,6 @@ from shardwise.plan.routes import Lot, ReshardPlan, Route, Share, batches_of
 from shardwise.space import Move, Piece
 from shardwise.space.moves import stretch_of
 
-__all__ = ["BegunBatch", "Delivery", "Mover", "PlanDeliveries", "by_distance", "carry_out_plan"]
-
 S = TypeVar("S", bound=Hashable)
 T = TypeVar("T", bound=Hashable)
 

@@ -24,8 +24,6 @@ from shardwise.comm.processes import given_or_default
 from shardwise.errors import PlanError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 
-__all__ = ["exchange"]
-
 _LARGEST_NUMBER = 1 << 63
 
 _LARGEST_BYTES = 1 << 47

@@ -27,8 +27,6 @@ from shardwise.plan.reshard import plan_reshard
 from shardwise.plan.routes import ReshardPlan
 from shardwise.space import Piece
 
-__all__ = ["Consent", "Gathering", "agree_on_plan", "consent", "pack_pieces", "unpack_alike", "unpack_pieces"]
-
 _DIGEST_BYTES = 16
 
 

@@ -8,8 +8,6 @@ import torch
 
 from shardwise.moving.copies import put
 
-__all__ = ["QueuedCopies"]
-
 
 class QueuedCopies:
     """Fills memory of the host out of tensors on a device, or on the CPU."""

@@ -23,8 +23,6 @@ from shardwise.moving.piece_exchange import Consent, consent
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.space import Piece
 
-__all__ = ["reshard_tensor"]
-
 _TRACKS, _WATCHES, _IGNORES = "gradient", "no gradient", "gradients off"
 """What autograd does on a rank: its tensors need a gradient, or they do not, or nothing is recorded there."""
 

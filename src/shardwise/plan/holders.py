@@ -21,8 +21,6 @@ from shardwise.space import Box, Piece, PieceIndex, check_cover
 from shardwise.space.moves import Block, blocks_of, elements_in_both, reach, shared_elements
 from shardwise.space.pieces import taken_in_order
 
-__all__ = ["Covering", "Holders", "holders_by_tensor", "in_order", "shared_pieces"]
-
 _FEW = 4
 """With so many pieces none is looked up in an index: each is asked."""
 

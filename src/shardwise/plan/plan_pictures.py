@@ -7,8 +7,6 @@ from shardwise.plan.specs import Plan
 from shardwise.plan.timeline import simulate_schedule
 from shardwise.svg import INK, MUTED, Picture, colour, shortened
 
-__all__ = ["bucket_picture", "mesh_picture", "step_picture"]
-
 _SHOWN_RANKS = 32
 _SHOWN_BUCKETS = 12
 _NAMED_WIDTH = 80

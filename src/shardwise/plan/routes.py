@@ -20,8 +20,6 @@ from shardwise.plan.dtypes import ALIGNMENT_BYTES, aligned, itemsize_bytes
 from shardwise.space import Box, Move, Piece, moves
 from shardwise.space.pieces import taken_in_order
 
-__all__ = ["MIN_MAX_BYTES", "Lot", "PieceAt", "ReshardPlan", "Route", "Share", "batches_of", "stretch_bytes"]
-
 
 class PieceAt(NamedTuple):
     """A rank, and a piece that it holds or wants. The piece has no name: it is one of any tensor of the route."""

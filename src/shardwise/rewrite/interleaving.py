@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 from shardwise.rewrite.op_steps import Arrange, AxisSlice, undone
 
-__all__ = ["fuse", "heads_of_fused", "heads_of_three", "unfuse", "unlike"]
-
 
 def _interleaved(sizes: Sequence[int], parts: int) -> tuple[AxisSlice, ...]:
     """Return the stretches of a fused tensor: part after part, each with its share of each tensor.

@@ -12,8 +12,6 @@ from shardwise.space import Box
 from shardwise.space.boxes import row_major_strides
 from shardwise.svg import MUTED, Picture, colour, shortened
 
-__all__ = ["rewrite_picture"]
-
 _SHOWN_OUTPUTS = 12
 
 

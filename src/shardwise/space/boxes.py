@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 
-__all__ = ["Box", "index_of_element", "row_major_strides"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

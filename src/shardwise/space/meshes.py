@@ -16,8 +16,6 @@ from typing import SupportsIndex
 from shardwise.errors import PlanError
 from shardwise.space.boxes import index_of_element, row_major_strides
 
-__all__ = ["AXES", "Mesh"]
-
 # The order says how far apart peers are. Ranks of one host have neighbouring numbers; tp talks several times per layer
 # and so has neighbours, pp talks least and may cross hosts.
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")

@@ -25,23 +25,6 @@ from shardwise.space.boxes import row_major_strides
 from shardwise.space.pieces import Piece
 from shardwise.space.runs import Run, boxes_of_run
 
-__all__ = [
-    "Block",
-    "BlockPart",
-    "Move",
-    "PieceIndex",
-    "blocks_of",
-    "check_one_tensor",
-    "elements_in_both",
-    "elements_together",
-    "moves",
-    "overlap",
-    "reach",
-    "runs_of",
-    "shared_elements",
-    "stretch_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:

@@ -9,8 +9,6 @@ from shardwise.errors import PlanError
 from shardwise.space.boxes import Box, index_of_element
 from shardwise.space.runs import Run, boxes_of_run_in_box
 
-__all__ = ["Piece", "check_cover", "taken_in_order"]
-
 
 @dataclass(frozen=True, slots=True, init=False)
 class Piece:

@@ -16,8 +16,6 @@ from shardwise.space.boxes import Box
 from shardwise.space.moves import BlockPart, blocks_of
 from shardwise.space.pieces import Piece
 
-__all__ = ["Portion", "even_cuts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Portion:

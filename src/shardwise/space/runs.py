@@ -7,8 +7,6 @@ from typing import NamedTuple
 from shardwise.errors import PlanError
 from shardwise.space.boxes import Box, index_of_element, row_major_strides
 
-__all__ = ["Run", "boxes_of_run", "boxes_of_run_in_box"]
-
 
 class _Bounds(NamedTuple):
     start: int

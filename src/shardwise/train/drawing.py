@@ -18,8 +18,6 @@ from shardwise.svg import Picture, stacked
 from shardwise.train.config import RunConfig, find_config, is_shipped, read_config
 from shardwise.train.run_build import build_model
 
-__all__ = ["draw"]
-
 
 def draw(
     source: str,

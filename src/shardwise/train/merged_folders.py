@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.huggingface_files import CONFIG, files_of, index_of, shards_of
+from shardwise.checkpoint.huggingface_files import files_of, index_of, shards_of
 from shardwise.checkpoint.safetensors_files import DataFile, JoinedWrites
 from shardwise.checkpoint.stores import Store, Writer
 from shardwise.checkpoint.whole_folders import check_folder, write_folder
@@ -18,7 +18,7 @@ from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine.adapters import MergedModel
 from shardwise.engine.engine import Engine
-from shardwise.plan.saved_settings import MODEL_FILES, settings_of_model
+from shardwise.plan.saved_settings import CONFIG, MODEL_FILES, settings_of_model
 
 _WINDOW_BYTES = 256 << 20
 """Of the tensors that are on rank 0 at once; twice that while peft merges them."""

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from shardwise.checkpoint.foreign.zip_parts import END, END_SIGNATURE, SIGNATURE, Read, ZipParts
 from shardwise.errors import CheckpointError
 
-__all__ = ["PartCheck", "check_archives", "has_archives"]
-
 _CHUNK_BYTES = 1 << 20
 
 

@@ -31,19 +31,6 @@ from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
 from shardwise.space.boxes import row_major_strides
 
-__all__ = [
-    "Blob",
-    "DcpChunk",
-    "Metadata",
-    "SavedTensor",
-    "aliases_of",
-    "as_saved",
-    "parse_metadata",
-    "parts_of",
-    "read_contents",
-    "read_metadata",
-]
-
 _RECORDS = frozenset(
     {
         "BytesIOWriteData",

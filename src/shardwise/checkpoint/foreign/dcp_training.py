@@ -26,8 +26,6 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.names import beside_name
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["KeyPath", "TrainingNames", "training_names"]
-
 KeyPath = tuple[str | int, ...]
 """The keys that lead to a value in a state dict of dicts and lists."""
 

@@ -33,8 +33,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, state_name
 from shardwise.space import Piece
 
-__all__ = ["is_deepspeed", "read_contents"]
-
 _FILE = re.compile(r"(?:(?:bf16|fp16)_)?(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_.*", re.DOTALL)

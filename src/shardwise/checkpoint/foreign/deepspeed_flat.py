@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["FlatRun", "Shapes", "runs_of_each", "runs_of_vectors"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 """The parameters of a flat vector, in its order."""
 

@@ -14,8 +14,6 @@ from shardwise.plan.names import split_state_name, state_name
 from shardwise.plan.saved_settings import NUMBERED
 from shardwise.space import Piece
 
-__all__ = ["FoundTensors", "shapes_of", "vectors_of"]
-
 
 @dataclass(slots=True, kw_only=True)
 class FoundTensors:

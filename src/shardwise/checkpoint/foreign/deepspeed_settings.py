@@ -11,8 +11,6 @@ from typing import Any
 from shardwise.checkpoint.foreign.torch_files import UnknownObject
 from shardwise.plan.saved_settings import settings_to_json
 
-__all__ = ["loss_scale_of", "optimizer_settings"]
-
 _OWN_ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction"})
 _AS_TORCH: Mapping[str, Any] = MappingProxyType({"amsgrad": False, "maximize": False})
 """What torch's Adam has in its groups, and DeepSpeed's does not know."""

@@ -23,8 +23,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import state_name
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["add_universal", "is_universal", "number_at"]
-
 _ZERO = "zero/"
 _STATE = "zero/optimizer_state.pt"
 _MAX_COUNT = 1 << 53

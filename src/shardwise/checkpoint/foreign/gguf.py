@@ -24,8 +24,6 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["read_contents"]
-
 _DTYPES: Mapping[int, str] = MappingProxyType(
     {
         0: "float32",

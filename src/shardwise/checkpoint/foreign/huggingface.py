@@ -21,8 +21,6 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
 
-__all__ = ["boxes_in", "read_contents", "read_index", "saved_offsets"]
-
 _INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING_INFO = "DCP_SHARDING_INFO"
 

@@ -28,8 +28,6 @@ from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import MASTER, split_state_name, state_name
 
-__all__ = ["check_common", "is_megatron", "read_contents"]
-
 _LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
 _BACKEND = "metadata.json"

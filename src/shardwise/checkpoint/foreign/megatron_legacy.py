@@ -29,8 +29,6 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["is_file", "read_contents"]
-
 _FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?/model(?:_optim)?_rng\.pt")
 _LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d{1,9})(\..*)", re.DOTALL)
 _CUT: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(

@@ -22,18 +22,6 @@ from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, state_name
 from shardwise.space import Piece
 
-__all__ = [
-    "StackedTensors",
-    "in_shape",
-    "is_flat_bucket",
-    "is_megatron_name",
-    "linear_of",
-    "model_tensors",
-    "split_state",
-    "stacked",
-    "with_norms",
-]
-
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
 _MASTERS = ("fp32_param", "param")

@@ -19,8 +19,6 @@ from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import UnknownObject
 from shardwise.checkpoint.stores import OpenFile
 
-__all__ = ["MegatronOptimizer", "arguments_of", "group_of_megatron", "is_decayed"]
-
 _OWN = frozenset(
     {
         *("params", "step", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config"),

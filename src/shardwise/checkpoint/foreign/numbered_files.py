@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.errors import CheckpointError, few_of
 
-__all__ = ["check_numbers", "is_numbered", "parts_of_set"]
-
 _PART = re.compile(r"(?P<stem>.*?)-(?P<number>[0-9]{2,9})-of-(?P<count>[0-9]{2,9})(?P<end>\.\w+)", re.DOTALL)
 _SHARD = re.compile(r"shard-(?P<number>[0-9]{5})-(?P<rest>.*)", re.DOTALL)
 """What a rank of torch.distributed.checkpoint wrote: numbers of ranks from 1 on, and the same names behind them."""

@@ -22,8 +22,6 @@ from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import can_be_of, python_types
 from shardwise.plan.saved_settings import GUESSED, LISTED, NUMBERED, PYTHON_DTYPES, settings_to_json
 
-__all__ = ["NumberedOptimizer", "Parameters", "is_optimizer", "named_parameters", "numbered_settings"]
-
 _MAX_WAYS = 200_000
 """States of the search, over all tensors of the model."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, Persistent
 
-__all__ = ["pickled"]
-
 
 def pickled(value: Any) -> bytes:
     """The pickle of a value, of protocol 2 as torch.save writes it.

@@ -22,8 +22,6 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["CutShortError", "MadeObject", "Named", "Persistent", "parse", "parse_first"]
-
 _FREE_BYTES = 16 << 20
 _BYTES_PER_BYTE = 32
 """A pickle may make so much, and so much for each of its bytes. Those of torch make two thirds of the second."""

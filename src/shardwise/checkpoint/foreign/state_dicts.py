@@ -31,8 +31,6 @@ from shardwise.plan.names import beside_name, is_beside_name, state_name
 from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece
 
-__all__ = ["FoundState", "find_state", "place_of_number", "plain_values", "stored_tensor"]
-
 _MAX_NODES = 1_000_000
 """Names in a file: of tensors, and of what they are in."""
 _MAX_VALUES = 200_000

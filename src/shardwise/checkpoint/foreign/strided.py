@@ -14,8 +14,6 @@ from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
 
-__all__ = ["TensorPlace", "pieces_of"]
-
 _MAX_PIECES = 1 << 16
 """Of one tensor; each takes about a KiB of memory."""
 

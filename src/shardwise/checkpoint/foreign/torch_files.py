@@ -26,8 +26,6 @@ from shardwise.checkpoint.foreign.zip_parts import SIGNATURE, Read, ZipParts
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
 
-__all__ = ["NotPlainError", "UnknownObject", "find_tensor", "ints", "read_file", "read_value"]
-
 _PICKLE = "data.pkl"
 _MAX_VALUES = 1_000_000
 _MAX_DEPTH = 200

@@ -27,8 +27,6 @@ from shardwise.checkpoint.stores import OneFile, OpenFile, Store, about, read_wh
 from shardwise.errors import CheckpointError, few_of
 from shardwise.space.boxes import row_major_strides
 
-__all__ = ["has_optimizer", "has_values", "is_torch_file", "is_torch_model", "read_contents", "with_optimizer"]
-
 _FILE = re.compile(r".*\.(?:pt|pth|ckpt|bin)", re.DOTALL)
 _MODEL = re.compile(r"(?:pytorch_model(?:_fsdp)?(?:_\d+)?|adapter_model|diffusion_pytorch_model)(?:-\d+-of-\d+)?\.bin")
 _INDEX_SUFFIX = ".bin.index.json"

@@ -20,8 +20,6 @@ from typing import NoReturn
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["END", "END_SIGNATURE", "SIGNATURE", "Read", "ZipParts"]
-
 SIGNATURE = b"PK\x03\x04"
 """The first bytes of an archive."""
 END_SIGNATURE = b"PK\x05\x06"
