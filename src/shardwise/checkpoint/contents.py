@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, is_beside_name, is_state_name, split_state_name
 from shardwise.space import Piece
@@ -136,6 +136,26 @@ class Contents:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def joined(self, other: "Contents", *, where: str) -> "Contents":
+        """These and others of one checkpoint. where: in words, where a tensor is that both have; that is refused."""
+        if twice := self.tensors.keys() & other.tensors.keys():
+            raise CheckpointError(f"{self.location}: {few_of(sorted(twice))} is {where}")
+        extra = dict(self.extra)
+        for key, more in other.extra.items():
+            mine = extra.get(key, ())
+            extra[key] = {**more, **dict(mine)} if isinstance(more, dict) else [*mine, *more]
+        return replace(
+            self,
+            tensors={**self.tensors, **other.tensors},
+            aliases={**self.aliases, **other.aliases},
+            file_sizes={**self.file_sizes, **other.file_sizes},
+            settings={**self.settings, **other.settings},
+            extra=extra,
+            step=self.step if other.step is None else other.step,
+            notes=(*self.notes, *other.notes),
+            left_state=self.left_state or other.left_state,
+        )
 
     def check_tensors(self, tensors: Collection[str]) -> None:
         """Raise CheckpointError where nothing is left of what has tensors, or of what others saved as a model."""

@@ -237,7 +237,11 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    contents, paths = _as_one([_with_paths(store, folder) for folder in parts_of(list(store.names())) or [""]])
+    parts = [_with_paths(store, folder) for folder in parts_of(list(store.names())) or [""]]
+    contents, paths = parts[0]
+    for other, more in parts[1:]:
+        contents = contents.joined(other, where="in the model and in the optimizer")
+        paths = {**paths, **more}
     named = training_names(contents.tensors, contents.aliases, contents.extra.get("objects", {}), paths)
     if named is None:
         return contents
@@ -276,28 +280,6 @@ def _with_paths(store: Store, folder: str) -> tuple[Contents, Mapping[str, KeyPa
     aliases = aliases_of(metadata, contents.tensors)
     tensors = {name: each for name, each in contents.tensors.items() if name not in aliases}
     return replace(contents, tensors=tensors, aliases=aliases), metadata.paths
-
-
-def _as_one(parts: Sequence[tuple[Contents, Mapping[str, KeyPath]]]) -> tuple[Contents, Mapping[str, KeyPath]]:
-    """What the folders of model and optimizer hold together."""
-    (one, paths), *others = parts
-    for other, more in others:
-        if taken := one.tensors.keys() & other.tensors.keys():
-            raise CheckpointError(f"{one.location}: {few_of(sorted(taken))} is in the model and in the optimizer")
-        extra = {
-            key: [*one.extra.get(key, ()), *each] if isinstance(each, list) else {**one.extra.get(key, {}), **each}
-            for key, each in other.extra.items()
-        }
-        one = replace(
-            one,
-            tensors={**one.tensors, **other.tensors},
-            aliases={**one.aliases, **other.aliases},
-            file_sizes={**one.file_sizes, **other.file_sizes},
-            extra={**one.extra, **extra},
-            notes=(*one.notes, *other.notes),
-        )
-        paths = {**paths, **more}
-    return one, paths
 
 
 def read_metadata(store: Store, folder: str = "") -> Metadata:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.foreign.deepspeed_found import FoundTensors, shapes_of
 from shardwise.checkpoint.foreign.deepspeed_settings import loss_scale_of
 from shardwise.checkpoint.foreign.deepspeed_universal import add_universal, is_universal, number_at
 from shardwise.checkpoint.foreign.optimizer_states import NumberedOptimizer, Parameters, is_optimizer, named_parameters
-from shardwise.checkpoint.foreign.state_dicts import place_of_number, plain_values, stored_tensor
+from shardwise.checkpoint.foreign.state_dicts import placed, plain_values, stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import UnknownObject, ints, read_file
 from shardwise.checkpoint.manifest import packed
@@ -556,8 +556,7 @@ def _add_whole_optimizer(found: FoundTensors, files: _SavedFiles, file: str, mod
         if isinstance(number, int) and number < len(masters) and isinstance(place := masters[number], TensorPlace):
             found.add(stored_tensor(state_name(name, MASTER), file, place))
     for number, key, value in optimizer.entries():
-        place, held = (value, file) if isinstance(value, TensorPlace) else place_of_number(value, found.value_sizes)
-        found.add(stored_tensor(state_name(optimizer.names[number], key), held, place))
+        found.add(stored_tensor(state_name(optimizer.names[number], key), *placed(value, file, found.value_sizes)))
     if optimizer.reason:
         found.notes.append(optimizer.note(""))
         found.numbered.append(optimizer.record(""))

@@ -12,10 +12,11 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.checkpoint.contents import Contents, StoredTensor, can_exist, printable
+from shardwise.checkpoint.contents import Contents, can_exist, printable
 from shardwise.checkpoint.foreign.numbered_files import parts_of_set
 from shardwise.checkpoint.foreign.state_dicts import stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace
@@ -97,15 +98,9 @@ def read_contents(store: OneFile) -> Contents:
             "llama-gguf-split --merge FIRST OUT"
         )
     parts = [first if name == store.name else _read_file(store, name) for name in names]
-    tensors: dict[str, StoredTensor] = {}
-    for part in parts:
-        if twice := tensors.keys() & part.tensors.keys():
-            raise CheckpointError(f"{part.location}: {few_of(sorted(twice))} is in another part, too")
-        tensors |= part.tensors
     # The first part has the values of the model, the others little besides their numbers.
-    values = {key: each for part in reversed(parts) for key, each in part.extra["metadata"].items()}
-    sizes = {name: size for part in parts for name, size in part.file_sizes.items()}
-    return replace(first, tensors=tensors, file_sizes=sizes, extra={"metadata": values})
+    whole = reduce(lambda one, other: one.joined(other, where="in two parts"), parts)
+    return replace(whole, location=first.location)
 
 
 def _read_file(store: OneFile, name: str) -> Contents:

@@ -129,8 +129,13 @@ class NumberedOptimizer:
         """Its state: (number, key, tensor or Python number)."""
         for number, state in self.state.items():
             for key, value in state.items():
-                if isinstance(value, TensorPlace) or type(value).__name__ in PYTHON_DTYPES:
+                if isinstance(value, TensorPlace) or _is_number(value):
                     yield number, str(key), value
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a Python number that a tensor can hold."""
+    return type(value).__name__ in PYTHON_DTYPES and not (isinstance(value, int) and value.bit_length() > 63)
 
 
 def numbered_settings(optimizers: Iterable[tuple[str, NumberedOptimizer]]) -> dict[str, Any]:
@@ -186,8 +191,8 @@ def _unnameable(optimizer: NumberedOptimizer) -> str:
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key or key == MASTER:
                 return f"its state of parameter {number} has a key that fits into no name"
-            if not isinstance(value, TensorPlace | None) and type(value).__name__ not in PYTHON_DTYPES:
-                return f"its {key} of parameter {number} is neither a tensor nor a number"
+            if not (isinstance(value, TensorPlace | None) or _is_number(value)):
+                return f"its {key} of parameter {number} is neither a tensor nor a number of 64 bits"
     try:
         python_types(each for each in optimizer.entries() if not isinstance(each[2], TensorPlace))
     except OptimizerError as error:

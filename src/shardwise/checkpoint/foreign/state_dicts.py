@@ -85,10 +85,7 @@ class FoundState:
             if note := optimizer.note(path):
                 self.notes.append(note)
             for number, key, value in optimizer.entries():
-                place, held = (
-                    (value, file) if isinstance(value, TensorPlace) else place_of_number(value, self.value_sizes)
-                )
-                self.add(state_name(optimizer.owner(number, path), key), held, place)
+                self.add(state_name(optimizer.owner(number, path), key), *placed(value, file, self.value_sizes))
             settings = [item for group in optimizer.groups for item in group.items()]
             if lost := {str(key) for key, value in settings if isinstance(value, TensorPlace | UnknownObject)}:
                 self.notes.append(
@@ -119,12 +116,14 @@ class FoundState:
         return {name: place for name, (_, place) in self.tensors.items() if not is_beside_name(name)}
 
 
-def place_of_number(value: float, sizes: dict[str, int]) -> tuple[TensorPlace, str]:
-    """A Python number as a tensor: its place, and a file that is in its name alone, whose size goes to `sizes`."""
+def placed(value: TensorPlace | float, file: str, sizes: dict[str, int]) -> tuple[str, TensorPlace]:
+    """File and place of a tensor. A Python number is in the name of its file alone, whose size goes to `sizes`."""
+    if isinstance(value, TensorPlace):
+        return file, value
     kind = type(value).__name__
     data = struct.pack({"bool": "?", "int": "<q", "float": "<d"}[kind], value)
     sizes[value_name(data)] = len(data)
-    return TensorPlace(dtype=PYTHON_DTYPES[kind], shape=(), strides=(), start=0), value_name(data)
+    return value_name(data), TensorPlace(dtype=PYTHON_DTYPES[kind], shape=(), strides=(), start=0)
 
 
 def stored_tensor(name: str, file: str, place: TensorPlace) -> StoredTensor:

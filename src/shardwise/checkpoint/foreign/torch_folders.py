@@ -96,24 +96,8 @@ def with_optimizer(contents: Contents, store: Store) -> Contents:
     }
     sizes = _sizes(store, beside)
     added = _contents(found, sizes, store.location, parameters=Parameters.of(places, ordered=False))
-    if taken := contents.tensors.keys() & added.tensors.keys():
-        raise CheckpointError(f"{store.location}: {few_of(sorted(taken))} is in the model and next to it")
-    settings = (
-        {**contents.settings, **added.settings, "ties": dict(contents.aliases)} if added.settings else contents.settings
-    )
-    extra = {**contents.extra, **added.extra}
-    if "objects" in contents.extra and "objects" in added.extra:
-        extra["objects"] = {**contents.extra["objects"], **added.extra["objects"]}
-    return replace(
-        contents,
-        tensors={**contents.tensors, **added.tensors},
-        file_sizes={**contents.file_sizes, **added.file_sizes},
-        settings=settings,
-        extra=extra,
-        step=contents.step if added.step is None else added.step,
-        notes=(*contents.notes, *added.notes),
-        left_state=added.left_state,
-    )
+    settings = {**added.settings, "ties": dict(contents.aliases)} if added.settings else {}
+    return contents.joined(replace(added, settings=settings), where="in the model and next to it")
 
 
 def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, parameters: Parameters | None) -> Contents:
