@@ -102,6 +102,21 @@ def test_nothing_is_made_where_no_tensor_can_be_read(tmp_path: Path, way: str) -
     assert not (tmp_path / "made").exists()
 
 
+def test_a_file_of_nothing_but_odd_tensors_says_what_they_are(tmp_path: Path) -> None:
+    torch.save({"odd": torch.eye(4).to_sparse()}, tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match=r"that can be read(?s:.*)odd is left out: it is a sparse tensor"):
+        checkpoint.open(tmp_path / "odd.pt")
+
+
+def test_whole_numbers_that_no_tensor_holds_are_named_in_the_state_of_an_optimizer(tmp_path: Path) -> None:
+    state = {0: {"exp_avg": torch.ones(2, 2), "seed": 2**70, "step": -(2**63) + 1}}
+    optimizer = {"state": state, "param_groups": [{"lr": 1.0, "params": [0]}]}
+    torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}, tmp_path / "odd.pt")
+    contents = checkpoint.open(tmp_path / "odd.pt").contents
+    assert "its seed of parameter 0 is neither a tensor nor a number of 64 bits" in contents.left_state
+    assert contents.tensors["optimizer/0/step"].dtype == "int64"
+
+
 def test_a_save_of_values_alone_is_copied(tmp_path: Path) -> None:
     sw.save(tmp_path / "a", {}, extra={"epoch": 3})
     checkpoint.convert(tmp_path / "a", tmp_path / "b")

@@ -418,7 +418,8 @@ def _settle(
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
-        remarks = [f"note: {each}" for each in (*contents.notes, *(view.checked.notes if view is not None else ()))]
+        others = (*contents.notes, *(view.checked.notes if view is not None else ()))
+        remarks = [f"note: {each}" for each in others if not any(finding.startswith(each) for finding in findings)]
         hint = prefix_hint(kinds, contents, found)
         raise CheckpointError(*findings, *remarks, about=f"{contents.location} does not fit the target{hint}")
     # Let pass (`strict=False`), these are in the report.

@@ -105,7 +105,8 @@ def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, par
         found.name_optimizers(parameters)
         tensors = found.stored(sizes)
         if not tensors and not found.values:
-            raise CheckpointError("it holds neither tensors nor values")
+            what = "it holds neither tensors nor values"
+            raise CheckpointError(f"{what} that can be read" if found.notes else what, *found.notes)
         # As saves of ours keep it: keys that are numbers, and all that JSON has no words for.
         extra = {"objects": packed(found.values, "its values")} if found.values else {}
     steps = (found.values.get(key) for key in _STEPS)
