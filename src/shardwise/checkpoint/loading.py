@@ -418,10 +418,13 @@ def _settle(
     else:
         findings += [*ordered.findings, *found.missing, *found.unexpected, *([] if options.weights_alone else unfit)]
     if findings:
-        others = (*contents.notes, *(view.checked.notes if view is not None else ()))
-        remarks = [f"note: {each}" for each in others if not any(finding.startswith(each) for finding in findings)]
-        hint = prefix_hint(kinds, contents, found)
-        raise CheckpointError(*findings, *remarks, about=f"{contents.location} does not fit the target{hint}")
+        notes = (*ordered.notes, *(view.checked.notes if view is not None else ()))
+        remarks = [f"note: {each}" for each in notes if not any(finding.startswith(each) for finding in findings)]
+        raise CheckpointError(
+            *findings,
+            *remarks,
+            about=f"{contents.location} does not fit the target{prefix_hint(kinds, contents, found)}",
+        )
     # Let pass (`strict=False`), these are in the report.
     found.unexpected.extend([*ordered.findings, *unfit])
     lacking = {kind.name for kind in kinds if kind not in found.source}
