@@ -59,11 +59,16 @@ def values_of(
                 yield name, path, each
 
 
+def can_be_kept(value: object) -> bool:
+    """Whether a value is one of Python that a tensor can hold."""
+    # By the type's name: a bool is an int for isinstance, and comes back as what it was.
+    return type(value).__name__ in PYTHON_DTYPES and not (type(value) is int and not -(1 << 63) <= value < 1 << 63)
+
+
 def python_type(parameter: str, key: str, value: object) -> str:
     """The name of the type of a Python value in an optimizer's state; raises OptimizerError unless it can be kept."""
     name = type(value).__name__
-    # By the type's name: a bool is an int for isinstance, and comes back as what it was.
-    if name not in PYTHON_DTYPES or (name == "int" and not -(1 << 63) <= value < 1 << 63):  # type: ignore[operator]
+    if not can_be_kept(value):
         raise OptimizerError(
             f"the optimizer's state {key!r} of {parameter!r} is {value!r:.80} ({name}); a checkpoint keeps "
             "tensors, bool, int64, float, str, None, and lists, tuples and dicts of them"

@@ -10,7 +10,7 @@ where each starts.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
@@ -52,7 +52,8 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
         for key, entry in entries.items():
             places.setdefault(key, []).append((name, entry))
     if weight_map is not None:
-        problems += _index_problems(weight_map, places, sizes)
+        held = {key: [name for name, _ in found] for key, found in places.items()}
+        problems += index_problems(weight_map, held, sizes)
     # All findings are collected: a download that broke off lacks more than one thing.
     tensors = {}
     for key, found in places.items():
@@ -158,16 +159,16 @@ def _joined_note(files: Sequence[str], weight_map: Mapping[str, str] | None) -> 
     return (f"{few_of(sorted(files), quotes=False)} are read as one model; name a file to read it alone",)
 
 
-def _index_problems(
-    weight_map: Mapping[str, str], places: Mapping[str, list[tuple[str, TensorEntry]]], sizes: Mapping[str, int]
+def index_problems(
+    weight_map: Mapping[str, str], held: Mapping[str, Sequence[str]], files: Collection[str]
 ) -> Iterator[str]:
-    """What the index says otherwise than the files that could be read."""
+    """What the index says otherwise than the files that could be read. held: for each tensor the files that have it."""
     for key, file in weight_map.items():
         # Of a file that could not be read there is a finding already.
-        if file in sizes and file not in [name for name, _ in places.get(key, ())]:
+        if file in files and file not in held.get(key, ()):
             yield f"the index says that tensor {key} is in {file}, but it is not"
-    for key, found in places.items():
-        for file, _ in found:
+    for key, found in held.items():
+        for file in found:
             if weight_map.get(key, "") != file:
                 said = f"has it in {weight_map[key]}" if key in weight_map else "does not name it"
                 yield f"tensor {key} is in {file}, but the index {said}"

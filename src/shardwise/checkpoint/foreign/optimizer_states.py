@@ -19,8 +19,8 @@ from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.errors import OptimizerError
 from shardwise.plan.names import MASTER
 from shardwise.plan.nested_state import flat_state
-from shardwise.plan.optimizer_entries import can_be_of, python_types
-from shardwise.plan.saved_settings import GUESSED, LISTED, NUMBERED, PYTHON_DTYPES, settings_to_json
+from shardwise.plan.optimizer_entries import can_be_kept, can_be_of, python_types
+from shardwise.plan.saved_settings import GUESSED, LISTED, NUMBERED, settings_to_json
 
 _MAX_WAYS = 200_000
 """States of the search, over all tensors of the model."""
@@ -129,13 +129,8 @@ class NumberedOptimizer:
         """Its state: (number, key, tensor or Python number)."""
         for number, state in self.state.items():
             for key, value in state.items():
-                if isinstance(value, TensorPlace) or _is_number(value):
+                if isinstance(value, TensorPlace) or can_be_kept(value):
                     yield number, str(key), value
-
-
-def _is_number(value: object) -> bool:
-    """Whether a value is a Python number that a tensor can hold."""
-    return type(value).__name__ in PYTHON_DTYPES and not (isinstance(value, int) and value.bit_length() > 63)
 
 
 def numbered_settings(optimizers: Iterable[tuple[str, NumberedOptimizer]]) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def _unnameable(optimizer: NumberedOptimizer) -> str:
         for key, value in state.items():
             if not isinstance(key, str) or "/" in key or key == MASTER:
                 return f"its state of parameter {number} has a key that fits into no name"
-            if not (isinstance(value, TensorPlace | None) or _is_number(value)):
+            if not (isinstance(value, TensorPlace | None) or can_be_kept(value)):
                 return f"its {key} of parameter {number} is neither a tensor nor a number of 64 bits"
     try:
         python_types(each for each in optimizer.entries() if not isinstance(each[2], TensorPlace))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.foreign.huggingface import read_index
+from shardwise.checkpoint.foreign.huggingface import index_problems, read_index
 from shardwise.checkpoint.foreign.numbered_files import check_numbers
 from shardwise.checkpoint.foreign.optimizer_states import Parameters
 from shardwise.checkpoint.foreign.state_dicts import FoundState, find_state, plain_values
@@ -73,8 +73,9 @@ def read_contents(store: Store) -> Contents:
     files = _shards(store) if weight_map is None else sorted(set(weight_map.values()))
     found = _read(store, files)
     # What is no model is next to it: the value of a shard is a state dict.
-    problems = _index_problems(found, weight_map or {}) if weight_map is not None else []
-    if problems:
+    held = {name: [file] for name, (file, _) in found.tensors.items()}
+    held |= {alias: held[name] for alias, name in found.aliases.items()}
+    if weight_map is not None and (problems := list(index_problems(weight_map, held, files))):
         raise CheckpointError(*problems, about=store.location)
     parameters = Parameters.of({name: place for name, (_, place) in found.tensors.items()}, ordered=True)
     beside = list(_beside(store)) if has_optimizer(store) else []
@@ -194,21 +195,6 @@ def _read_trainer(store: Store, found: FoundState) -> None:
         raise CheckpointError(f"{store.location}/{_TRAINER} is not JSON: {error}") from None
     if isinstance(state, dict):
         found.values["trainer_state"] = plain_values(state, found.notes)
-
-
-def _index_problems(found: FoundState, weight_map: Mapping[str, str]) -> list[str]:
-    """What an index says otherwise than its files."""
-    held: dict[str, Any] = {name: file for name, (file, _) in found.tensors.items()}
-    held |= {alias: held[name] for alias, name in found.aliases.items()}
-    return [
-        f"the index says that tensor {name} is in {file}, but it is not"
-        for name, file in weight_map.items()
-        if held.get(name) != file
-    ] + [
-        f"tensor {name} is in {file}, but the index does not name it"
-        for name, file in held.items()
-        if name not in weight_map
-    ]
 
 
 def _sizes(store: Store, files: list[str]) -> dict[str, int]:
