@@ -123,8 +123,9 @@ def test_a_long_file_is_continued_line_by_line(rows: str, tmp_path: Path) -> Non
     file = MetricsFile(path)
     file.on_begin(LOOP)
     ranks = tuple(times(rank, 0.1, {0: 0.5}) for rank in range(64))
+    made = dataclasses.replace(STEP, rows=rows, losses={"a": 1.0, "ranks": 2.0})  # a name of the user's
     for step in range(1, kept + 11):
-        file.on_step(LOOP, dataclasses.replace(STEP, step=step, ranks=ranks, rows=rows))
+        file.on_step(LOOP, dataclasses.replace(made, step=step, ranks=ranks))
     file.on_end(LOOP, None)
     lines = path.read_text().splitlines()
     assert (f'"{rows}_per_second": 12345.0' in lines[0], lines[0].count("_per_second")) == (True, 1)
@@ -139,7 +140,7 @@ def test_a_long_file_is_continued_line_by_line(rows: str, tmp_path: Path) -> Non
     tracemalloc.stop()
     file.on_end(LOOP, None)
     assert path.read_text().splitlines() == lines[:kept]
-    assert seen == [dataclasses.replace(STEP, step=step, rows=rows) for step in range(1, kept + 1)]
+    assert seen == [dataclasses.replace(made, step=step) for step in range(1, kept + 1)]
 
 
 def test_the_curve_is_smoothed_at_the_places_that_a_picture_shows() -> None:

@@ -34,14 +34,14 @@ class JsonLines:
 def lines_up_to(path: Path, last_step: int, *, before: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The whole lines of a file up to an update, and their values, one after the other.
 
-    before: a key behind which values are not read, nor the key itself: those of a rank are many. Of a run that was
-    killed the last line may be torn.
+    before: the key of a list; it and what follows are not read, as ranks have many values. The last line of a run that
+    was killed may be torn.
     """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
-            head, cut, _ = line.partition(f', "{before}": ') if before else (line, "", "")
+            head, cut, _ = line.partition(f', "{before}": [') if before else (line, "", "")
             line, is_whole = line.rstrip("\n"), line.endswith("}\n")
             try:
                 values = json.loads(head + "}" if cut and is_whole else line)
