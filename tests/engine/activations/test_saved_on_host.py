@@ -189,11 +189,58 @@ class Writes(nn.Module):
         return x.mul_(2.0)
 
 
+class Aside(nn.Module):
+    """Its first module gives what the user keeps, and no loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside, self.blocks = Block(), nn.Sequential(Block(), Block())
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.aside(x)
+        out: torch.Tensor = self.blocks(x)
+        return out
+
+
 @pytest.mark.usefixtures("anywhere_fake")
-@pytest.mark.parametrize("names", [("0",), ("0", "2")])
-def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(names: tuple[str, ...]) -> None:
+def test_what_comes_back_and_is_not_used_is_in_nobodys_way() -> None:
+    def on_rank(channel: sw.Channel) -> int:
+        plan = sw.Plan(activations=sw.Activations(offload=("aside", "blocks.?")))
+        engine = sw.parallelize(Aside(), plan, optimizer=torch.optim.SGD, loss=square, channel=channel)
+        engine.step({"x": torch.ones(ROWS, WIDTH, device=channel.device)})
+        moved = engine.activations.transfers
+        assert moved is not None
+        assert moved.num_bytes > 10 * ACTIVATION
+        engine.model.kept = None  # what was saved goes with its graph, and its memory to those that come now
+        others = [torch.full((ROWS, WIDTH), 7.0, device=channel.device) for _ in range(20)]
+        torch.accelerator.synchronize(channel.device)
+        return sum(bool((each != 7.0).any()) for each in others)
+
+    with behind(LAST):
+        assert sw.simulate(1, on_rank) == [0]
+
+
+class WritesInside(Writes):
+    """The same, while what was saved is on its way to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.up(super().forward(x).clone())
+        return out
+
+
+@pytest.mark.usefixtures("anywhere_fake")
+@pytest.mark.parametrize("writes", [Writes, WritesInside])
+@pytest.mark.parametrize("names", [("0",), ("0", "2"), ("0", "1", "2")])
+def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(
+    names: tuple[str, ...], writes: Callable[[], nn.Module]
+) -> None:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Writes(), Block())
+        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), writes(), Block())
 
     batch = {"input": torch.ones(32, WIDTH)}
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

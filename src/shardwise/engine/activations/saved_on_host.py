@@ -157,14 +157,17 @@ class HostCall:
         if away := [each for each in self._alive() if each.is_away]:
             for each in away:
                 each.take_room()  # on the stream that reads it, which the side stream waits for
-            self._copy(each.copy_back for each in away)
+            copied = self._copy(each.copy_back for each in away)
+            for each in away:
+                each.coming = self._transfers.current(), copied
 
     def _alive(self) -> list["HostCopyOfStorage"]:
         return [each for at in self._saved if (each := at()) is not None]
 
-    def _copy(self, copies: Iterable[Callable[[], None]]) -> None:
+    def _copy(self, copies: Iterable[Callable[[], None]]) -> torch.Event:
         self._event = self._transfers.on_side(copies)
         self._waited.clear()
+        return self._event
 
     def _wait(self) -> None:
         if self._event is not None and (stream := self._transfers.current()).stream_id not in self._waited:
@@ -183,18 +186,26 @@ class HostCopyOfStorage:
         self.version = tensor._version
         self._original: torch.Tensor | None = tensor.detach()
         """Counts writes with the tensor, and while it is the one on the device."""
+        self._shape = tuple(tensor.shape)
+        self._is_written = False
         self.bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=transfers.device).set_(storage)
         """On the device."""
         self._size = storage.nbytes()
         self._block: torch.Tensor | None = None
+        self.coming: tuple[torch.Stream, torch.Event] | None = None
+        """The stream of the memory that is filled, and what it has to wait for; None where somebody has waited."""
 
     def check(self) -> None:
         """Raise ModelError for a value that is not the saved one any more, as torch does where nothing is moved."""
-        if self._original is not None and self._original._version != self.version:
+        if self._is_written or self._has_new_version:
             raise ModelError(
-                f"a tensor of shape {tuple(self._original.shape)} that a forward saved for backward was written to in "
+                f"a tensor of shape {self._shape} that a forward saved for backward was written to in "
                 "place afterwards. Write to a copy of it"
             )
+
+    @property
+    def _has_new_version(self) -> bool:
+        return self._original is not None and self._original._version != self.version
 
     @property
     def is_away(self) -> bool:
@@ -211,6 +222,7 @@ class HostCopyOfStorage:
 
     def let_go(self) -> None:
         """Free it on the device."""
+        self._is_written = self._has_new_version  # while it was copied: nobody knows which value came
         self.bytes = self._original = None
         # Another storage may get its number.
         if self._transfers.known.get(self._key) is self:
@@ -233,8 +245,12 @@ class HostCopyOfStorage:
             self._block = None
 
     def __del__(self) -> None:
-        # The graph is gone, perhaps without a backward. A copy that is on its way comes before the block's next one.
+        # The graph is gone, perhaps without a backward. A copy that is on its way comes before the block's next one. On
+        # the device it has to come before the next owner of the memory, which it would overwrite.
         self._give_back()
+        if self.coming is not None:
+            stream, copied = self.coming
+            stream.wait_event(copied)
 
 
 class SavedView(NamedTuple):
@@ -254,6 +270,7 @@ def unpack(saved: Any) -> torch.Tensor:
         return unpack_parameter(saved)
     moved, call, dtype, size, stride, offset = saved
     call.need()
+    moved.coming = None
     moved.check()
     assert moved.bytes is not None
     empty = torch.empty(0, dtype=dtype, device=moved.bytes.device)
