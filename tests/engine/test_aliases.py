@@ -1,4 +1,4 @@
-"""Attributes of modules in the memory of parameters: they show what they show in a plain loop, or are refused."""
+"""Attributes of modules in the memory of parameters: they show what they show in a plain loop, or refuse reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, PeerError
 from tests.engine.refusals import same_error_everywhere
 
 STEPS = 3
@@ -22,10 +22,11 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
         self.seen = keep(self)
+        self.reads = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.last(self.first(x)) + self.seen().sum()
-        return output
+        output: torch.Tensor = self.last(self.first(x))
+        return output + self.seen().sum() if self.reads else output
 
 
 def whole(net: Any) -> Callable[[], torch.Tensor]:
@@ -58,8 +59,12 @@ def bits(net: Any) -> Callable[[], torch.Tensor]:
     return lambda: net.kept.view(torch.float32)
 
 
+def graph(net: Any) -> Callable[[], torch.Tensor]:
+    net.kept = (net.first.weight[1],)
+    return lambda: net.kept[0]
+
+
 GO_ALONG = [whole, part, turned, in_closure]
-REFUSED = [array, bits]
 
 ONE = sw.Plan()
 PLANS = {
@@ -133,33 +138,74 @@ def test_they_go_along_when_the_parameter_is_unfrozen() -> None:
     assert torch.equal(net.seen(), net.first.weight)
 
 
+def refused_on_all(size: int, run: Callable[[sw.Channel], object]) -> str:
+    """What every rank says; a rank that met it later, what stopped the other."""
+    said: list[str] = []
+
+    def caught(channel: sw.Channel) -> None:
+        with pytest.raises((ModelError, PeerError)) as error:
+            run(channel)
+        said.append(str(error.value))
+
+    sw.simulate(size, caught)
+    assert len(said) == size
+    (found,) = {text[text.index("(of ") :] for text in said}
+    return found
+
+
+READ = [
+    *((bits, name, plan) for name, plan in PLANS.items()),
+    *((keep, name, plan) for keep in (whole, turned, in_closure, bits, graph) for name, plan in WITH_PARTS.items()),
+]
+
+
 @pytest.mark.parametrize(
-    ("keep", "name", "plan"),
-    [(keep, name, plan) for keep in REFUSED for name, plan in PLANS.items()]
-    + [(keep, name, plan) for keep in (whole, turned, array) for name, plan in WITH_PARTS.items()],
-    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
+    ("keep", "name", "plan"), READ, ids=lambda each: getattr(each, "__name__", each if isinstance(each, str) else "")
 )
-def test_others_are_refused_by_name(keep: Any, name: str, plan: sw.Plan) -> None:
-    error = same_error_everywhere(plan.mesh.size, lambda channel: put(keep, plan, channel))
+def test_others_are_refused_by_name_where_they_are_read(keep: Any, name: str, plan: sw.Plan) -> None:
+    """On all ranks; a program that reads none goes on."""
+
+    def train(channel: sw.Channel) -> None:
+        engine = put(keep, plan, channel)
+        net: Any = engine.model
+        net.reads = False
+        step_of(engine, 0, channel)
+        net.reads = True
+        step_of(engine, 1, channel)
+
+    said = refused_on_all(plan.mesh.size, train)
+    assert "(of first.weight)" in said or "(of first.bias)" in said
+    assert "in forward" in said
+
+
+@pytest.mark.parametrize("name", PLANS | WITH_PARTS)
+def test_arrays_are_refused_at_once(name: str) -> None:
+    plan = (PLANS | WITH_PARTS)[name]
+    error = same_error_everywhere(plan.mesh.size, lambda channel: put(array, plan, channel))
     assert type(error) is ModelError
     assert "(of first.weight)" in str(error)
-    assert "in forward" in str(error)
 
 
 @pytest.mark.parametrize("name", WITH_PARTS)
-def test_a_relayout_to_a_plan_with_parts_is_refused_and_the_engine_goes_on(name: str) -> None:
-    expected = in_a_plain_loop(whole)
+def test_after_a_relayout_to_a_plan_with_parts_reads_are_refused(name: str) -> None:
     plan = WITH_PARTS[name]
 
-    def train(channel: sw.Channel) -> list[float]:
+    def train(channel: sw.Channel) -> None:
         engine = put(whole, sw.Plan(mesh=sw.Mesh(dp_shard=2)), channel)
-        losses = [step_of(engine, 0, channel)]
-        with pytest.raises(ModelError, match="first values for ever"):
-            sw.relayout(engine, plan)
-        return [*losses, *(step_of(engine, step, channel) for step in range(1, STEPS))]
+        step_of(engine, 0, channel)
+        step_of(sw.relayout(engine, plan), 1, channel)
 
-    for losses in sw.simulate(2, train):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    assert "`self.weight`" in refused_on_all(2, train)
+
+
+def test_a_view_of_several_parameters_goes_along_with_none() -> None:
+    def keep(net: Any) -> Callable[[], torch.Tensor]:
+        memory = torch.zeros(20)
+        net.first.weight.data, net.first.bias.data = memory[:16].view(4, 4), memory[16:]
+        net.kept = memory
+        return lambda: net.kept
+
+    assert "`self.weight`" in refused_on_all(1, lambda channel: step_of(put(keep, ONE, channel), 0, channel))
 
 
 @pytest.mark.parametrize("name", [*PLANS, *WITH_PARTS])

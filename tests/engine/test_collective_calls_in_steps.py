@@ -28,6 +28,14 @@ def by_name(value: torch.Tensor) -> torch.Tensor:
     return guarded(value) if is_initialized() else value
 
 
+def in_own_group(value: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(value.detach().clone(), group=OWN[0])
+    return value
+
+
+OWN: list[Any] = []
+
+
 def by_torch(value: torch.Tensor) -> torch.Tensor:
     """Torch asks, and knows what to do."""
     return nn.functional.relu(nn.SyncBatchNorm(4)(value))
@@ -105,8 +113,14 @@ def process_group() -> Iterator[None]:
 @pytest.mark.parametrize("in_loss", [False, True], ids=["forward", "loss"])
 @pytest.mark.parametrize("plan", [TENSOR, sw.Plan(mesh=sw.Mesh(pp=2))], ids=["tp", "pp"])
 def test_a_group_with_other_ranks_is_refused(plan: sw.Plan, in_loss: bool) -> None:
-    with pytest.raises(ModelError, match=r"torch.distributed.all_reduce inside of a step.*data ranks only"):
+    with pytest.raises(ModelError, match=r"torch.distributed.all_reduce inside of a step.*group of the data ranks"):
         sw.simulate(2, lambda channel: train(plan, guarded, in_loss=in_loss, channel=channel))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_that_the_program_made_is_used_under_tp() -> None:
+    OWN[:] = [dist.new_group([0])]
+    sw.simulate(2, lambda channel: train(TENSOR, in_own_group, in_loss=True, channel=channel))
 
 
 @pytest.mark.usefixtures("process_group")

@@ -1,5 +1,8 @@
 """Trainable parameters that are not the model's, under an optimizer that is not the engine's: those of one process."""
 
+import gc
+import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +12,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import MismatchError, ModelError
+from shardwise.engine import loss_parameters
+from shardwise.errors import MismatchError, OptimizerError
 from tests.engine.oracle import share_of
 
 ROWS = 8
@@ -194,18 +198,35 @@ def test_tensors_of_a_rank_alone_stay_its_own() -> None:
 
 
 @pytest.mark.parametrize("way", [by_output, by_microbatch], ids=lambda way: way.__name__)
-def test_a_pipeline_refuses_them_on_all_ranks(way: Way) -> None:
+@pytest.mark.parametrize("reads", [True, False])
+def test_where_gradients_are_in_parts_they_refuse_to_be_read(way: Way, reads: bool) -> None:
+    """A loss network that nobody trains stays as it is, and the model is trained."""
     plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"fc1": 0, "fc2": 1}))
-    said = []
 
-    def train(channel: sw.Channel) -> None:
-        with pytest.raises(ModelError, match="not the model's") as caught:
-            on_ranks(plan, way, thaws_at=0, channel=channel)
-        said.append(str(caught.value))
+    def train(channel: sw.Channel) -> torch.Tensor:
+        model, head = Net(), Head()
+        engine = sw.parallelize(
+            model,
+            plan if channel.size == 2 else sw.Plan(),
+            optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
+            channel=channel,
+            **way(model, head),
+        )
+        own = own_optimizer(head)
+        for batch in batches():
+            engine.step(batch)
+            if reads:
+                own.step()
+        with engine.whole():
+            return model.fc1.weight.detach().clone()
 
-    sw.simulate(2, train)
-    assert len(set(said)) == 1
-    assert "one module" in said[0]
+    if reads:
+        with pytest.raises(OptimizerError, match="one module"):
+            sw.simulate(2, train)
+        return
+    (expected,) = sw.simulate(1, train)
+    for found in sw.simulate(2, train):
+        torch.testing.assert_close(found, expected)
 
 
 def test_ranks_with_other_values_are_refused() -> None:
@@ -224,6 +245,68 @@ def test_ranks_with_other_values_are_refused() -> None:
             engine.step(share_of(batches()[0], channel.rank, 2))
 
     sw.simulate(2, train)
+
+
+def test_inputs_of_a_gradient_penalty_are_left_alone() -> None:
+    """They are leaves too; nothing holds the batches of earlier steps."""
+    seen = []
+
+    def loss(model: nn.Module, batch: Plain) -> torch.Tensor:
+        given = batch["x"]
+        output = model(given)
+        (slope,) = torch.autograd.grad(output.sum(), given, create_graph=True)
+        return output.square().mean() + slope.square().mean()
+
+    model = Net()
+    engine = sw.parallelize(
+        model, sw.Plan(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), loss=partial(loss, model)
+    )
+    for batch in batches():
+        batch["x"].requires_grad_().grad = torch.ones_like(batch["x"])
+        engine.step(batch)
+        assert (batch["x"].grad - 1).abs().max() > 0
+        seen.append(weakref.ref(batch["x"]))
+    del batch
+    gc.collect()
+    assert [each() for each in seen] == [None] * STEPS
+
+
+class Node:
+    """A node of a graph that counts looks."""
+
+    looks = 0
+
+    def __init__(self, behind: "Node | None") -> None:
+        self._behind = behind
+
+    @property
+    def next_functions(self) -> list[tuple["Node | None", int]]:
+        Node.looks += 1
+        return [(self._behind, 0)]
+
+
+def test_most_steps_look_at_a_small_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = None
+    for _ in range(3000):
+        node = Node(node)
+    loss_parameters._leaves(node, (), 100)
+    assert Node.looks == 100
+
+    walked = []
+
+    def leaves(root: Any, stops: Any, most: float) -> list[torch.Tensor]:
+        walked.append(most)
+        return found(root, stops, most)
+
+    found = loss_parameters._leaves
+    monkeypatch.setattr(loss_parameters, "_leaves", leaves)
+    model, head = Net(), Head()
+    engine = sw.parallelize(
+        model, sw.Plan(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), **by_microbatch(model, head)
+    )
+    for _ in range(7):
+        engine.step(batches()[0])
+    assert walked == [math.inf, math.inf, 100, math.inf, 100, 100, 100]
 
 
 class WithLoss(nn.Module):

@@ -4,6 +4,7 @@ process group    mesh             `if dist.is_initialized(): dist.all_reduce(..)
 none             data ranks       is left out, and each rank has numbers of its own rows: a warning
 the user's       data ranks only  runs, as under DistributedDataParallel
 the user's       with tp or pp    would have ranks with the same rows in it, or wait for stages for ever: refused
+one made of it   any              runs: it may have the right ranks
 """
 
 import inspect
@@ -57,11 +58,13 @@ class CollectiveCalls:
         if caller is None or caller.f_globals.get("__name__", "").startswith("torch.") or not _is_inside(caller):
             return
         where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        if name != "is_initialized" and not self._is_data_alone:
+        # A group that the program made may have the right ranks.
+        is_of_all = frame.f_locals.get("group") in (None, dist.group.WORLD)
+        if name != "is_initialized" and not self._is_data_alone and is_of_all:
             raise ModelError(
                 f"{where} calls torch.distributed.{name} inside of a step. Its process group is not the data ranks of "
                 "the plan: peers along tp and pp are in it. Leave it out: modules and losses compute on this data "
-                "rank's rows, and losses are averaged by loss_weight. Or use a mesh of data ranks only"
+                "rank's rows, and losses are averaged by loss_weight. Or give it a group of the data ranks"
             )
         if name == "is_initialized" and self._warns:
             self._warns = False

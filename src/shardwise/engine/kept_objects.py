@@ -2,26 +2,26 @@
 
 self.rng = torch.Generator()                put back by what runs a module aside (a trial, a proof, a recompute)
 self.first_row = self.weight.data[0]        parameters move to flat buffers: it goes along, to the same elements;
-                                            where the rank would not have them it is refused
+                                            where the rank does not have them, reads are refused
 """
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import CellType, FunctionType, MethodType, ModuleType, UnionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.local_tensors import share_elements
 from shardwise.engine.inventory import holds_values
 from shardwise.engine.wrapping import is_ours
-from shardwise.errors import ModelError, few_of
-from shardwise.plan import Plan
+from shardwise.engine.zero.sharded_params import functions_of_metadata
+from shardwise.errors import ModelError
 
 Kept = TypeVar("Kept")
 
@@ -79,9 +79,24 @@ def _is_full(cell: CellType) -> bool:
         return False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Alias:
-    """A tensor that a module keeps, in the memory of a parameter."""
+class _Moved(torch.Tensor):
+    """A tensor that a module keeps in the memory of a parameter that is elsewhere now: it refuses to be read."""
+
+    _why: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in functions_of_metadata():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ModelError(next(each._why for each in tree_leaves((args, kwargs)) if isinstance(each, _Moved)))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<{self._why}>"
+
+
+class Alias(NamedTuple):
+    """A tensor that a module keeps in the memory of a parameter."""
 
     name: str
     """Of the attribute that holds it."""
@@ -89,29 +104,14 @@ class Alias:
     parameter: str
     shape: torch.Size
     """Of the parameter."""
-    offset: int
-    """Of its first element behind that of the parameter."""
-    goes_along: bool
-    """Whether it can show the same elements elsewhere: a tensor of one dtype and without a graph."""
+    offset: int | None
+    """Of its first element behind that of the parameter; None for what is no plain view of one parameter."""
     is_trained: bool
     """Whether the values change, and no hook before the module's forward may put others there (spectral norms do)."""
 
 
-def aliases_under(plan: Plan, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Alias]:
-    """Those of parameters, by name. Raises ModelError for those that would show old values under a plan."""
-    aliases = _aliases_in(model, parameters)
-    has_parts = plan.mesh.tp * plan.mesh.pp > 1 or (plan.sharding.stage == 3 and plan.mesh.num_data_ranks > 1)
-    if stale := [each for each in aliases if each.is_trained and (has_parts or not each.goes_along)]:
-        names = few_of([f"{each.name} (of {each.parameter})" for each in stale])
-        why = "a rank has parts of the model under tp, pp and stage 3" if has_parts else "of another dtype, or arrays"
-        raise ModelError(
-            f"{names}: attributes of modules are in the memory of parameters, which move, and would show their first "
-            f"values for ever ({why}). Compute them from the parameter in forward, or in a property"
-        )
-    return aliases
-
-
-def _aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Alias]:
+def aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Alias]:
+    """Those of parameters, by name. Raises ModelError for NumPy arrays, which can neither go along nor refuse reads."""
     in_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         if type(parameter) is nn.Parameter and holds_values(parameter):
@@ -133,21 +133,24 @@ def _aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> lis
                 # An array begins anywhere in the memory of a parameter.
                 start = tensor.untyped_storage().data_ptr()
                 for name in in_storage.get(start, ()) if is_tensor else chain.from_iterable(in_storage.values()):
-                    parameter = parameters[name]
-                    if share_elements(parameter, tensor):
-                        along = is_tensor and tensor.is_leaf and tensor.dtype == parameter.dtype
-                        found.append(
-                            Alias(
-                                name=".".join(filter(None, (prefix, key))),
-                                tensor=tensor,
-                                parameter=name,
-                                shape=parameter.shape,
-                                offset=int(tensor.storage_offset() - parameter.storage_offset()),
-                                goes_along=along and parameter.is_contiguous(),
-                                is_trained=parameter.requires_grad and not is_set,
+                    if share_elements(parameters[name], tensor):
+                        offset = _offset_in(parameters[name], tensor)
+                        is_trained = parameters[name].requires_grad and not is_set
+                        place = ".".join(filter(None, (prefix, key)))
+                        if is_trained and not is_tensor:
+                            raise ModelError(
+                                f"{place} (of {name}) is an array in the memory of a parameter, which moves. It would "
+                                "show the first values for ever. Make it of the parameter in forward, or in a property"
                             )
-                        )
+                        found.append(Alias(place, tensor, name, parameters[name].shape, offset, is_trained))
     return found
+
+
+def _offset_in(parameter: torch.Tensor, tensor: torch.Tensor) -> int | None:
+    offset = int(tensor.storage_offset() - parameter.storage_offset())
+    last = offset + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    is_inside = parameter.is_contiguous() and offset >= 0 and last < parameter.numel()
+    return offset if is_inside and tensor.is_leaf and tensor.dtype == parameter.dtype else None
 
 
 def _shared(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -158,11 +161,19 @@ def _shared(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 @torch.no_grad()
 def take_along(aliases: Collection[Alias], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Let them show the same elements of the parameters where these are now."""
+    """Let them show the same elements of the parameters where these are now; where they cannot, they refuse reads."""
     for each in aliases:
-        parameter = parameters.get(each.parameter)
-        # Of a frozen one the values that were there stay good, also where the rank has a part of it now.
-        is_whole = type(parameter) is nn.Parameter and not parameter.is_meta and parameter.shape == each.shape
-        if parameter is not None and each.goes_along and is_whole:
-            values, tensor = parameter.detach(), each.tensor
+        parameter, tensor = parameters.get(each.parameter), each.tensor
+        is_whole = type(parameter) is nn.Parameter and holds_values(parameter) and parameter.shape == each.shape
+        if parameter is not None and is_whole and each.offset is not None:
+            values = parameter.detach()
             tensor.data = values.as_strided(tensor.size(), tensor.stride(), values.storage_offset() + each.offset)
+        # Of a frozen one the values that were there stay good, also where the rank has a part of it now.
+        elif each.is_trained and type(tensor) is not _Moved:
+            tensor.data = tensor.new_empty(1).expand(tensor.size())  # the old memory goes
+            tensor._why = (  # type: ignore[attr-defined]
+                f"{each.name} (of {each.parameter}) was in the memory of that parameter, of which this rank has a part "
+                "or nothing (tp, pp, stage 3), or which has another dtype. Read the parameter itself in forward, as "
+                "`self.weight`, or make the attribute a property"
+            )
+            tensor.__class__ = _Moved

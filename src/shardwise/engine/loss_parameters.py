@@ -6,14 +6,14 @@ An optimizer of the user's own updates them between steps, so after a step their
                                                          +-- sum over data ranks --/ as the model's--> both: mean of all
     rank 1   loss --backward--> head.weight.grad  a1   --+
 
-They are found in the graphs of losses: in each step between the loss and the model's output, and behind the output in
-steps 1, 2, 4, 8 .., because that is Python over every node.
+They are found in the graphs of losses: in steps 1, 2, 4, 8 .. everywhere, else between the loss and the model's output.
 """
 
 import json
+import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,13 +26,20 @@ from shardwise.engine.channels import EngineChannels
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.tensor.summed_gradients import Traced, resolve, sum_over_ranks
 from shardwise.engine.zero.grad_reduce import is_of_engine
-from shardwise.errors import MismatchError, ModelError
+from shardwise.engine.zero.masters import GradientElsewhere
+from shardwise.errors import MismatchError
 
 WAY_OUT = (
     "Put model and loss into one module, whose forward takes the whole microbatch and gives the loss. Parallelize that "
     "with loss=None, and optimizers over its parameters"
 )
 _PURPOSE = "trainable parameters of the loss"
+_IN_PARTS = (
+    "it is of a trainable parameter of the loss (or of a module that the model does not register), and no rank has all "
+    f"of it under pp or tp. {WAY_OUT}. One that is not to be trained is frozen by requires_grad_(False)"
+)
+_MOST_NODES = 100
+"""Of a graph that are looked at in most steps: each takes Python a microsecond."""
 
 
 class LossParameters:
@@ -47,75 +54,81 @@ class LossParameters:
         """The parameters of the model, by id."""
         self._known: list[torch.Tensor] = []
         """In the same order on all ranks."""
+        self._parts: list[torch.Tensor] = []
+        """Those that have parts of their gradients on this rank."""
         self._before: list[torch.Tensor | None] = []
         """The gradients that those of `_known` had before the step."""
         self._found: dict[int, _Found] = {}
         """What the step has shown besides, by id."""
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._steps += 1
-        self._found = {}
-        self._before = [each.grad for each in self._known]
-        for each in self._known:
-            each.grad = None
-
     def watching(
         self, loss_of: Callable[..., MicrobatchLoss], *, sees_output: bool
     ) -> Callable[[Microbatch], MicrobatchLoss]:
-        """`loss_of`, whose losses are looked at. sees_output: whether it shows what the model gives."""
+        """A step begins: `loss_of`, whose losses are looked at. sees_output: whether it shows what the model gives."""
+        self._steps += 1
+        self._found = {}
+        if self._known or self._parts:
+            self._before = [each.grad for each in self._known]
+            for each in (*self._known, *self._parts):
+                each.grad = None
 
         def watched(microbatch: Microbatch) -> MicrobatchLoss:
-            outputs: list[torch.Tensor] = []
-
-            def see(output: Any, _: Microbatch) -> None:
-                outputs.extend(each for _, each in named_leaves(output) if isinstance(each, torch.Tensor))
-
-            given = (microbatch, see) if sees_output else (microbatch,)
+            outputs: list[Any] = []
+            given = (microbatch, lambda output, _: outputs.append(output)) if sees_output else (microbatch,)
             found = self._calls.noticed(loss_of, *given) if self._steps == 1 else loss_of(*given)
             loss = found.loss.value.local if isinstance(found.loss, StageTensor) else found.loss
-            with torch._C.DisableTorchFunction():
-                if loss is not None and loss.grad_fn is not None:
-                    self._look_at(loss.grad_fn, [each.grad_fn for each in outputs if each.grad_fn is not None])
+            if loss is not None:
+                with torch._C.DisableTorchFunction():
+                    self._look_at(loss.grad_fn, outputs, microbatch)
             return found
 
         return watched
 
-    def _look_at(self, root: Any, outputs: Sequence[Any]) -> None:
-        """outputs: where the graph of the model begins; empty where that is not known."""
+    def _look_at(self, root: Any, outputs: Any, microbatch: Microbatch) -> None:
+        """outputs: what the model gave; empty where that is not known."""
         is_due = not self._steps & (self._steps - 1)
-        seen: set[Any] = set()
-        # In a forward leaves of other kinds come and go, and are no business of an optimizer.
-        leaves = [*_leaves(root, seen, stops=outputs)] if outputs or is_due else []
-        if is_due:
-            leaves += [each for at in outputs for each in _leaves(at, seen) if isinstance(each, nn.Parameter)]
-        known = {*self._own, *self._found, *map(id, self._known)}
+        # Where the graph of the model begins.
+        stops = () if is_due else [each.grad_fn for _, each in named_leaves(outputs) if torch.is_tensor(each)]
+        if root is None or root in stops:
+            return
+        known = self._own.union(self._found, map(id, self._known), map(id, self._parts))
+        leaves = _leaves(root, stops, math.inf if is_due else _MOST_NODES)
         # Those of another engine are whole for its step, which takes their gradients.
         fresh = [each for each in leaves if id(each) not in known and not is_of_engine(each)]
-        if fresh:
-            self._own = {id(each) for each in self._model.parameters()}
+        if not fresh:
+            return
+        self._own = {id(each) for each in self._model.parameters()}
+        given = [each for _, each in named_leaves(microbatch) if torch.is_tensor(each)]
+        inputs = {id(each) for tensor in given for each in (tensor, tensor._base)}
         trace = None
         for leaf in fresh:
-            if id(leaf) in self._own:
+            # Other leaves than parameters come and go in a forward, and are rarely trained.
+            if id(leaf) in self._own or id(leaf) in inputs or not (is_due or isinstance(leaf, nn.Parameter)):
                 continue
             if self._channels.tensor.size > 1:
                 trace = trace or Traced([(root, "complete")])
             is_whole = trace is None or resolve(trace.leaves.get(leaf, frozenset()), {}) == "complete"
-            self._found[id(leaf)] = _Found(leaf, is_whole)
+            # Not held: what ends with the forward is no parameter.
+            self._found[id(leaf)] = _Found(weakref.ref(leaf), leaf.grad, is_whole)
+            leaf.grad = None
 
     def flags(self) -> list[bool]:
         """For the message that closes a step: whether there are more of them; which have a gradient."""
-        self._found = {key: each for key, each in self._found.items() if each.leaf() is not None}
-        return [bool(self._found), *(each.grad is not None for each in self._known)]
+        has_more = bool(self._found) and any(each.leaf() is not None for each in self._found.values())
+        return [has_more, *(each.grad is not None for each in self._known)]
 
     def reduce(self, anywhere: Sequence[bool], divisor: int, scale: torch.Tensor | None) -> None:
         """Make the gradients those of one process. anywhere: the flags of all ranks. The others: see `StepClosing`.
 
-        Raises, the same on all ranks, ModelError and MismatchError for those whose gradients cannot be made whole.
+        Where no rank has them whole they refuse to be read. Raises MismatchError, on all ranks, for unlike parameters.
         """
         has_more, *used = anywhere
         if has_more:
             used += self._agree()
+        for leaf in self._parts:
+            leaf.grad = GradientElsewhere.of(leaf, _IN_PARTS)
+        if not used:
+            return
         gradients = {}
         for leaf, before, is_used in zip(self._known, self._before, used, strict=True):
             if is_used:
@@ -129,60 +142,59 @@ class LossParameters:
             leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
     def _agree(self) -> list[bool]:
-        """Take in what was found; for each whether it has a gradient."""
+        """Take in what was found; for each that is known now, whether it has a gradient."""
         found = [(each, leaf) for each in self._found.values() if (leaf := each.leaf()) is not None]
         mine = [
-            [isinstance(leaf, nn.Parameter), each.is_whole, list(leaf.shape), str(leaf.dtype), digest_of_values(leaf)]
+            [isinstance(leaf, nn.Parameter), list(leaf.shape), str(leaf.dtype), digest_of_values(leaf), each.is_whole]
             for each, leaf in found
         ]
-        world = self._channels.world
-        answers = understood(world.exchange(json.dumps(mine).encode(), purpose=_PURPOSE), a_list, purpose=_PURPOSE)
+        answers: list[Any] = [[]]
+        if self._channels.pipeline.size == 1:  # else the last stage alone has the loss
+            told = self._channels.world.exchange(json.dumps(mine).encode(), purpose=_PURPOSE)
+            answers = understood(told, a_list, purpose=_PURPOSE)
         parameters = [[entry for entry in answer if entry[0]] for answer in answers]
-        first = next(filter(None, parameters), [])
-        what = f"{len(first)} trainable parameters of the loss (or of modules that the model does not register)"
-        if first and (self._channels.pipeline.size > 1 or not all(entry[1] for each in parameters for entry in each)):
-            why = "only the last stage computes the loss" if self._channels.pipeline.size > 1 else "ranks have parts"
-            raise ModelError(
-                f"{what} are not the model's, the first of shape {first[0][2]}, and no rank has their whole gradients "
-                f"under pp or tp ({why}). {WAY_OUT}"
-            )
         for rank, entries in enumerate(parameters):
-            if entries != first:
+            if [entry[:-1] for entry in entries] != [entry[:-1] for entry in parameters[0]]:
                 raise MismatchError(
-                    f"{what} are not the model's, and rank {rank} has others, or other values. Build the loss from the "
-                    f"same seed on every rank, before the first step. Or: {WAY_OUT[0].lower()}{WAY_OUT[1:]}"
+                    f"{len(max(parameters, key=len))} trainable parameters of the loss (or of modules that the model "
+                    f"does not register) are not the model's, and rank {rank} has others than rank 0, or other values. "
+                    "Build the loss from the same seed on every rank, before the first step. Or: "
+                    f"{WAY_OUT[0].lower()}{WAY_OUT[1:]}"
                 )
+        are_whole = (all(entry[-1] for entry in of_ranks) for of_ranks in zip(*parameters, strict=True))
         num_known = len(self._known)
         for (each, leaf), entry in zip(found, mine, strict=True):
             # Any other tensor may be a rank's own, an input for whose gradient a loss asks, say: its values show that.
-            if entry[0] or len({answer.count(entry) for answer in answers}) == 1:
+            if next(are_whole, False) if entry[0] else entry[-1] and all(entry in answer for answer in answers):
                 self._known.append(leaf)
                 self._before.append(each.before)
+            elif entry[0]:
+                self._parts.append(leaf)
             elif each.before is not None:
                 leaf.grad = each.before if leaf.grad is None else each.before + leaf.grad
         return [True] * (len(self._known) - num_known)
 
 
-class _Found:
+class _Found(NamedTuple):
     """A leaf of a graph that may be one."""
 
-    def __init__(self, leaf: torch.Tensor, is_whole: bool) -> None:
-        """is_whole: whether its gradient is, as far as ranks along tp go."""
-        # Not held: what ends with the forward is no parameter.
-        self.leaf = weakref.ref(leaf)
-        self.is_whole = is_whole
-        self.before = leaf.grad
-        leaf.grad = None
+    leaf: weakref.ref[torch.Tensor]
+    before: torch.Tensor | None
+    """The gradient that it had."""
+    is_whole: bool
+    """Whether its gradient is, as far as ranks along tp go."""
 
 
-def _leaves(root: Any, seen: set[Any], *, stops: Collection[Any] = ()) -> Iterator[torch.Tensor]:
-    """The leaves of a graph up to `stops`, without nodes that were `seen`."""
-    pending = [] if root in stops else [root]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+def _leaves(root: Any, stops: Collection[Any], most: float) -> list[torch.Tensor]:
+    """The leaves among the first nodes of a graph, as far as `stops`."""
+    nodes, seen = [root], {root, *stops}
+    found = []
+    for node in nodes:  # in breadth, and so the loss before the model
         if not (producers := node.next_functions) and (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
-        pending += [each for each, _ in producers if each is not None and each not in stops]
+            found.append(leaf)
+        if len(nodes) < most:
+            for each, _ in producers:
+                if each is not None and each not in seen:
+                    seen.add(each)
+                    nodes.append(each)
+    return found

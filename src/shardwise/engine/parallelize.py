@@ -43,7 +43,7 @@ from shardwise.engine.inventory import (
     take_over,
     with_values,
 )
-from shardwise.engine.kept_objects import Alias, aliases_under, take_along
+from shardwise.engine.kept_objects import Alias, aliases_in, take_along
 from shardwise.engine.loss_parameters import LossParameters
 from shardwise.engine.master_states import MasterOf
 from shardwise.engine.matrix_updates import MatrixUpdates
@@ -232,7 +232,7 @@ def _inspect(
     if seed is not None and type(seed) is not int:
         raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
     inventory = take_inventory(model, plan.precision)
-    aliases = aliases_under(plan, model, inventory.parameters)
+    aliases = aliases_in(model, inventory.parameters)
     if plan.mesh.num_data_ranks > 1:
         synchronised_in(model)
     given = portions_of_dtensors(inventory, plan, channel.rank)

@@ -25,7 +25,7 @@ from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
-from shardwise.engine.kept_objects import aliases_under, take_along
+from shardwise.engine.kept_objects import aliases_in, take_along
 from shardwise.engine.optimizers import of_no_parameter
 from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
 from shardwise.engine.reports import Counters
@@ -71,9 +71,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
     with aborting(channel, "relayout"), _going_back(handed, swapped):
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
-        aliases = aliases_under(
-            plan, engine.model, dict(engine.model.named_parameters())
-        )  # alike on all ranks, which have whole parameters wherever there are some
+        aliases = aliases_in(engine.model, dict(engine.model.named_parameters()))
         stored = stored_of_all(channel, handed.state, purpose="tensors of a relayout")
         _empty(handed, swapped)
         old, runner = engine.plan, engine.pipeline

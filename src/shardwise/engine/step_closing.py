@@ -186,7 +186,6 @@ class StepClosing:
         self._ties.begin(num_microbatches, trained)
         self._writes.begin()
         self._summed.turn_to(trained)
-        self._computation.loss_parameters.begin()
 
     def _divisors(self, weighting: Weighting) -> tuple[int, torch.Tensor | None]:
         """What makes a mean of the sum of all gradients, and what losses were multiplied by."""

@@ -18,6 +18,8 @@ from shardwise.errors import ModelError
 
 _without_hooks: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
 INSIDE_A_MODULE = (
     "Transform functions in the forward of a placed module, or take the derivative there by torch.autograd.grad"
 )
@@ -48,7 +50,10 @@ def refuse_transformed(what: str, instead: str) -> None:
 
 def outside_of_transformations() -> AbstractContextManager[object]:
     """Inside, what the engine does itself is no part of a function that torch.func transforms."""
-    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed() else nullcontext()
+    # Asked at each call of a unit: as few calls of Python as can be.
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return _NOTHING
+    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:

@@ -178,4 +178,7 @@ def keep_portions(inventory: Inventory) -> None:
             parameter.grad = None
             # A fused parameter is copied to its flat buffer next, and a view is enough until then. Others keep this
             # tensor for good: a view would keep the memory of the whole.
+            # A graph that the program still holds has the old shape. Another dtype lets autograd forget that.
+            other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+            parameter.data = torch.empty(0, dtype=other, device=parameter.device)
             parameter.data = local if spec.fused else local.contiguous().clone()
