@@ -341,7 +341,7 @@ def test_forces_are_given_in_steps_evaluations_and_predictions(units: tuple[str,
 
 
 def test_programs_without_such_gradients_gather_as_before() -> None:
-    """Nothing stays that would have been freed."""
+    """Nothing stays that would have been freed, also where an earlier step took such gradients."""
 
     def run(channel: sw.Channel) -> None:
         model = Energy("nowhere", slope)
@@ -355,6 +355,14 @@ def test_programs_without_such_gradients_gather_as_before() -> None:
         batch = {"x": BATCHES[0]["x"].chunk(2)[channel.rank]}
         engine.step(batch)
         before, foretold = engine.counters.all_gathers, engine.traffic().gather_bytes
+        engine.step(batch)
+        assert engine.counters.all_gathers - before == 2 * 4 - 1
+        assert engine.traffic().gather_bytes == foretold
+        model.way = slope
+        engine.step(batch)
+        model.way = None
+        engine.step(batch)  # gathers as the one with the penalty
+        before = engine.counters.all_gathers
         engine.step(batch)
         assert engine.counters.all_gathers - before == 2 * 4 - 1
         assert engine.traffic().gather_bytes == foretold

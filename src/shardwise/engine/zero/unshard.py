@@ -26,8 +26,8 @@ backward the gather goes ahead of the gradients of the unit whose room it takes:
     device     | backward 3 | backward 2     | backward 1 | ..         reduction
 
 A forward or a loss may take gradients itself (`torch.autograd.grad`, `torch.func`). No hook sees what their graph
-saves. From then on what is gathered stays to the end of the pass (`hold`), and the gradients of the units that were
-differentiated are reduced at the end of the microbatch.
+saves. From then on what is gathered stays to the end of the pass (`hold`), also in the next step. The gradients of the
+units that were differentiated are reduced at the end of the microbatch.
 
 All data ranks gather and reduce in one order, that of their modules. Channels refuse another one, at the latest with
 the next exchange, and so before an update. Where peers' memory is read in place, no rank waits: the parts do not change
@@ -89,7 +89,9 @@ class Unshard(Passes):
         self._gradients = gradients
         self._owners = owners
         self._counters = counters
-        self._keeps = keeps
+        self._keeps = self._keeps_always = keeps
+        self._is_held = False
+        """Whether a gradient was taken inside of a forward or a loss since the last step began."""
         self._task = _NO_TASK
         """That of autograd in which the backward of a microbatch goes on."""
         self._goes_ahead = all(each.arrives_alone for each in params.sharded)
@@ -159,6 +161,7 @@ class Unshard(Passes):
         self._trains = trains
         if trains:
             self._differentiated.clear()
+            self._keeps, self._is_held = self._keeps_always or self._is_held, False
         self._gradients.begin_pass(trains=trains)
 
     def end_pass(self, *, has_failed: bool = False) -> None:
@@ -249,7 +252,7 @@ class Unshard(Passes):
             unit = self.units[number]
             # The same calls as on the ranks that compute: collectives are matched by their order.
             if what == "hold":
-                self._keeps = True
+                self._keeps = self._is_held = True
             elif what == "reduce":
                 self._reduce(unit)
             elif what == "use":
@@ -398,10 +401,11 @@ class Unshard(Passes):
     def hold(self, call: UnitCall) -> None:
         """Something other than the backward of the microbatch needs the units of a call: they stay from here on."""
         # A graph that is differentiated twice saves parameters once more, and where no hook packs them. Nothing shows
-        # when it is used last. For good, so that the next pass gathers each unit once, as `keep_gathered` does.
-        if not self._keeps:
+        # when it is used last. In the next step too, which gathers each unit once then, as `keep_gathered` does: most
+        # programs take such gradients in each step.
+        if not self._is_held:
             self._announce("hold", FORWARD, call.units[0])
-            self._keeps = True
+            self._keeps = self._is_held = True
         self._count(call.units, call.microbatch)  # reduced with the end of the microbatch
         for unit in call.units:
             if unit.residence is not Residence.GATHERED:
