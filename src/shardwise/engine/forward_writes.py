@@ -58,12 +58,12 @@ class ForwardWrites:
         """Forwards follow."""
         self._versions = self._now()
 
-    def found(self) -> list[bool]:
-        """For each parameter whether this rank wrote to it since `begin`."""
+    def found(self, *, compares: bool = True) -> list[bool]:
+        """For each parameter whether this rank wrote to it since `begin`. compares: see `FlatParams.found_written`."""
         found = [False] * len(self._specs)
         for at, one, other in zip(self._others, self._now(), self._versions, strict=True):
             found[at] = one != other
-        for name in self._params.found_written():
+        for name in self._params.found_written(compares=compares):
             found[self._number_of[name]] = True
         return found
 
@@ -107,13 +107,13 @@ class ForwardWrites:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Evaluations and predictions, where nothing is compared: raise ModelError for what this rank wrote to."""
+        """Evaluations and predictions: raise ModelError for what this rank wrote to, as far as torch shows it."""
         self.begin()
-        before = self.found() if self._has_copies else []
+        before = self.found(compares=False) if self._has_copies else []
         yield
         # Raised on this rank alone, which stops the others: evaluations have no exchange in which ranks could
-        # compare.
-        pairs = zip(self._specs, self.found(), before, strict=True) if self._has_copies else ()
+        # compare. Of what torch does not count the next step takes over what all ranks wrote alike.
+        pairs = zip(self._specs, self.found(compares=False), before, strict=True) if self._has_copies else ()
         if (written := next((spec.name for spec, flag, was in pairs if flag > was), None)) is not None:
             raise ModelError(_refusal(written, "every rank has a copy, and they are to stay alike"))
 

@@ -261,16 +261,17 @@ class FlatParams:
         self._publish(indices, "written parameters of bucket", counters)
         self.written_masters.clear()
 
-    def found_written(self) -> list[str]:
-        """Parameters that hold other values than the engine gave them, counted or not; what is lost is named once."""
+    def found_written(self, *, compares: bool = True) -> list[str]:
+        """Parameters that hold other values than the engine gave them; what is lost is named once. Not `compares`: of
+        those that are not lost only the ones to which torch has counted a write."""
         found = counted = self._counted()
-        for bucket in self._whole:
+        for bucket in self._whole if compares else ():
             found = found + bucket.found_written(reads_all=self._reads_all)
         for each in self.sharded:
             if each.lost:
                 found = found + sorted(each.lost)
                 each.lost = set()
-        self._is_learned |= not set(found) <= set(counted)
+        self._is_learned |= len(found) > len(counted) and not set(found) <= set(counted)
         return list(dict.fromkeys(found))
 
     def forget(self, names: Collection[str]) -> None:
