@@ -27,6 +27,9 @@ from shardwise.trainers.data_ranks import DataRanks, padded_to, reduced
 class RankState(PartialState):
     """In the place of a state of accelerate: the data ranks are its processes, and its decorators and contexts too."""
 
+    # Properties of PartialState; none of them changes during a run.
+    is_main_process = is_local_main_process = is_last_process = use_distributed = False
+
     def __init__(self, original: Any, ranks: DataRanks) -> None:
         # Not PartialState's: all its objects are one in a process, and simulated ranks share a process.
         self.original: Any = original.original if isinstance(original, RankState) else original
@@ -35,26 +38,9 @@ class RankState(PartialState):
         self.device = ranks.world.device
         self.is_speaker = ranks.is_speaker
         self.local_process_index = _local_rank(self.original, ranks)
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.ranks.world.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its host."""
-        return bool(self.local_process_index == 0)
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this rank speaks for the last data rank."""
-        return self.ranks.is_speaker and self.ranks.rank == self.ranks.count - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several ranks."""
-        return self.ranks.world.size > 1
+        self.is_main_process, self.is_local_main_process = ranks.world.rank == 0, self.local_process_index == 0
+        self.is_last_process = ranks.is_speaker and ranks.rank == ranks.count - 1
+        self.use_distributed = ranks.world.size > 1
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """As in accelerate, on the rank that speaks for the process."""
@@ -69,7 +55,7 @@ class RankState(PartialState):
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks."""
-        if self.ranks.world.size > 1:
+        if self.use_distributed:
             self.ranks.world.exchange(b"", purpose="accelerator.wait_for_everyone")
 
     def __getattr__(self, name: str) -> Any:
