@@ -37,6 +37,7 @@ struct Counts {
   std::atomic<int64_t> syncs{0}, uploads{0}, launches{0}, allocations{0};
 };
 Counts counts[kDevices];
+constexpr auto kInnerCalls = c10::DispatchKey::TESTING_ONLY_GenericWrapper;  // of kernels that draw
 thread_local bool in_kernel = false;  // kernels of the CPU may call others: those are no launches
 
 c10::impl::ExcludeDispatchKeyGuard without_python() {
@@ -225,24 +226,46 @@ struct KernelScope {
   ~KernelScope() { in_kernel = before; }
 };
 
-// A generator of the CPU that draws what a device draws from a state on; operators that take none use the CPU's own.
+bool is_generator(const c10::Type& type) {
+  if (type.kind() == c10::TypeKind::GeneratorType) return true;
+  return type.kind() == c10::TypeKind::OptionalType &&
+         type.expectRef<c10::OptionalType>().getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
+// While it lives, what kernels of this thread draw comes from a generator of its own, which begins with a state of the
+// device. Never from the CPU's default generator: all threads have that one, and a job may run in any of them while
+// another one draws, or the program sets its seed.
 class Drawing {
  public:
-  Drawing(const at::Tensor& state, bool is_argument)
-      : drawing_(is_argument ? at::detail::createCPUGenerator() : at::detail::getDefaultCPUGenerator()) {
-    if (!is_argument) replaced_ = drawing_.get_state();
+  explicit Drawing(const at::Tensor& state)
+      : drawing_(at::detail::createCPUGenerator()), before_(std::exchange(current_, &drawing_)) {
     drawing_.set_state(state);
   }
-  ~Drawing() {
-    if (replaced_.defined()) drawing_.set_state(replaced_);
-  }
-  const at::Generator& generator() const { return drawing_; }
+  ~Drawing() { current_ = before_; }
   at::Tensor state() const { return drawing_.get_state(); }
 
+  static void give_to(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const auto& arguments = op.schema().arguments();
+    const size_t begin = stack->size() - arguments.size();
+    for (size_t at = 0; at < arguments.size(); ++at)
+      if (is_generator(*arguments[at].type())) (*stack)[begin + at] = *current_;
+  }
+
  private:
+  static inline thread_local const at::Generator* current_ = nullptr;
   at::Generator drawing_;
-  at::Tensor replaced_;
+  const at::Generator* before_;
+  c10::impl::IncludeDispatchKeyGuard sees_inner_calls_{kInnerCalls};
 };
+
+// Operators that take no generator, such as native_dropout, draw by others that take one.
+void draw_from_current(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Drawing::give_to(op, stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInnerCalls), stack);
+}
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&draw_from_current>());
+}
 
 // One call of an operator that has no kernel here.
 //
@@ -291,9 +314,9 @@ class Call {
     torch::jit::Stack rooms;
     for (const auto& each : results) rooms.push_back(seen_values(each));
     const auto is_written = written_returns();
-    queues().push(device, stream, [op = op_, arguments, rooms, is_written, state, takes = takes_generator_] {
+    queues().push(device, stream, [op = op_, arguments, rooms, is_written, state] {
       torch::jit::Stack stack = arguments;
-      run_on(op, stack, state, takes);
+      run_on(op, stack, state);
       for (size_t at = 0; at < rooms.size(); ++at)
         if (!is_written[at]) copy_values(rooms[at], stack[at]);
     });
@@ -406,27 +429,20 @@ class Call {
     return all;
   }
 
-  static bool is_generator(const c10::Type& type) {
-    if (type.kind() == c10::TypeKind::GeneratorType) return true;
-    return type.kind() == c10::TypeKind::OptionalType &&
-           type.expectRef<c10::OptionalType>().getElementType()->kind() == c10::TypeKind::GeneratorType;
-  }
-
   // Runs the kernel of the CPU; what it drew counts.
   torch::jit::Stack run(torch::jit::Stack stack, const at::Tensor& state) {
-    const auto after = run_on(op_, stack, state, takes_generator_);
+    const auto after = run_on(op_, stack, state);
     if (generator_.defined() && after.defined()) generator_.set_state(after);
     return stack;
   }
 
-  static at::Tensor run_on(
-      const c10::OperatorHandle& op, torch::jit::Stack& stack, const at::Tensor& state, bool takes_generator) {
+  static at::Tensor run_on(const c10::OperatorHandle& op, torch::jit::Stack& stack, const at::Tensor& state) {
     KernelScope scope;
     std::optional<Drawing> drawing;
-    if (state.defined()) drawing.emplace(state, takes_generator);
-    if (takes_generator)
-      for (size_t at = 0; at < stack.size(); ++at)
-        if (is_generator(*op.schema().arguments()[at].type())) stack[at] = drawing->generator();
+    if (state.defined()) {
+      drawing.emplace(state);
+      Drawing::give_to(op, &stack);
+    }
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
     return drawing ? drawing->state() : at::Tensor();
   }
@@ -435,8 +451,20 @@ class Call {
     for (const auto& [given, host] : grown_) {
       if (host.numel() == 0) continue;
       given.resize_(host.sizes());
-      as_host(given).copy_(host);
+      put_values(given, host);
     }
+  }
+
+  // Behind what the stream has for the memory until now: another thread may just have let go of it.
+  static void put_values(const at::Tensor& room, const at::Tensor& values) {
+    const auto device = room.device().index();
+    const auto stream = current_streams[device];
+    const auto put = [to = as_host(room), from = values] {
+      KernelScope scope;
+      to.copy_(from);
+    };
+    queues().push(device, stream, put, 0);
+    queues().finish(device, stream);
   }
 
   // What was given for a result that the schema says to be an argument, which was written.
@@ -482,7 +510,7 @@ class Call {
       return view;
     }
     auto room = room_for(device, result);
-    if (with_values) as_host(room).copy_(result);
+    if (with_values) put_values(room, result);
     return room;
   }
 

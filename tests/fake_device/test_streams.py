@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_device.accelerator import NAME, behind, counted
+from tests.fake_device.accelerator import LAST, NAME, behind, counted
 
 FIRST = f"{NAME}:0"
 SEEDS = range(40)
@@ -175,3 +175,33 @@ def test_delays_change_no_count() -> None:
     expected = count()
     with behind(1):
         assert count() == expected == (1, 0, 4)
+
+
+def test_a_late_job_draws_its_own_numbers_whoever_seeds_the_cpu_meanwhile() -> None:
+    """Jobs run in any thread that waits, while others draw: native_dropout is given no generator."""
+    with torch.library._scoped_library("late", "FRAGMENT") as late:
+        late.define("draw(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
+        def draw(x: torch.Tensor) -> torch.Tensor:
+            first = torch.rand(4)
+            another = Thread(target=torch.default_generator.manual_seed, args=(7,))
+            another.start()
+            another.join()
+            return torch.cat([first, torch.rand(4), torch.nn.functional.dropout(x, 0.5)])
+
+        late.impl("draw", draw, "CPU")
+
+        def drawn(seed: int) -> list[float]:
+            torch.get_device_module(NAME).manual_seed(5)
+            with behind(seed):
+                made = [torch.ops.late.draw(torch.ones(4, device=FIRST)) for _ in range(2)]
+                found: list[float] = torch.cat(made).tolist()
+            assert torch.equal(torch.default_generator.get_state(), torch.Generator().manual_seed(7).get_state())
+            return found
+
+        generator = torch.Generator().manual_seed(5)
+        wanted = []
+        for _ in range(2):
+            wanted += torch.rand(8, generator=generator).tolist()
+            wanted += (torch.empty(4).bernoulli_(0.5, generator=generator) * 2).tolist()
+        assert drawn(-1) == drawn(LAST) == wanted
