@@ -2,7 +2,8 @@
 
 Messages between devices have an order of their own: receives are posted ahead, headers go between the hosts. Simulated
 ranks match their calls elsewhere, and emulated devices have tensors of the CPU. So each plan goes one journey here that
-calls what an engine has, in steps of several numbers of microbatches.
+calls what an engine has, in steps of several numbers of microbatches. The devices run as late as they can, so that what
+nobody waits for has not come.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Channel
 from tests.contracts.channel_cases import CASES
+from tests.fake_device.accelerator import LAST, behind
 from tests.fake_device.library import compiler
 from tests.processes.pool import FAKE_DEVICE, Pool
 from tests.processes.test_channel_contract import run_case
@@ -75,8 +77,8 @@ def loss_of(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str
 def optimizer_of(name: str) -> Callable[[Iterable[nn.Parameter]], Any]:
     def made(parameters: Iterable[nn.Parameter]) -> Any:
         listed = list(parameters)
-        if name == "adamw":
-            return torch.optim.AdamW(listed, lr=1e-2)
+        if name in ("adamw", "fused"):
+            return torch.optim.AdamW(listed, lr=1e-2, fused=name == "fused" or None)
         matrices = [each for each in listed if each.dim() == 2 and WORDS not in each.shape]
         return [
             torch.optim.Muon(matrices, lr=1e-2),
@@ -135,6 +137,12 @@ def journey(channel: Channel, text: str, other: str, optimizer: str, folder: Pat
     return found
 
 
+def late_journey(channel: Channel, *arguments: Any) -> list[Any]:
+    """The same on devices that run as late as they can."""
+    with behind(LAST):
+        return journey(channel, *arguments)
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
@@ -168,6 +176,13 @@ JOURNEYS: dict[str, tuple[sw.Plan, str, str]] = {
     "tp": (plan_of("tp=2"), "tp=2", "adamw"),
     "stage 2": (plan_of("dp_shard=2", stage=2, average=sw.Average(decay=0.5)), "pp=2", "adamw"),
     "stage 3": (plan_of("dp_shard=2", stage=3, precision=HALF), "pp=2", "adamw"),
+    # Fused on the host in any case, and so on CPU ranks: fused kernels round in another order.
+    "stage 3, parameters on the host": (plan_of("dp_shard=2", stage=3, offload="parameters"), "pp=2", "fused"),
+    "masters on the host": (
+        plan_of("dp_shard=2", precision=HALF, offload="state", average=sw.Average(decay=0.5)),
+        "pp=2",
+        "fused",
+    ),
     "matrices": (plan_of("dp_shard=2"), "pp=2", "muon"),
     "pp and stage 3": (plan_of("pp=2,dp_shard=2", stage=3, k=3), "dp_shard=4", "adamw"),
     "pp and stage 3, interleaved": (
@@ -194,7 +209,7 @@ def devices() -> Iterator[Pool]:
 def test_what_engines_do_between_devices_has_the_bits_of_cpu_ranks(devices: Pool, name: str, tmp_path: Path) -> None:
     plan, to, optimizer = JOURNEYS[name]
     text, other, size = plan.text(), plan_of(to).text(), plan.mesh.size
-    real = devices.run(size, journey, text, other, optimizer, tmp_path / "devices", transport=FAKE_DEVICE)
+    real = devices.run(size, late_journey, text, other, optimizer, tmp_path / "devices", transport=FAKE_DEVICE)
     expected = sw.simulate(size, lambda channel: journey(channel, text, other, optimizer, tmp_path / "cpu"))
     for ours, theirs in zip(real, expected, strict=True):
         assert len(ours) == len(theirs)
