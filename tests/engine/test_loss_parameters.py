@@ -229,6 +229,17 @@ def test_where_gradients_are_in_parts_they_refuse_to_be_read(way: Way, reads: bo
         torch.testing.assert_close(found, expected)
 
 
+def test_a_pipeline_says_the_way_out_for_learned_weights() -> None:
+    """Operations on parameters themselves, which stages meet before the loss is there."""
+    plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"fc1": 0, "fc2": 1}))
+
+    def weighted(model: nn.Module, head: Any) -> dict[str, Any]:
+        return {"loss": lambda output, batch: output.square().mean() * torch.exp(-head.unused.sum())}
+
+    with pytest.raises(ModelError, match=r"not the model's, put model and loss into one module"):
+        sw.simulate(2, lambda channel: on_ranks(plan, weighted, thaws_at=0, channel=channel))
+
+
 def test_ranks_with_other_values_are_refused() -> None:
     def train(channel: sw.Channel) -> None:
         head = nn.Linear(8, 3)  # from another seed on each rank

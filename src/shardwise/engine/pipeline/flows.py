@@ -218,8 +218,9 @@ class MicrobatchFlow:
         if leaf.requires_grad and not leaf.is_leaf:
             raise ModelError(
                 f"{user_site()}: a tensor with a gradient is used between placed modules, and its stage is not known. "
-                "A placed module left it in an attribute or a list, on the rank of its stage alone. Return it from "
-                "that module, or collect it with a forward hook"
+                "If a placed module left it in an attribute or a list, return it from that module, or collect it with "
+                "a forward hook. If it comes of trainable parameters that are not the model's, put model and loss into "
+                "one module, place the loss's part on a stage, and parallelize that with loss=None"
             )
         if leaf.is_meta:
             raise ModelError(

@@ -321,7 +321,10 @@ class Glue(TorchFunctionMode):
             name = func.__self__.__name__  # type: ignore[attr-defined]
         if func in _GRAPH:
             what = f"asks for the graph of a value ({name})"
-            advice = "Backward is run by step(); put hooks that look at gradients on modules inside a placed one"
+            advice = (
+                "Backward is run by step(). Put hooks that look at gradients on modules inside a placed one, and "
+                "torch.autograd.grad into the forward of one, around all that it goes through"
+            )
         else:
             what = f"asks for the memory of a value ({_WORDS.get(name, name)})"
             advice = "Do it inside a module that is placed on a stage. Numbers may be read: item(), tolist(), numpy()"
