@@ -1,11 +1,12 @@
 """`optimizer.state[model.weight]`: a plain program asks with the model's parameter, and the optimizer has masters."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.zero.flat_params import Owned
@@ -17,7 +18,8 @@ class MasterOf:
 
     def __init__(self, inventory: Inventory, updated: Sequence[Owned], *, owns_all: bool) -> None:
         """inventory: of the whole model. updated: what the optimizers have. owns_all: whether each rank has all."""
-        self._name_of: Mapping[Any, str] = inventory.name_of
+        # By weak references: a rank does not keep the parameters of other stages alive.
+        self._name_of = WeakTensorKeyDictionary(inventory.name_of)
         # Else on no rank, also for what happens to be whole on one: ranks run one program.
         self._whole = {each.segment.name: each.parameter for each in updated} if owns_all else {}
         self._elsewhere = set() if owns_all else {spec.name for spec in inventory.specs if spec.trainable}

@@ -296,7 +296,9 @@ class EngineRestoration:
                 # Replaced as a whole: a key that the checkpoint does not have must not survive from the run before.
                 known.optimizer.state.pop(owned.parameter, None)
                 if state := self._plan.state_of(owned.segment.name, self._taken[owned.segment.name]):
-                    own = with_shells(known.optimizer, dict(settings_of), owned.parameter.detach(), state)
+                    with torch._C.DisableTorchFunctionSubclass():  # it has a shape, if no values between two updates
+                        like = owned.parameter.detach()
+                    own = with_shells(known.optimizer, dict(settings_of), like, state)
                     known.optimizer.state[owned.parameter] = own
             for known in self._optimizers if self._plan.is_of_a_file else ():
                 # As `load_state_dict` does: torch before 1.12 had `step` as a number, which today's Adam refuses.
