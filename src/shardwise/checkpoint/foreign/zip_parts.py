@@ -45,7 +45,7 @@ _UTF8 = 1 << 11
 
 
 class _Ranges(io.RawIOBase):
-    """What is an archive as a file, of which the two ends are read at once.
+    """The bytes of an archive as a file. Its two ends are read at once.
 
     Two reads bring all that is needed of a small archive: each is a request of its own where files are far.
     """
