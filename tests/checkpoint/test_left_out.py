@@ -144,6 +144,8 @@ def write_part(kind: str, folder: Path, part: int, count: int) -> Path:
             "gguf": f"m-{part:05d}-of-{count:05d}.gguf",
             "ranks": f"shard-{part:05d}-model-00001-of-00001.safetensors",
             "files of ranks": f"shard-00001-model-{part:05d}-of-{count:05d}.safetensors",
+            "no zeros": f"model-{part}-of-{count}.safetensors",
+            "underscores": f"model_{part:05d}_of_{count:05d}.safetensors",
         }[kind]
     )
     if kind == "gguf":
@@ -156,7 +158,9 @@ def write_part(kind: str, folder: Path, part: int, count: int) -> Path:
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["safetensors", "from 0", "bin", "gguf", "ranks", "files of ranks"])
+@pytest.mark.parametrize(
+    "kind", ["safetensors", "from 0", "bin", "gguf", "ranks", "files of ranks", "no zeros", "underscores"]
+)
 def test_a_numbered_set_with_a_part_missing_is_incomplete(tmp_path: Path, kind: str, missing: int) -> None:
     folder = tmp_path / "given"
     folder.mkdir()
@@ -186,6 +190,18 @@ def test_one_part_alone_says_that_it_is_one(tmp_path: Path) -> None:
     for kind in ("safetensors", "bin"):
         part = write_part(kind, tmp_path, 2, 3)
         assert "is part 2 of 3: name its folder" in checkpoint.open(part).contents.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_files_that_an_index_leaves_out_are_named(tmp_path: Path, kind: str) -> None:
+    parts = [write_part(kind, tmp_path, part, 2).name for part in (1, 2)]
+    index = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}[kind]
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"layers.1.w": parts[0]}}))
+    for _ in ("not named", "not there either"):
+        contents = checkpoint.open(tmp_path).contents
+        assert list(contents.tensors) == ["layers.1.w"]
+        assert contents.notes == (f"{parts[1]}: left out, as the index names no tensor there",)
+        (tmp_path / parts[1]).unlink(missing_ok=True)
 
 
 def test_boxes_of_ranks_say_that_nobody_counts_them(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.foreign.numbered_files import check_numbers
+from shardwise.checkpoint.foreign.numbered_files import check_numbers, unnamed_notes
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
 from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError, few_of
@@ -78,7 +78,7 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
         file_sizes=sizes,
         aliases=_ties(tensors, texts),
         extra=extra,
-        notes=(*(notes if cut else ()), *_joined_note(files, weight_map)),
+        notes=(*(notes if cut else ()), *_file_notes(store, files, weight_map)),
     )
 
 
@@ -137,9 +137,9 @@ def read_index(store: Store, suffix: str) -> dict[str, str] | None:
 
 def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
     if weight_map is not None:
-        # Files that the index does not name are not read: they may be those of another variant of the model.
+        # Files that the index does not name are not read, and a note names them.
         return sorted(set(weight_map.values()))
-    files = [name for name in store.names() if "/" not in name and name.endswith(".safetensors")]
+    files = [name for name in store.names() if _FILE.fullmatch(name)]
     if not files:
         raise CheckpointError(f"{store.location} holds no safetensors file")
     check_numbers(files, store.location)
@@ -149,14 +149,17 @@ def _files(store: Store, weight_map: dict[str, str] | None) -> list[str]:
     return files
 
 
+_FILE = re.compile(r"[^/]*\.safetensors", re.DOTALL)
 _MODEL = re.compile(r"(?:model(?:_\d+)?|adapter_model|diffusion_pytorch_model|consolidated)\.safetensors")
 
 
-def _joined_note(files: Sequence[str], weight_map: Mapping[str, str] | None) -> tuple[str, ...]:
-    """What to know of files that neither an index nor numbers make one model."""
-    if weight_map is not None or len({re.sub(r"\d+", "", name) for name in files}) < 2:
-        return ()
-    return (f"{few_of(sorted(files), quotes=False)} are read as one model; name a file to read it alone",)
+def _file_notes(store: Store, files: Sequence[str], weight_map: Mapping[str, str] | None) -> list[str]:
+    """What to know of files that the index leaves out, or that neither an index nor numbers make one model."""
+    if weight_map is not None:
+        return unnamed_notes((name for name in store.names() if _FILE.fullmatch(name)), files)
+    if len({re.sub(r"\d+", "", name) for name in files}) < 2:
+        return []
+    return [f"{few_of(sorted(files), quotes=False)} are read as one model; name a file to read it alone"]
 
 
 def index_problems(

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from shardwise.errors import CheckpointError, few_of
 
-_PART = re.compile(r"(?P<stem>.*?)-(?P<number>[0-9]{2,9})-of-(?P<count>[0-9]{2,9})(?P<end>\.\w+)", re.DOTALL)
+_PART = re.compile(
+    r"(?P<stem>.*?[-_.])(?P<number>[0-9]{1,9})(?P<of>[-_.]of[-_.])(?P<count>[0-9]{1,9})(?P<end>\.\w+)", re.DOTALL
+)
 _SHARD = re.compile(r"shard-(?P<number>[0-9]{5})-(?P<rest>.*)", re.DOTALL)
 """What a rank of torch.distributed.checkpoint wrote: numbers of ranks from 1 on, and the same names behind them."""
 
@@ -29,7 +31,7 @@ def parts_of_set(name: str, count: int, *, first: int = 1) -> list[str]:
         return [name]
     width = len(found["number"])
     numbers = range(first, first + min(count, _MAX_PARTS))
-    return [f"{found['stem']}-{number:0{width}d}-of-{found['count']}{found['end']}" for number in numbers]
+    return [f"{found['stem']}{number:0{width}d}{found['of']}{found['count']}{found['end']}" for number in numbers]
 
 
 def check_numbers(names: Iterable[str], location: str) -> None:
@@ -41,6 +43,17 @@ def check_numbers(names: Iterable[str], location: str) -> None:
             f"{location} is incomplete: {few_of(missing, quotes=False)} {verb} missing, as the numbers of the other "
             "files say. Get all parts; to read some of them alone, name one file"
         )
+
+
+def unnamed_notes(candidates: Iterable[str], named: Iterable[str]) -> list[str]:
+    """What to know of files that an index does not name, and of the parts that its numbers lack.
+
+    They may be those of another variant of the model, or of an index that was cut short. Programs differ in what they
+    take where one whole file is there too.
+    """
+    known = set(named)
+    left = sorted({*candidates, *_missing(sorted(known))} - known)
+    return [f"{few_of(left, quotes=False)}: left out, as the index names no tensor there"] if left else []
 
 
 def _missing(names: list[str]) -> Iterator[str]:

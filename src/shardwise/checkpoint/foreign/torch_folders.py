@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign.huggingface import index_problems, read_index
-from shardwise.checkpoint.foreign.numbered_files import check_numbers
+from shardwise.checkpoint.foreign.numbered_files import check_numbers, unnamed_notes
 from shardwise.checkpoint.foreign.optimizer_states import Parameters
 from shardwise.checkpoint.foreign.state_dicts import FoundState, find_state, plain_values
 from shardwise.checkpoint.foreign.strided import TensorPlace
@@ -77,6 +77,8 @@ def read_contents(store: Store) -> Contents:
     held |= {alias: held[name] for alias, name in found.aliases.items()}
     if weight_map is not None and (problems := list(index_problems(weight_map, held, files))):
         raise CheckpointError(*problems, about=store.location)
+    if weight_map is not None:
+        found.notes += unnamed_notes(filter(_MODEL.fullmatch, store.names()), files)
     parameters = Parameters.of({name: place for name, (_, place) in found.tensors.items()}, ordered=True)
     beside = list(_beside(store)) if has_optimizer(store) else []
     _read(store, beside, found, values_by_file=True)
