@@ -168,6 +168,29 @@ def test_the_targets_order_says_whose_numbered_state_is(tmp_path: Path, source: 
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("to", ["", "whole", "dcp"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_parameters_that_had_no_gradient_yet_need_no_state(tmp_path: Path, to: str, is_frozen: bool) -> None:
+    def build() -> tuple[_Net, torch.optim.Optimizer]:
+        model = _Net()
+        model.encoder.requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=RATE)
+        model.encoder.requires_grad_(is_frozen is False)
+        return model, optimizer
+
+    model, optimizer = build()
+    for each in (*model.decoder.parameters(), *model.norm.parameters()):
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    path = _file(tmp_path, model, optimizer)
+    if to:
+        checkpoint.convert(path, tmp_path / "made", to=to)  # type: ignore[arg-type]
+        path = tmp_path / "made"
+    again, ours = build()
+    sw.load(path, TorchState(again, ours))
+    _same(ours, optimizer)
+
+
 PLANS = {
     "alone": (1, sw.Plan()),
     "stage 3": (2, sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3))),

@@ -21,6 +21,7 @@ from shardwise.plan.saved_settings import (
     BEFORE,
     CONFIG,
     DEGREES,
+    IDLE,
     LOADED_BY,
     MODEL_FILES,
     NUMBERED,
@@ -71,7 +72,10 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
         place, position = min(groups.places[each] for each in sources)
         members.setdefault(place, []).append((position, name))
     renamed["optimizers"] = [
-        {**optimizer, "groups": [_with(group, members.get((number, at), ())) for at, group in enumerate(groups_of)]}
+        {
+            **optimizer,
+            "groups": [_with(group, members.get((number, at), ()), checked) for at, group in enumerate(groups_of)],
+        }
         for number, optimizer in enumerate(settings["optimizers"])
         for groups_of in (optimizer["groups"],)
     ]
@@ -122,9 +126,12 @@ def _renumbered(optimizer: Mapping[str, Any], checked: Checked) -> dict[str, Any
     return {**optimizer, "groups": groups, **({ORDER_LOST: True} if is_lost else {})}
 
 
-def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]]) -> dict[str, Any]:
+def _with(group: Mapping[str, Any], members: Sequence[tuple[int, str]], checked: Checked) -> dict[str, Any]:
     """A group with other parameters, in the order of their sources."""
-    return {**group, "parameters": [name for _, name in sorted(members, key=lambda member: member[0])]}
+    idle = set(group.get(IDLE, ()))
+    made = [name for name in checked.outputs if idle.issuperset(found := checked.sources_of(name)) and found]
+    parameters = [name for _, name in sorted(members, key=lambda member: member[0])]
+    return {**group, "parameters": parameters, **({IDLE: made} if idle else {})}
 
 
 class _OptimizerGroups:

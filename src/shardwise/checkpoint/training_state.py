@@ -41,8 +41,10 @@ _IMPLEMENTATION = MappingProxyType({"foreach": None, "capturable": False, "diffe
 """Settings of torch's groups that choose between implementations. Saves have none; torch's loaders ask for them."""
 
 
-def groups_of_torch(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+def groups_of_torch(settings: Mapping[str, Any], *, idle: bool = False) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
     """The groups of all optimizers, with the settings that torch's optimizers have: parameters and settings.
+
+    idle: with parameters that have no state.
 
     Raises CheckpointError for settings that are not understood.
     """
@@ -50,7 +52,7 @@ def groups_of_torch(settings: Mapping[str, Any]) -> list[tuple[tuple[str, ...], 
     for each in (group for optimizer in stored_optimizers(settings) for group in optimizer.groups):
         group: dict[str, Any] = dict(_IMPLEMENTATION)
         take_over(group, each.settings)
-        found.append((each.parameters, group))
+        found.append(((*each.parameters, *each.idle) if idle else each.parameters, group))
     return found
 
 
@@ -60,8 +62,8 @@ def check_owners(outputs: Outputs) -> None:
     if lost := sorted({parameter for parameter, _ in split} - outputs.tensors.keys()):
         raise CheckpointError(
             f"the optimizer has state of {few_of(lost)}, and no tensor is called so, so that no program could load it. "
-            "If these are numbers, save again with named_parameters() given to the optimizer. For the weights alone, "
-            "convert to hf first (--to hf), and then that folder"
+            "If these are numbers, load it into TorchState(model, optimizer), whose order tells them, save that, "
+            "and convert the save. For the weights alone, convert to hf first (--to hf), and then that folder"
         )
 
 
@@ -87,7 +89,7 @@ def dcp_folder(outputs: Outputs, names: StateDictNames, *, max_file_bytes: int) 
 
 def _objects(outputs: Outputs, names: StateDictNames) -> Iterator[DcpObject]:
     contents = outputs.contents
-    groups = groups_of_torch(outputs.settings)
+    groups = groups_of_torch(outputs.settings, idle=True)
     if not groups:
         # State that no settings belong to: a group of its names makes it an optimizer for readers.
         split = filter(None, map(split_state_name, outputs.tensors))

@@ -59,6 +59,9 @@ ORDER_LOST, LISTED, GUESSED = "order_lost", "listed", "guessed"
 """Under these keys such an optimizer says that a rewrite has joined or cut its parameters, that it is one of a list,
 and that its names are those of parameters in the order of the model."""
 
+IDLE = "idle"
+"""Under this key a group of an optimizer has its parameters without state: frozen, or without a gradient so far."""
+
 OF_RUNS = frozenset({"random", "loss_scale", "average", "optimizers", NUMBERED})
 """Keys of what a run goes on with; the other settings are of its model and its plan."""
 
@@ -196,6 +199,8 @@ class OptimizerGroup:
     """Names of all parameters that it trains, on any rank; frozen ones are left out."""
     settings: Mapping[str, Any]
     """By torch's keys; values of a live optimizer, or of JSON."""
+    idle: tuple[str, ...] = ()
+    """What it had besides, and never updated: the target may train it, or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +243,9 @@ def stored_optimizers(settings: Mapping[str, Any]) -> tuple[NamedOptimizer, ...]
                 kind=_text(each["kind"]),
                 groups=tuple(
                     OptimizerGroup(
-                        parameters=tuple(map(_text, group["parameters"])), settings=_legible(group["settings"])
+                        parameters=tuple(map(_text, group["parameters"])),
+                        settings=_legible(group["settings"]),
+                        idle=tuple(map(_text, group.get(IDLE, ()))),
                     )
                     for group in each["groups"]
                 ),
@@ -397,7 +404,10 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
     stored = stored_optimizers(settings)
     then_tied = stored_ties(settings)
     places = {
-        name: (optimizer, group) for optimizer in stored for group in optimizer.groups for name in group.parameters
+        name: (optimizer, group)
+        for optimizer in stored
+        for group in optimizer.groups
+        for name in (*group.parameters, *group.idle)
     }
     names = [name for optimizer in live for group in optimizer.groups for name in group.parameters]
     then = stored_names(names, ties, places, then_tied)
@@ -471,7 +481,7 @@ def _findings_of_parameters(
             "them, or let them start without optimizer state"
         )
     known = {*then.values(), *(alias for alias, name in ties.items() if name in then)}
-    if gone := [name for name in places if name not in known]:
+    if gone := [name for name, (_, group) in places.items() if name not in known and name not in group.idle]:
         findings.append(
             f"{len(gone)} parameters were trained in the checkpoint, but are not here: {few_of(gone)}; train them "
             "here too, or let their optimizer state go"

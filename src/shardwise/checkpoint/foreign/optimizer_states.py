@@ -20,7 +20,7 @@ from shardwise.errors import OptimizerError
 from shardwise.plan.names import MASTER
 from shardwise.plan.nested_state import flat_state
 from shardwise.plan.optimizer_entries import can_be_kept, can_be_of, python_types
-from shardwise.plan.saved_settings import GUESSED, LISTED, NUMBERED, settings_to_json
+from shardwise.plan.saved_settings import GUESSED, IDLE, LISTED, NUMBERED, settings_to_json
 
 _MAX_WAYS = 200_000
 """States of the search, over all tensors of the model."""
@@ -106,9 +106,12 @@ class NumberedOptimizer:
 
     def settings(self) -> dict[str, Any]:
         """As `NumberedOptimizer.to_json`, with names for numbers. The file does not say the class: "kind" is empty."""
-        # Without state a parameter was never updated: it was frozen, if others have some.
+        # Without state a parameter was never updated: it was frozen, or had no gradient yet.
         held = [[each for each in group if each in self.state or not self.state] for group in self.numbers()]
-        return self._to_json([[self.names[each] for each in numbers] for numbers in held])
+        found = self._to_json([[self.names[each] for each in numbers] for numbers in held])
+        for group, numbers, trained in zip(found["groups"], self.numbers(), held, strict=True):
+            group |= {IDLE: names} if (names := [self.names[each] for each in numbers if each not in trained]) else {}
+        return found
 
     def record(self, path: str) -> dict[str, Any]:
         """As `settings`, of all numbers under the names of their state: what a load needs to find the parameters."""
