@@ -100,7 +100,8 @@ class WholeBucket:
         """Whether somebody wrote to the master without a count, as far as it is compared."""
         if self.has_master:
             return self._master_content is not None and self._master_content.differs()
-        return self._content is not None and self._content.differs() and bool(self._content.different([self._own]))
+        own = slice(self._own.start, self._own.stop)
+        return self._content is not None and self._content.differs() and bool(self._content.different([own]))
 
     def found_written(self, *, reads_all: bool) -> list[str]:
         """Parameters with other elements in the working copy than the engine wrote there.
