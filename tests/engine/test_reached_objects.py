@@ -52,6 +52,16 @@ def clipped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     nn.utils.clip_grad_norm_(masters(optimizer), 0.1)
 
 
+def clipped_by_numpy(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    norm = sum(float((each.grad.numpy() ** 2).sum()) for each in masters(optimizer)) ** 0.5
+    for each in masters(optimizer):
+        each.grad.mul_(min(1.0, 0.1 / norm))
+
+
+def flat_values(parameters: Any) -> list[float]:
+    return [value for each in parameters for value in each.detach().view(-1).tolist()]
+
+
 def without_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for each in masters(optimizer):
         if each.dim() == 2:
@@ -118,6 +128,10 @@ HOOKS: dict[str, Put] = {
     "notes the norm": lambda optimizer, _, log: optimizer.register_step_pre_hook(
         lambda each, *_: log.append(norm_of(masters(each)))
     ),
+    "clips by numpy": lambda optimizer, *_: optimizer.register_step_pre_hook(clipped_by_numpy),
+    "notes values": lambda optimizer, _, log: optimizer.register_step_pre_hook(
+        lambda each, *_: log.append(sum(abs(value) for value in flat_values(masters(each))))
+    ),
     "divides by norms": lambda optimizer, *_: optimizer.register_step_pre_hook(of_one_length),
     "leaves out rows": lambda optimizer, *_: optimizer.register_step_pre_hook(without_rows),
     "centralises": lambda optimizer, *_: optimizer.register_step_pre_hook(centralised),
@@ -139,7 +153,7 @@ HOOKS: dict[str, Put] = {
 }
 NEVER_REFUSED = {"counts", "clips values", "bounds"}
 """What goes element by element."""
-ALWAYS_REFUSED = {"clips", "notes the norm", "wraps step", "notes the model"}
+ALWAYS_REFUSED = {"clips", "clips by numpy", "notes values", "notes the norm", "wraps step", "notes the model"}
 """What needs all, where no rank has it."""
 HAVE_ALL = {"one", "one bf16", "stage 0"}
 

@@ -9,10 +9,11 @@ Hooks are not tried at `parallelize`: a norm that is only logged changes no upda
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,6 +45,7 @@ class PartWatch(TorchDispatchMode):
         self._stale = stale
         self._made: dict[int, tuple[torch.Tensor, _Roots]] = {}
         """By storage what was made of them. Kept, so that no other tensor takes its memory."""
+        self._on = ExitStack()
         self._is_on = False
         self.is_before = True
         """Whether the update is still to come."""
@@ -73,6 +75,11 @@ class PartWatch(TorchDispatchMode):
                 self._made[_storage(each)] = each, roots[at] if is_each else of_all
         return output
 
+    def refuse_leaving(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse a function that takes values out of torch: what is computed of them there is not seen."""
+        if self._roots_of(tensor):
+            raise _refusal(name)
+
     def _roots_of(self, tensor: torch.Tensor) -> _Roots:
         if (made := self._made.get(_storage(tensor))) is not None:
             return made[1]
@@ -98,8 +105,11 @@ class PartWatch(TorchDispatchMode):
         """Begin or end to watch."""
         if on != self._is_on:
             self._is_on = on
-            mode: Any = self
-            mode.__enter__() if on else mode.__exit__(None, None, None)
+            if on:
+                self._on.enter_context(self)
+                self._on.enter_context(_Leaving(self))
+            else:
+                self._on.close()
             for each, kind in self._dims:
                 each.__class__ = _SliceInHook if on else kind
 
@@ -124,6 +134,24 @@ class PartWatch(TorchDispatchMode):
             self.turn(False)
             self._made.clear()
             del before[self], after[self]
+
+
+class _Leaving(TorchFunctionMode):
+    """Sees the functions by which values leave torch: no operation of a dispatch mode shows them."""
+
+    def __init__(self, watch: PartWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LEAVE:
+            self._watch.refuse_leaving(func.__name__, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_LEAVE: frozenset[Any] = frozenset(
+    getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")
+)
 
 
 class _SliceInHook(torch.Tensor):
