@@ -393,11 +393,12 @@ def test_a_parameter_that_an_evaluation_writes_to_is_refused_where_it_is_counted
         assert losses == pytest.approx(writes_in_steps(way, "one rank", None, evaluates=True)[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("way", [each for each in WAYS if each != "in_place"])
-def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(way: str) -> None:
+def test_what_ranks_write_unlike_in_an_evaluation_is_refused_by_what_follows(way: str, compute: str | None) -> None:
     def run(channel: sw.Channel) -> str:
         model = writing(None)
-        engine = engine_of(model, channel, "stage 1", "bfloat16")
+        engine = engine_of(model, channel, "stage 1", compute)
         engine.step(share(channel, "stage 1", 0))
         model.first.write, model.first.factor = WAYS[way], lambda x: float(x.mean())
         engine.evaluate(share(channel, "stage 1", 1))

@@ -47,8 +47,8 @@ from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import BatchError, SameRowsWarning
 from shardwise.plan import Plan
 
-_OF_MASTERS = ".."
-"""Before a name that stands for the masters of its bucket; no parameter has such a name."""
+_OF_MASTERS, _UNCOUNTED = "..", ".!"
+"""Before a name that stands for the masters of its bucket, or to which torch counted no write. No parameter begins so."""
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
@@ -135,7 +135,11 @@ class StepOpening:
                 lines = describe_batch(batch, digest=not is_step)
             agreement.parts = parts_of_opening(
                 weights,
-                written=[*self._buffers.written, *map(_OF_MASTERS.__add__, self._buffers.written_masters)],
+                written=[
+                    *self._buffers.written,
+                    *map(_OF_MASTERS.__add__, self._buffers.written_masters),
+                    *map(_UNCOUNTED.__add__, self._buffers.uncounted),
+                ],
                 autocast=self._autocast.described(),
                 trained=trained,
                 is_listed=given is not None,
@@ -149,11 +153,19 @@ class StepOpening:
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
         # because `written` is the union over all of them.
-        if masters := {each.removeprefix(_OF_MASTERS) for each in written if each.startswith(_OF_MASTERS)}:
+        masters, uncounted = (
+            {each.removeprefix(mark) for each in written if each.startswith(mark)} for mark in (_OF_MASTERS, _UNCOUNTED)
+        )
+        written = [each for each in written if not each.startswith((_OF_MASTERS, _UNCOUNTED))]
+        self._buffers.uncounted.clear()
+        if masters and uncounted:
+            # Without a count, a write to the model looks like one to masters where all that it changed is owned here:
+            # the owner's values must not come over those of others before they are compared.
+            check_writes(self._channels.world, self._buffers.digests(uncounted), self._ranks.replicas)
+        if masters:
             with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
                 self._buffers.publish_masters(self._counters, masters)
                 self._ties.publish()
-            written = [each for each in written if not each.startswith(_OF_MASTERS)]
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
             self._buffers.written.clear()

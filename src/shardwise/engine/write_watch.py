@@ -120,6 +120,8 @@ class FlatContent:
         """spans: where the tensors are."""
         self._bits = bits = bits_in(flat)
         self._spans = spans
+        self._num_words = bits.numel() // max(flat.numel(), 1)
+        """Of an element: two of a complex128."""
         self._at: torch.Tensor | None = None
         if not is_small(bits):
             starts, sizes = (
@@ -127,7 +129,7 @@ class FlatContent:
             )
             of_each = starts[:, None] + sizes[:, None] * torch.arange(_OF_EACH) // _OF_EACH
             spread = torch.arange(0, bits.numel(), spread_over(bits.numel()))
-            self._at = torch.cat([spread, of_each[sizes > 0].view(-1)]).unique().to(flat.device)
+            self._at = torch.cat([spread, self._num_words * of_each[sizes > 0].view(-1)]).unique().to(flat.device)
         self._kept: torch.Tensor | None = None
 
     def remember(self) -> None:
@@ -143,7 +145,8 @@ class FlatContent:
         if self._kept is None:
             return []
         places = (self._compared() != self._kept).nonzero().view(-1)
-        found = (places if self._at is None else self._at[places]).tolist()
+        words = places if self._at is None else self._at[places]
+        found = words.div(self._num_words, rounding_mode="floor").tolist()
         return [
             at
             for at, span in enumerate(spans or self._spans)

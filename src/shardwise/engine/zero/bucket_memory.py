@@ -100,8 +100,12 @@ class WholeBucket:
         """Whether somebody wrote to the master without a count, as far as it is compared."""
         if self.has_master:
             return self._master_content is not None and self._master_content.differs()
+        if self._content is None or not self._content.differs():
+            return False
+        # In one memory: a write to the model changes what others own too, and ranks may have written unlike values.
         own = slice(self._own.start, self._own.stop)
-        return self._content is not None and self._content.differs() and bool(self._content.different([own]))
+        rest = slice(0, own.start), slice(own.stop, self.working.numel())
+        return bool(self._content.different([own])) and not self._content.different(rest)
 
     def found_written(self, *, reads_all: bool) -> list[str]:
         """Parameters with other elements in the working copy than the engine wrote there.

@@ -149,6 +149,8 @@ class FlatParams:
             parameter.__class__ = sharded_class(type(parameter))
         self.written: set[str] = set()
         """Parameters that were written to from outside, until ranks have compared them."""
+        self.uncounted: set[str] = set()
+        """Those of them that torch counted no write to."""
         self.written_masters: set[str] = set()
         """A parameter for each bucket whose masters were, until its owners have given them to all ranks."""
         self._settle(self.buckets)
@@ -214,6 +216,7 @@ class FlatParams:
         written = self.found_written()
         if not written:
             return
+        counted = self._counted()
         # Before a refusal: what is lost is refused once, and training goes on with the values that the owners have.
         self._versions = self._versions_now()
         if lost := next((name for name in written if name in self._kinds), None):
@@ -223,6 +226,7 @@ class FlatParams:
         self._settle(self.buckets)
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
+        self.uncounted.update(set(written) - set(counted))
 
     def take_up_masters(self) -> None:
         """Take values that were written to masters from outside over into this rank's part of the working copies.
