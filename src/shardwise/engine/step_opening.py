@@ -48,7 +48,7 @@ from shardwise.errors import BatchError, SameRowsWarning
 from shardwise.plan import Plan
 
 _OF_MASTERS, _UNCOUNTED = "..", ".!"
-"""Before a name that stands for the masters of its bucket, or to which torch counted no write. No parameter begins so."""
+"""Before a name: of the masters of its bucket, or of a write that torch did not count. No parameter's begins so."""
 _COMPARED_STEPS = 3
 """First steps of an engine, in which a sampler that forgot the rank is noticed."""
 
