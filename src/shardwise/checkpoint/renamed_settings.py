@@ -8,6 +8,7 @@ Groups keep their order and settings; parameters stand in the order of the first
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -85,11 +86,13 @@ def renamed_settings(settings: Mapping[str, Any], checked: Checked) -> tuple[dic
 def with_vocabulary(files: Mapping[str, Any], checked: Checked) -> dict[str, Any]:
     """Files that describe a model, whose configuration has the sizes that a rewrite gives to a vocabulary."""
     sizes: dict[int, set[int]] = {}
+    uses = Counter(each for name in checked.outputs for each in checked.sources_of(name))
     for name, new in checked.outputs.items():
-        sources = [checked.sources[each].shape for each in checked.sources_of(name)]
-        # Padded or cropped along its first dim, and along no other.
-        if len(sources) == 1 and new.shape and sources[0] == (*sources[0][:1], *new.shape[1:]) != new.shape:
-            sizes.setdefault(sources[0][0], set()).add(new.shape[0])
+        sources = list(checked.sources_of(name))
+        old = checked.sources[sources[0]].shape if len(sources) == 1 and uses[sources[0]] == 1 else ()
+        # Padded or cropped along its first dim, and along no other; not split.
+        if old and new.shape and old == (*old[:1], *new.shape[1:]) != new.shape:
+            sizes.setdefault(old[0], set()).add(new.shape[0])
 
     def changed(value: Any) -> Any:
         if not isinstance(value, dict):

@@ -73,7 +73,9 @@ def _digest(tensor: torch.Tensor) -> bytes:
     is_large = tensor.numel() > _WHOLE
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         # By numpy, which takes elements some 20 times faster than torch takes so few.
-        elements = tensor.view(-1).view(torch.uint8).numpy().view(f"V{tensor.element_size()}")
+        # One element is contiguous whatever its stride, which a view of bytes would refuse.
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        elements = flat.numpy().view(f"V{tensor.element_size()}")
         return xxhash.xxh3_64_digest((elements[_places(len(elements)).numpy()] if is_large else elements).tobytes())
     if tensor.element_size() == 1:
         tensor = tensor.view(torch.uint8)  # of narrow floats no operation but this is sure to be there

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.zero.flat_params import Owned
@@ -16,17 +15,19 @@ from shardwise.errors import OptimizerError
 class MasterOf:
     """What the optimizers of this rank have for a parameter of the model."""
 
-    def __init__(self, inventory: Inventory, updated: Sequence[Owned], *, owns_all: bool) -> None:
+    def __init__(self, model: nn.Module, inventory: Inventory, updated: Sequence[Owned], *, owns_all: bool) -> None:
         """inventory: of the whole model. updated: what the optimizers have. owns_all: whether each rank has all."""
-        # By weak references: a rank does not keep the parameters of other stages alive.
-        self._name_of = WeakTensorKeyDictionary(inventory.name_of)
+        self._model = model
         # Else on no rank, also for what happens to be whole on one: ranks run one program.
         self._whole = {each.segment.name: each.parameter for each in updated} if owns_all else {}
         self._elsewhere = set() if owns_all else {spec.name for spec in inventory.specs if spec.trainable}
 
     def __call__(self, parameter: Any) -> nn.Parameter | None:
         """The master; None of what is no trained parameter. Raises OptimizerError where it is not whole here."""
-        name = self._name_of.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        # Asked anew: a rank keeps no parameters of other stages, and a reference, a weak one too, keeps torch from
+        # swapping a parameter.
+        named = self._model.named_parameters() if isinstance(parameter, torch.Tensor) else ()
+        name = next((name for name, each in named if each is parameter), None)
         if name in self._elsewhere:
             raise OptimizerError(
                 f"optimizer.state[p] of parameter {name!r}: a rank has the state of parts, or of some parameters. "

@@ -518,7 +518,7 @@ def _build(
             inspected.optimizers,
             cut=[held.parameters[name] for name in cut],
             owns_all=owns_all,
-            master_of=MasterOf(inventory, tensors.buffers.updated, owns_all=owns_all),
+            master_of=MasterOf(model, inventory, tensors.buffers.updated, owns_all=owns_all),
         ),
         tensor_decision=decision,
         groups=inspected.groups,
