@@ -48,6 +48,8 @@ ALLOWED = {
     "train/__init__.py": {"import_module"},
     # Packages whose names are written there.
     "hf/packages.py": {"import_module"},
+    # The name that accelerate has for it; values travel by `exchange`, without pickle.
+    "trainers/rank_calls.py": {"gather_object"},
     # Files of the plain Trainer, read with `weights_only=True`.
     "hf/trainer_checkpoints.py": {"torch.load"},
     # Notes that a verification leaves for itself, read with `weights_only=True`: tensors and containers alone.

@@ -42,6 +42,8 @@ SETTINGS = re.compile(
 """A flag, a command, or a setting of a configuration."""
 
 OF_PROGRAMS = {
+    "checkpoint/numbered_state.py": "states that other programs number, loaded into a program's optimizer",
+    "checkpoint/replica_samples.py": "states that ranks of a program give",
     "checkpoint/states.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",
@@ -50,10 +52,16 @@ OF_PROGRAMS = {
     "engine/adapters.py": "sw.save_adapters, sw.load_adapters and sw.save_merged",
     "engine/engine.py": "sw.relayout",
     "engine/zero/unshard.py": "calls of the model past its engine",
+    "engine/loss_parameters.py": "a loss with trained parameters, which no configuration has",
+    "engine/master_states.py": "states of an optimizer, asked for by a program",
+    "engine/pipeline/flows.py": "a loss with trained parameters, which no configuration has",
+    "engine/state.py": "an optimizer with a load_state_dict of its own",
+    "engine/zero/masters.py": "parameters of an optimizer, read by a program",
     "engine/plain_calls.py": "calls of the model and the optimizer past their engine",
     "engine/relayout.py": "sw.relayout",
     "engine/step_exchange.py": "writes to parameters past their engine",
     "plan/reshard.py": "sw.reshard",
+    "plan/saved_settings.py": "groups that a program has split",
     "train/verification/program.py": "sw.verify",
     "train/merged_folders.py": "sw.save_merged",
     "train/preemption.py": "sw.Preemption",

@@ -15,7 +15,7 @@ from shardwise.comm.handshake import HELLO, Hello
 from shardwise.comm.hang_report import Whereabouts
 from shardwise.comm.links import PeerLink
 from shardwise.comm.relay import Relay
-from shardwise.errors import MismatchError, PeerError
+from shardwise.errors import MismatchError, PeerError, VersionsWarning
 from shardwise.keepers.keeper_talk import receive_head
 
 SIZE = 4
@@ -89,7 +89,7 @@ RECORD = connections.packed_record(
 )
 READERS: dict[Callable[[bytes], None], tuple[bytes, tuple[type[Exception], ...]]] = {
     of_a_hello: (Hello.own(1, 0).packed, (ValueError,)),
-    of_a_host: (RECORD.partition("\n")[2].encode(), (PeerError, MismatchError)),
+    of_a_host: (RECORD.partition("\n")[2].encode(), (PeerError, MismatchError, VersionsWarning)),
     of_an_address: (b'[["10.0.0.1"], 4000]', (ConnectionError,)),
     of_all_ranks: (b'[["a", "b"], [0, 1]]', (PeerError,)),
     of_a_process: (rendezvous.own_record().encode(), (ValueError,)),

@@ -174,7 +174,7 @@ def with_group() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("norm", "said"), [(with_group, "a process_group of its own"), (lambda: WithForward(6), "a forward of its own")]
+    ("norm", "said"), [(with_group, "its own process_group"), (lambda: WithForward(6), "its own forward")]
 )
 def test_other_statistics_are_refused(norm: Callable[[], nn.Module], said: str) -> None:
     def build(channel: sw.Channel) -> None:

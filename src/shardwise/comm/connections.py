@@ -214,6 +214,11 @@ def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
             for rank in sorted({own_rank, *different[:_SHOWN_RANKS]})
         ]
         raise MismatchError("\n".join([OTHER_FORMAT, *lines]))
+    try:
+        records = [_unpacked(each) for each in facts]
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        text = f"what ranks say of their hosts in the store cannot be read ({in_words(error)})"
+        raise PeerError(text, operation="start", purpose="host") from error
     others = [rank for rank, version in enumerate(versions) if version != versions[0]]
     if others and own_rank in (0, *others):
         shown = "; ".join(f"rank {rank}: {versions[rank]}" for rank in (0, *others[:_SHOWN_RANKS]))
@@ -223,11 +228,6 @@ def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
             VersionsWarning,
             stacklevel=2,
         )
-    try:
-        records = [_unpacked(each) for each in facts]
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        text = f"what ranks say of their hosts in the store cannot be read ({in_words(error)})"
-        raise PeerError(text, operation="start", purpose="host") from error
     without = [rank for rank, each in enumerate(records) if not each.has_secret]
     if without and len(without) < len(records):
         having = next(rank for rank, each in enumerate(records) if each.has_secret)

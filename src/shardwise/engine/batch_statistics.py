@@ -25,9 +25,9 @@ def synchronised_in(model: nn.Module) -> list[nn.SyncBatchNorm]:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             if module.process_group is not None or type(module).forward is not nn.SyncBatchNorm.forward:
-                own = "a forward" if module.process_group is None else "a process_group"
+                own = "forward" if module.process_group is None else "process_group"
                 raise ModelError(
-                    f"{name!r} is a {type(module).__name__} with {own} of its own, and its statistics would not be "
+                    f"{name!r} is a {type(module).__name__} with its own {own}, and its statistics would not be "
                     "those of all data ranks. Use torch.nn.SyncBatchNorm without a process_group, or BatchNorm for "
                     "statistics of each rank's rows"
                 )
@@ -44,7 +44,7 @@ def synchronise(model: nn.Module, channel: Channel, random: KeyedRandom) -> None
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over all ranks. Each of them has a loss of its own, so that backward sums too."""
+    """The sum over all ranks. Each rank has its own loss, so that backward sums too."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, collectives: TpCollectives) -> torch.Tensor:

@@ -106,7 +106,7 @@ class Computation:
         self.proof = proof
         self.activations = activations
         self.loss_parameters = loss_parameters
-        """What is trained beside the model."""
+        """What is trained and is not the model's."""
         """What becomes of the tensors that forwards save for backward."""
         self._running = ""
         """The call of the engine that goes on."""

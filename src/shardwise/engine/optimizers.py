@@ -92,8 +92,8 @@ def check_coverage(optimizers: Sequence[torch.optim.Optimizer], inventory: Inven
     if num_foreign:
         problems.append(
             f"{num_foreign} of its parameters are not the model's; build it over the parameters of the model that is "
-            "parallelized. For those of a loss, put model and loss into one module, whose forward gives the loss; or "
-            "build an optimizer of their own, and step it after engine.step"
+            "parallelized. For those of a loss, put model and loss into one module, whose forward gives the loss. Or "
+            "build a second optimizer over them, and step it after engine.step"
         )
     if twice := [name for name, places in times.items() if len(places) > 1]:
         problems.append(f"these are in several groups: {few_of(twice)}; a parameter (or a tie) has one set of settings")

@@ -26,9 +26,9 @@ from shardwise.engine.channels import StepLeft
 from shardwise.errors import ModelError
 
 _FORMS = (
-    "a training_step begins with the forward and manual_backward of all optimizers, each of which then steps; or it "
-    "has, for each update of one, self.toggle_optimizer(opt) before the forward, then self.manual_backward(loss), "
-    "opt.step(), self.untoggle_optimizer(opt); or opt.step(closure)"
+    "a training_step begins with one forward and one manual_backward, and then all optimizers step. Or, for each "
+    "update of one, it calls self.toggle_optimizer(opt), the forward, self.manual_backward(loss), opt.step() and "
+    "self.untoggle_optimizer(opt). Or it calls opt.step(closure)"
 )
 
 

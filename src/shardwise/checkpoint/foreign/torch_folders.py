@@ -109,7 +109,7 @@ def _contents(found: FoundState, sizes: Mapping[str, int], location: str, *, par
         tensors = found.stored(sizes)
         if not tensors and not found.values:
             what = "it holds neither tensors nor values"
-            raise CheckpointError(f"{what} that can be read" if found.notes else what, *found.notes)
+            raise CheckpointError(f"{what} that can be read: {'; '.join(found.notes)}" if found.notes else what)
         # As saves of ours keep it: keys that are numbers, and all that JSON has no words for.
         extra = {"objects": packed(found.values, "its values")} if found.values else {}
     steps = (found.values.get(key) for key in _STEPS)
