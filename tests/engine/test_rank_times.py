@@ -245,5 +245,5 @@ def test_times_cost_no_exchange_and_few_bytes() -> None:
         assert [call.purpose for call in exchanges] == ["weights of a step", "losses and norms"]
         return [call.counts[channel.rank] for call in exchanges]
 
-    # Of the message that closes a step: six lengths, flags, a loss and a norm, and the times.
-    assert all(closing == 6 * 4 + 1 + 16 + 18 + 20 + 8 for _, closing in sw.simulate(2, run))
+    # Of the message that closes a step: six lengths, ten flags, a loss and a norm, and the times.
+    assert all(closing == 6 * 4 + 2 + 16 + 18 + 20 + 8 for _, closing in sw.simulate(2, run))

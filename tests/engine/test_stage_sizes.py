@@ -212,12 +212,15 @@ def test_the_most_that_is_gathered_is_what_the_plan_says(keeps: bool) -> None:
 
 
 class Zeros(Silence):
-    """`Silence` that gathers zeros."""
+    """`Silence` that gathers zeros, and what the rank has itself."""
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
+        own = input.clone()  # it may be a part of the output
         output.zero_()
+        given = counts or [output.numel() // self.size] * self.size
+        output.view(-1).split(list(given))[self.rank].copy_(own.view(-1))
         return super().all_gather(output, torch.zeros(0), purpose=purpose, counts=[0] * self.size)
 
 
@@ -284,6 +287,9 @@ def test_what_rests_and_is_taken_in_a_step_is_the_footprint(stage: int, k: int, 
     peak = peak_of_microbatches(engine, {"input": torch.ones(k, width)})
     planned = engine.footprint()
     expected = planned.working_bytes + planned.gradient_bytes + planned.reducing_bytes + 8 * planned.owned_elements
-    assert bytes_alive() == pytest.approx(expected, abs=4000)
+    # On the CPU small buckets are kept a second time, and others in part, to find writes that torch does not count.
+    num_large = 1 + (stage == 2)
+    watched = 4 * width * width if bucket_bytes == 200_000 else 0
+    assert bytes_alive() == pytest.approx(expected + watched, abs=4000 + 13_000 * num_large)
     # Gradients of two matrices, where one makes room for the other only when it is there, and activations.
     assert peak <= planned.gathered_bytes + 2.2 * 4 * width * width

@@ -78,7 +78,13 @@ class CollectiveCalls:
             )
 
 
+def unnoticed(run: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
+    """`run(*args, **kwargs)`, code of a library that asks for a group and knows what to do without one."""
+    return run(*args, **kwargs)
+
+
 def _is_inside(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not CollectiveCalls.noticed.__code__:
+    ends = CollectiveCalls.noticed.__code__, unnoticed.__code__
+    while frame is not None and frame.f_code not in ends:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and frame.f_code is ends[0]

@@ -679,7 +679,8 @@ class Engine(Generic[Model_co]):
     @property
     def _known_optimizers(self) -> tuple[KnownOptimizer, ...]:
         """With what came into their groups since."""
-        return tuple(known.taking_in(self._added.get(at, {})) for at, known in enumerate(self._closing.optimizers))
+        known = self._closing.optimizers
+        return tuple(each.taking_in(self._added.get(at, {})) for at, each in enumerate(known)) if self._added else known
 
     def _check_unfrozen(self) -> None:
         """Raise OptimizerError where parameters were unfrozen that no optimizer has."""

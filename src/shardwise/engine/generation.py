@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from shardwise.comm.collective_calls import unnoticed
 from shardwise.engine.batches import moved_to
 from shardwise.errors import BatchError, ModelError
 
@@ -43,7 +44,7 @@ class GenerationCall:
 
     def run(self) -> Any:
         """What the model's `generate` gives."""
-        return self.generate(*self.args, **self.kwargs)
+        return unnoticed(self.generate, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,12 @@ class FlatContent:
 
     def remember(self) -> None:
         """What it holds now is what it is to hold."""
-        self._kept = self._compared().clone() if self._at is None else self._compared()
+        if self._kept is None:
+            self._kept = self._compared().clone() if self._at is None else self._compared()
+        elif self._at is None:
+            self._kept.copy_(self._bits)  # a step takes no memory for it
+        else:
+            torch.take(self._bits, self._at, out=self._kept)
 
     def differs(self) -> bool:
         """Whether it holds something else now, as far as it is compared."""
