@@ -217,10 +217,9 @@ class Zeros(Silence):
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
     ) -> Work:
-        own = input.clone()  # it may be a part of the output
-        output.zero_()
         given = counts or [output.numel() // self.size] * self.size
-        output.view(-1).split(list(given))[self.rank].copy_(own.view(-1))
+        for rank, part in enumerate(output.view(-1).split(list(given))):
+            part.copy_(input.view(-1)) if rank == self.rank else part.zero_()
         return super().all_gather(output, torch.zeros(0), purpose=purpose, counts=[0] * self.size)
 
 
@@ -264,7 +263,8 @@ def test_the_peak_of_stage_3_is_what_rests_two_units_and_a_bucket(k: int) -> Non
     peak = peak_of_microbatches(engine, {"input": torch.ones(k, width)})
     num_elements = layers * 2 * (width * width + width)
     unit_bytes = 2 * num_elements // layers
-    at_rest = (2 + 12 + 4) * num_elements // 2
+    # On the CPU masters of a small bucket are kept a second time, to find writes that torch does not count.
+    at_rest = (2 + 12 + 4 + 4) * num_elements // 2
     expected = at_rest + 2 * unit_bytes + unit_bytes  # a unit is one bucket
     assert bytes_alive() + peak == pytest.approx(expected, rel=0.03)
 
