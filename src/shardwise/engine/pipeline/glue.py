@@ -231,7 +231,8 @@ class Glue(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self._concerns(args) and not self._concerns(kwargs):
             return func(*args, **kwargs)
-        refuse_transformed(f"{getattr(func, '__name__', func)!r} takes a value of a stage", INSIDE_A_MODULE)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # asked at each operation: no call of Python
+            refuse_transformed(f"{getattr(func, '__name__', func)!r} takes a value of a stage", INSIDE_A_MODULE)
         # Descriptions are answered here, without a call that all ranks count: programs ask for shapes and dtypes
         # everywhere, and the answer is the same on all ranks.
         first = flow.adopted(args[0]) if args and isinstance(args[0], _Tensor) else None
