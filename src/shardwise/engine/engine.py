@@ -677,10 +677,9 @@ class Engine(Generic[Model_co]):
         return f"{trained.described or 'all'}{new}{shown}" if trained.described or new or shown else ""
 
     @property
-    def _known_optimizers(self) -> tuple[KnownOptimizer, ...]:
-        """With what came into their groups since."""
-        known = self._closing.optimizers
-        return tuple(each.taking_in(self._added.get(at, {})) for at, each in enumerate(known)) if self._added else known
+    def _known_optimizers(self) -> tuple[KnownOptimizer, ...]:  # with what came into their groups since
+        known, added = self._closing.optimizers, self._added
+        return tuple(each.taking_in(added.get(at, {})) for at, each in enumerate(known)) if added else known
 
     def _check_unfrozen(self) -> None:
         """Raise OptimizerError where parameters were unfrozen that no optimizer has."""
