@@ -98,7 +98,7 @@ def check_closures(optimizers: Sequence[torch.optim.Optimizer], device: torch.de
             with random_numbers_kept(device), suppress(Exception):  # other reasons are found where they matter
                 try:
                     run()
-                except Exception:
+                except Exception:  # its own assertion, or a TypeError of the None that it calls
                     run(step=lambda double: double.step(partial(float, 0)))
                     needs_one = True
         if needs_one:
