@@ -136,13 +136,13 @@ def test_interleaved_stages_are_for_automatic_optimisation() -> None:
 @pytest.mark.parametrize(
     ("build", "plan", "message"),
     [
-        (lambda: Gan("untoggled"), "one rank", "self.toggle_optimizer(opt) before the forward"),
-        (lambda: Gan("untoggled"), "stage 3", "self.toggle_optimizer(opt) before the forward"),
-        (lambda: Gan("untoggled"), "pp", "self.toggle_optimizer(opt) before the forward"),
+        (lambda: Gan("untoggled"), "one rank", "self.toggle_optimizer(opt), the forward"),
+        (lambda: Gan("untoggled"), "stage 3", "self.toggle_optimizer(opt), the forward"),
+        (lambda: Gan("untoggled"), "pp", "self.toggle_optimizer(opt), the forward"),
         (lambda: Gan("old_graph"), "stage 1", "a forward that ran before its optimizer was known"),
         (lambda: Gan("never_stepped"), "stage 1", "without the opt.step()"),
         *(
-            (lambda style=style: TwoOptimizers(style), plan, f"{words}.*self.toggle_optimizer(opt) before the forward")
+            (lambda style=style: TwoOptimizers(style), plan, f"{words}.*self.toggle_optimizer(opt), the forward")
             for plan in ("one rank", "stage 3", "pp")
             for style, words in {
                 "one_steps": "training_step ended, and 1 optimizers have not stepped",
