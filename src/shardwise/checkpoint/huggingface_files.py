@@ -22,7 +22,7 @@ from typing import Any
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.safetensors_files import DataFile, lay_out, stored_as, unique_keys
-from shardwise.checkpoint.stores import Store, read_whole, reason
+from shardwise.checkpoint.stores import Store, parsed_json, read_json, read_whole, reason, refusals
 from shardwise.errors import CheckpointError
 from shardwise.plan.saved_settings import CONFIG, MODEL_FILES
 
@@ -75,7 +75,7 @@ def model_files(store: Store, contents: Contents) -> dict[str, Any]:
         found = next((each for each in levels if isinstance(each, dict)), {})
         return {name: found[name] for name in _KEPT if name in found}
     names = {name for name in store.names() if name in _KEPT}
-    return {name: _parsed(read_whole(store, name), f"{store.location}/{name}") for name in _KEPT if name in names}
+    return {name: read_json(store, name) for name in _KEPT if name in names}
 
 
 def files_beside(store: Store, files: Mapping[str, Any]) -> dict[str, bytes]:
@@ -142,7 +142,7 @@ def as_extra(files: Mapping[str, Any]) -> dict[str, Any]:
 
 def kept_files(given: Mapping[str, bytes], files: Mapping[str, Any]) -> dict[str, Any]:
     """What a save keeps: files that were given go before others. Raises CheckpointError for what is not JSON."""
-    return {**files, **{name: _parsed(given[name], name) for name in _KEPT if name in given}}
+    return {**files, **{name: parsed_json(given[name], name) for name in _KEPT if name in given}}
 
 
 def given_files(config: ConfigPath) -> dict[str, bytes]:
@@ -154,18 +154,16 @@ def given_files(config: ConfigPath) -> dict[str, bytes]:
         return {}
     path = os.fspath(config)
     if not os.path.isdir(path):
-        return {CONFIG: _read(path, CONFIG)}
-    try:
+        return {CONFIG: _read_config(path)}
+    with refusals(f"{path} cannot be listed"):
         found = _files_in(LocalStore(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be listed: {reason(error)}") from error
     if not found:
         raise CheckpointError(
             f"{path} holds neither {CONFIG} nor files of a tokenizer; config (--config) names a folder that does, or a "
             "configuration file"
         )
     if CONFIG in found:
-        _parsed(found[CONFIG], f"{path}/{CONFIG}")
+        parsed_json(found[CONFIG], f"{path}/{CONFIG}")
     return found
 
 
@@ -191,7 +189,7 @@ def _as_json(value: Any) -> bytes:
 
 def _with_dtype(data: bytes, dtype: str | None, *, is_dequantised: bool) -> bytes:
     """A configuration that says no other dtype of its tensors than they have."""
-    config = _parsed(data, CONFIG)
+    config = parsed_json(data, CONFIG)
     if is_dequantised and isinstance(config, dict) and config.pop("quantization_config", None) is not None:
         data = _as_json(config)
     said = [key for key in _DTYPES if isinstance(config, dict) and isinstance(config.get(key), str)]
@@ -201,7 +199,7 @@ def _with_dtype(data: bytes, dtype: str | None, *, is_dequantised: bool) -> byte
     return _as_json({**config, **dict.fromkeys(said, dtype)})
 
 
-def _read(place: str, name: str) -> bytes:
+def _read_config(place: str) -> bytes:
     try:
         with open(place, "rb") as file:
             data = file.read()
@@ -211,8 +209,7 @@ def _read(place: str, name: str) -> bytes:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{place} cannot be read: {reason(error)}") from error
-    if name == CONFIG:
-        _parsed(data, place)  # here the file is known by its own name
+    parsed_json(data, place)  # here the file is known by its own name
     return data
 
 
@@ -234,14 +231,7 @@ def parameters_of(config: Any, wanted: Iterable[str]) -> dict[str, int | str]:
 
 def parsed_config(given: Mapping[str, bytes]) -> Any:
     """The configuration among given files, or None. Raises CheckpointError where it is not JSON."""
-    return _parsed(given[CONFIG], CONFIG) if CONFIG in given else None
-
-
-def _parsed(data: bytes, place: str) -> Any:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{place} is not JSON: {error}") from None
+    return parsed_json(given[CONFIG], CONFIG) if CONFIG in given else None
 
 
 _INDEX = "model.safetensors.index.json"

@@ -146,9 +146,7 @@ def _piece_at(stored: StoredTensor, index: Index | None) -> Piece:
             raise CheckpointError(f"{index!r} has a step; parts of tensors are read with step 1")
         index = Box(tuple(start for start, _, _ in bounds), tuple(max(0, stop - start) for start, stop, _ in bounds))
     try:
-        return Piece(
-            name=whole.name, dtype=whole.dtype, global_shape=whole.shape, offset=index.offset, shape=index.shape
-        )
+        return replace(whole, offset=index.offset, shape=index.shape)
     except PlanError as error:
         raise CheckpointError(str(error)) from error
 

@@ -22,7 +22,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,7 +32,7 @@ from shardwise.checkpoint.manifest import Head
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, prune, read_head, remove_save, storing
 from shardwise.checkpoint.snapshots import SnapshotCounters
 from shardwise.checkpoint.states import Positioned, State
-from shardwise.checkpoint.stores import Address, Store, reason, store_of
+from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.comm import Channel, default_channel
 from shardwise.comm.agreement import a_list, a_pair, aborting, agreed, understood
 from shardwise.comm.handshake import key_of, secret_of_the_run
@@ -42,6 +42,7 @@ from shardwise.keepers.keeper_host import KeeperAddress, OwnKeeper, socket_name
 
 _SECONDS_TO_FINISH = 5.0
 """After an error in the program a copy under way may take so long: the host that it goes to may be the lost one."""
+_KEEPER = "the keeper of replicas on this host"
 
 
 class Replicas:
@@ -117,7 +118,7 @@ class Replicas:
         leads = [each.kernel for each in every_host].index(kernel) == channel.rank
         name = socket_name(self._place, kernel)
         # One rank of each host starts the keeper. The others wait until it has, for they would start more.
-        with agreed(channel, purpose="keepers of replicas") as agreement, _keeping():
+        with agreed(channel, purpose="keepers of replicas") as agreement, refusals(_KEEPER):
             # What was sent is not the key: who only reads along lacks the secret of the run, if there is one.
             key = key_of(session.encode(), secret_of_the_run(os.environ))
             if leads:
@@ -129,7 +130,7 @@ class Replicas:
         said = understood(agreement.values, _keeper_in, purpose="keepers of replicas")
         remote = [each for each in said if each is not None]
         newest = max(before for _, _, before in remote)
-        with agreed(channel, purpose="owners of replicas"), _keeping():
+        with agreed(channel, purpose="owners of replicas"), refusals(_KEEPER):
             if leads:
                 # It was away while the run went on elsewhere: what it has may be older than what others have.
                 if self._owned.before != newest:
@@ -316,19 +317,8 @@ def _keeper_in(answer: bytes) -> tuple[tuple[str, ...], int, str] | None:
 
 
 def _host() -> OwnHost:
-    try:
+    with refusals("the system does not say which host this is"):
         return OwnHost.here()
-    except OSError as error:
-        raise CheckpointError(f"the system does not say which host this is: {reason(error)}") from error
-
-
-@contextlib.contextmanager
-def _keeping() -> Iterator[None]:
-    """Say in our words why the keeper of a host is not to be had."""
-    try:
-        yield
-    except (OSError, TimeoutError) as error:
-        raise CheckpointError(f"the keeper of replicas on this host: {reason(error)}") from error
 
 
 def _newest_save(store: Store) -> tuple[int, Head] | None:

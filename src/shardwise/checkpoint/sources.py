@@ -11,7 +11,7 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import no_checkpoint, read_foreign, recognise
 from shardwise.checkpoint.manifest import MANIFEST, pack_tables, unpack_tables
 from shardwise.checkpoint.saves import folder_of, read_save, select
-from shardwise.checkpoint.stores import Address, Store, store_of
+from shardwise.checkpoint.stores import Address, Store, refusals, store_of
 from shardwise.checkpoint.whole_folders import is_unfinished
 from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
@@ -32,12 +32,10 @@ def read_contents(store: Store, *, step: int | None = None) -> Contents:
     """
     if is_unfinished(store.location):
         raise CheckpointError(no_checkpoint(store))
-    try:
+    with refusals(f"{store.location} cannot be listed"):
         kind = recognise(store)
         if kind in (None, "shardwise"):
             return _read_save(store, step)
-    except OSError as error:
-        raise CheckpointError(f"{store.location} cannot be listed: {error.strerror or error}") from error
     if step is not None:
         raise CheckpointError(
             f"{store.location} is a {kind} checkpoint, which has no steps to choose from; leave out step"

@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -142,13 +142,7 @@ class _Collection:
     def _add(self, piece: Piece, tensor: torch.Tensor) -> None:
         """Put a piece into its plainest form: no run that is the whole box, n-d without a run, flat with one."""
         if piece.run is not None and piece.num_elements == math.prod(piece.shape):
-            piece = Piece(
-                name=piece.name,
-                dtype=piece.dtype,
-                global_shape=piece.global_shape,
-                offset=piece.offset,
-                shape=piece.shape,
-            )
+            piece = replace(piece, run=None)
         shape = piece.shape if piece.run is None else (piece.num_elements,)
         if tuple(tensor.shape) not in (shape, (piece.num_elements,)):
             self.problems.append(

@@ -12,11 +12,12 @@ A store is a folder of files. Saves need four acts of it, and only `create` has 
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.remote import FsspecStore
@@ -234,24 +235,46 @@ def about(place: str) -> Iterator[None]:
         raise CheckpointError(*(f"{place}: {problem}" for problem in error.problems)) from error
 
 
+class Findings(list[str]):
+    """What is wrong with a checkpoint, to be said all at once."""
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Add the problems of an error that is raised within. What follows goes on."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.extend(error.problems)
+
+    def check(self) -> None:
+        """Raise CheckpointError with all of them."""
+        if self:
+            raise CheckpointError(*self)
+
+
+@contextlib.contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Say in our words what the operating system refuses. what: "the file x cannot be read"."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{what}: {reason(error)}") from error
+
+
 class OpenFile:
     """A file that is open for reading. Raises `CheckpointError`, naming it, when it is missing or cannot be read."""
 
     def __init__(self, store: Store, name: str) -> None:
-        self._place = f"{store.location}/{name}"
+        self.place = f"{store.location}/{name}"
+        """The address of the file, for messages."""
         try:
             self._reader = store.open(name)
         # A missing file has a sentence of its own: most often a copy of the checkpoint is incomplete.
         except FileNotFoundError:
-            raise CheckpointError(f"{self._place} is missing") from None
+            raise CheckpointError(f"{self.place} is missing") from None
         # ValueError: the name comes from metadata that another program wrote, and leads out of the store.
         except (OSError, ValueError) as error:
-            raise self._unreadable(error) from error
-
-    @property
-    def place(self) -> str:
-        """The address of the file, for messages."""
-        return self._place
+            raise CheckpointError(f"{self.place} cannot be read: {reason(error)}") from error
 
     @property
     def size(self) -> int:
@@ -263,21 +286,19 @@ class OpenFile:
         # Before the buffer is made: a damaged header may ask for any number of bytes.
         if start + num_bytes > self.size:
             raise CheckpointError(
-                f"{self._place} has {self.size:,} bytes, but {num_bytes:,} from byte {start:,} on are needed: it is "
+                f"{self.place} has {self.size:,} bytes, but {num_bytes:,} from byte {start:,} on are needed: it is "
                 "truncated"
             )
         buffer = bytearray(num_bytes)
-        try:
+        with refusals(f"{self.place} cannot be read"):
             self._reader.read_into(memoryview(buffer), start)
-        except (OSError, EOFError) as error:
-            raise self._unreadable(error) from error
         return bytes(buffer)
 
     def whole(self) -> bytes:
         """Return all bytes of a file that is metadata; `CheckpointError` for one of more than 4 GiB."""
         if self.size > _MAX_METADATA_BYTES:
             raise CheckpointError(
-                f"{self._place} has {self.size:,} bytes; of such a file at most {_MAX_METADATA_BYTES:,} are read"
+                f"{self.place} has {self.size:,} bytes; of such a file at most {_MAX_METADATA_BYTES:,} are read"
             )
         return self.read(0, self.size)
 
@@ -289,14 +310,24 @@ class OpenFile:
     ) -> None:
         self._reader.close()
 
-    def _unreadable(self, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self._place} cannot be read: {reason(error)}")
-
 
 def read_whole(store: Store, name: str) -> bytes:
     """Return a whole file, which is metadata; raises `CheckpointError`, which names it."""
     with OpenFile(store, name) as file:
         return file.whole()
+
+
+def read_json(store: Store, name: str) -> Any:
+    """Return what a file of JSON says; raises `CheckpointError`, which names it."""
+    return parsed_json(read_whole(store, name), f"{store.location}/{name}")
+
+
+def parsed_json(data: bytes, place: str) -> Any:
+    """Return what JSON says; raises `CheckpointError`, which names the place."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{place} is not JSON: {error}") from None
 
 
 def reason(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 from shardwise.checkpoint.foreign.pickle_writer import pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, Persistent
+from shardwise.checkpoint.foreign.torch_files import STORAGES
 from shardwise.checkpoint.safetensors_files import JoinedWrites
 from shardwise.checkpoint.stores import Writer
 from shardwise.plan.dtypes import itemsize_bytes
@@ -32,22 +33,7 @@ _CHUNK_BYTES = 1 << 20
 """So much is summed and written at a time: it stays in the cache between the two."""
 _UNKNOWN = 0xFFFFFFFF
 """Stands for a number of 64 bits that is elsewhere."""
-_STORAGES = MappingProxyType(
-    {
-        "bool": "BoolStorage",
-        "uint8": "ByteStorage",
-        "int8": "CharStorage",
-        "int16": "ShortStorage",
-        "int32": "IntStorage",
-        "int64": "LongStorage",
-        "float16": "HalfStorage",
-        "bfloat16": "BFloat16Storage",
-        "float32": "FloatStorage",
-        "float64": "DoubleStorage",
-        "complex64": "ComplexFloatStorage",
-        "complex128": "ComplexDoubleStorage",
-    }
-)
+_STORAGES = MappingProxyType({dtype: kind for kind, dtype in reversed(STORAGES.items())})
 """Newer dtypes have no class of storages: theirs are bytes."""
 _ORDERED = Named("collections", "OrderedDict")
 

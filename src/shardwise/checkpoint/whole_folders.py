@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from shardwise.checkpoint.local import LocalStore, make_folder, sync_folder
-from shardwise.checkpoint.stores import Address, Store, Writer, reason
+from shardwise.checkpoint.stores import Address, Store, Writer, reason, refusals
 from shardwise.errors import CheckpointError
 
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.new|\.checkpoint-\d+\.new", re.DOTALL)
@@ -130,7 +130,7 @@ def _remove_dead(parent: str, name: str) -> None:
 
 
 def _check_empty(path: str) -> None:
-    try:
+    with refusals(f"{path} cannot be looked at"):
         if not os.path.lexists(path):
             return
         if os.path.isdir(path):
@@ -139,8 +139,6 @@ def _check_empty(path: str) -> None:
             what = "a folder that holds something"
         else:
             what = "a file"
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked at: {reason(error)}") from error
     raise CheckpointError(f"{path} is {what}, which is left as it is; name a new folder, or an empty one")
 
 

@@ -25,7 +25,7 @@ from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor,
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
+from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
@@ -298,10 +298,8 @@ def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
         files, problems = _opened(store, folder, metadata, stack)
         tensors: dict[str, StoredTensor] = {}
         for name, saved in metadata.tensors.items():
-            try:
+            with problems.collecting():
                 tensors[name] = _stored(name, saved, metadata, files, place)
-            except CheckpointError as error:
-                problems += error.problems
         extra = _objects(metadata, files, problems)
         skipped = extra.get("skipped", ())
         notes = (
@@ -309,8 +307,7 @@ def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
         )
         problems += [f"{place}: {problem}" for problem in _unplaced(metadata)]
         sizes = {file.name: file.size for file in files.values()}
-    if problems:
-        raise CheckpointError(*problems)
+    problems.check()
     return Contents(
         format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra, notes=tuple(notes)
     )
@@ -344,25 +341,21 @@ class _File(OpenFile):
         return self._headers[start]
 
 
-def _opened(store: Store, folder: str, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], list[str]]:
+def _opened(store: Store, folder: str, metadata: Metadata, stack: ExitStack) -> tuple[dict[str, _File], Findings]:
     """The data files by the name that the metadata has, and what is wrong with those that are not whole."""
     ends: dict[str, int] = {}
     for blob in metadata.blobs.values():
         ends[blob.file] = max(ends.get(blob.file, 0), blob.start + blob.num_bytes)
     files = {}
-    problems: list[str] = []
+    problems = Findings()
     for name, end in ends.items():
-        try:
+        with problems.collecting():
             file = stack.enter_context(_File(store, folder + name))
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        # One finding for the file; without it each tensor in the missing part would be one.
-        if file.size < end:
-            problems.append(
-                f"{file.place} has {file.size:,} bytes, but the checkpoint has saved {end:,} in it: it is truncated"
-            )
-        else:
+            # One finding for the file; without it each tensor in the missing part would be one.
+            if file.size < end:
+                raise CheckpointError(
+                    f"{file.place} has {file.size:,} bytes, but the checkpoint has saved {end:,} in it: it is truncated"
+                )
             files[name] = file
     return files, problems
 
@@ -383,7 +376,7 @@ def _stored(
 ) -> StoredTensor:
     """A tensor with its pieces. Those without a whole file are left out: their problems are found elsewhere."""
     pieces: list[StoredPiece] = []
-    problems: list[str] = []
+    problems = Findings()
     lost = False
     for chunk in saved.chunks:
         blob = metadata.blobs.get((name, chunk.offset))
@@ -393,12 +386,9 @@ def _stored(
             lost = True
         else:
             file = files[blob.file]
-            try:
-                with about(f"{file.place}: tensor {name}, bytes {blob.start:,} to {blob.start + blob.num_bytes:,}"):
-                    place = _place(name, chunk, blob, file)
-                    pieces += _pieces(name, saved, chunk, place, file.name)
-            except CheckpointError as error:
-                problems += error.problems
+            where = f"{file.place}: tensor {name}, bytes {blob.start:,} to {blob.start + blob.num_bytes:,}"
+            with problems.collecting(), about(where):
+                pieces += _pieces(name, saved, chunk, _place(name, chunk, blob, file), file.name)
     # What is missing is reported with its file; that the tensor then has holes would say it again.
     if not problems and not lost:
         held = [each.piece for each in pieces]
@@ -407,8 +397,7 @@ def _stored(
                 raise CheckpointError(*findings)
             if not held and 0 not in saved.shape:
                 raise CheckpointError(f"{name}: no chunk of it was saved")
-    if problems:
-        raise CheckpointError(*problems)
+    problems.check()
     return StoredTensor(name=name, dtype=saved.dtype, shape=saved.shape, pieces=tuple(pieces))
 
 
@@ -449,7 +438,7 @@ def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, 
     yield from pieces_of(place, piece, file)
 
 
-def _objects(metadata: Metadata, files: dict[str, _File], problems: list[str]) -> dict[str, Any]:
+def _objects(metadata: Metadata, files: dict[str, _File], problems: Findings) -> dict[str, Any]:
     """What is no tensor, as `extra` of the contents; what is wrong is added to the problems."""
     values: dict[str, Any] = {}
     skipped: list[str] = []

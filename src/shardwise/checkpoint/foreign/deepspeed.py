@@ -27,7 +27,7 @@ from shardwise.checkpoint.foreign.state_dicts import placed, plain_values, store
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import UnknownObject, ints, read_file
 from shardwise.checkpoint.manifest import packed
-from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
+from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, read_whole
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import MASTER, state_name
@@ -167,7 +167,7 @@ class _SavedFiles:
 def _read_files(store: Store, folder: str) -> _SavedFiles:
     """Read all files of a save."""
     files = _SavedFiles()
-    problems: list[str] = []
+    problems = Findings()
     names = [name.removeprefix(folder) for name in store.names(folder.rstrip("/"))]
     if experts := [name for name in names if _EXPERT.fullmatch(name)]:
         raise CheckpointError(
@@ -183,33 +183,28 @@ def _read_files(store: Store, folder: str) -> _SavedFiles:
         match = _FILE.fullmatch(name) or _LAYER.fullmatch(name)
         if match is None:
             continue
-        try:
-            with OpenFile(store, folder + name) as opened, about(opened.place):
-                value = read_file(opened.read, opened.size)
-                if not isinstance(value, dict):
-                    raise CheckpointError("it is no dict, which files of DeepSpeed are")
-                files.sizes[folder + name] = opened.size
-                for place in _counts_in(value):
-                    if (count := number_at(opened, place)) is not None:
-                        files.steps[folder + name, place.start] = count
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        if match.re is _LAYER:
-            files.layers[int(match[2] or 0), int(match[1])] = folder + name, value
-            continue
-        data, model, kind = match.groups()
-        of_kind = files.model if kind == "model" else files.optim
-        # A universal checkpoint for all stages has a second file, without tensors.
-        of_kind.setdefault(int(model), {}).setdefault(int(data or 0), (folder + name, value))
+        with problems.collecting(), OpenFile(store, folder + name) as opened, about(opened.place):
+            value = read_file(opened.read, opened.size)
+            if not isinstance(value, dict):
+                raise CheckpointError("it is no dict, which files of DeepSpeed are")
+            files.sizes[folder + name] = opened.size
+            for place in _counts_in(value):
+                if (count := number_at(opened, place)) is not None:
+                    files.steps[folder + name, place.start] = count
+            if match.re is _LAYER:
+                files.layers[int(match[2] or 0), int(match[1])] = folder + name, value
+                continue
+            data, model, kind = match.groups()
+            of_kind = files.model if kind == "model" else files.optim
+            # A universal checkpoint for all stages has a second file, without tensors.
+            of_kind.setdefault(int(model), {}).setdefault(int(data or 0), (folder + name, value))
     if not files.model and not problems:
         problems.append(f"{store.location}/{folder} has no file of a model (*_model_states.pt); copy all of the save")
     problems += [
         f"{store.location}/{folder} has parts of the optimizer of mp_rank_{rank:02d}, and no file of its model"
         for rank in files.optim.keys() - files.model.keys()
     ]
-    if problems:
-        raise CheckpointError(*problems)
+    problems.check()
     return files
 
 
@@ -405,10 +400,11 @@ def _add_vectors(found: FoundTensors, files: _SavedFiles, rank: int, *, stage3: 
     vector_of = {name: number for number, each in enumerate(shapes) for name in each}
     steps = [_step(files, held, number) for number in range(len(shapes))]
     moments = [_moments(found, held, number) for number in range(len(shapes))]
+    masters = [(each.file, each.masters) for each in held]
     for name, mine in _by_name(shapes, runs).items():
         number = vector_of[name]
         shape = shapes[number][name]
-        _add_master(found, name, shape, [_piece(name, shape, each, *_located(_masters(held), each)) for each in mine])
+        _add_master(found, name, shape, [_piece(name, shape, each, *_located(masters, each)) for each in mine])
         for entry in moments[number]:
             pieces = [
                 _piece(name, shape, each, held[each.rank].file, _moment(held[each.rank], each, entry)) for each in mine
@@ -431,10 +427,6 @@ def _gaps(inner: Mapping[Any, Any], count: int) -> list[list[int]] | None:
     if not isinstance(gaps, list) or len(gaps) != count or not all(isinstance(each, list) for each in gaps):
         raise CheckpointError("its padding behind parameters (param_alignment_paddings) is not understood")
     return [list(ints(each)) for each in gaps]
-
-
-def _masters(held: Sequence[_RankPart]) -> list[tuple[str, Sequence[TensorPlace]]]:
-    return [(each.file, each.masters) for each in held]
 
 
 def _check_ranks(parts: Mapping[int, Any], inners: Sequence[Mapping[Any, Any]], rank: int) -> None:
@@ -476,17 +468,17 @@ def _rank_part(file: str, inner: Mapping[Any, Any], key: str) -> _RankPart:
 
 def _moments(found: FoundTensors, held: Sequence[_RankPart], number: int) -> list[str]:
     """Keys of the state of a vector that has a number for each element."""
-    keys = [key for key, value in held[0].states[number].items() if _is_moment(value) and isinstance(key, str)]
+    keys = [
+        key
+        for key, value in held[0].states[number].items()
+        if isinstance(value, TensorPlace) and len(value.shape) == 1 and isinstance(key, str)
+    ]
     others = [key for key in held[0].states[number] if key not in (*keys, "step")]
     if others:
         found.notes.append(
             f"state {few_of([str(each) for each in others])} of the optimizer is no moment, and is left out"
         )
     return keys
-
-
-def _is_moment(value: object) -> bool:
-    return isinstance(value, TensorPlace) and len(value.shape) == 1
 
 
 def _moment(part: _RankPart, run: FlatRun, key: str) -> TensorPlace:

@@ -17,7 +17,7 @@ from shardwise.checkpoint.foreign.optimizer_states import is_optimizer
 from shardwise.checkpoint.foreign.state_dicts import stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import read_file
-from shardwise.checkpoint.stores import OpenFile, Store, about
+from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import state_name
@@ -46,7 +46,7 @@ def number_at(opened: OpenFile, value: object) -> float | None:
 def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping[Any, Any]) -> dict[str, int]:
     """Add the tensors of a universal checkpoint; returns the bytes of its files. Raises CheckpointError."""
     sizes: dict[str, int] = {}
-    problems: list[str] = []
+    problems = Findings()
     steps: dict[str, float] = {}
     groups = shapes_of(model.get("param_shapes") or [])
     shapes = {name: shape for each in groups for name, shape in each.items()}
@@ -57,21 +57,18 @@ def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping
         if not name or name in found.aliases or key == last:
             continue
         keys.setdefault(name, set()).add(key)
-        try:
-            with OpenFile(store, file) as opened, about(opened.place):
-                value = read_file(opened.read, opened.size)
-                if key == "step":
-                    if (step := number_at(opened, value)) is not None:
-                        steps[name] = step
-                    continue
-                place = value.get("param") if isinstance(value, dict) else value
-                if not isinstance(place, TensorPlace):
-                    raise CheckpointError("it has no tensor, as ds_to_universal writes it")
-                place = _shaped(place, shapes.get(name))
-                found.add(stored_tensor(name if key == "fp32" else state_name(name, key), file, place))
-                sizes[file] = opened.size
-        except CheckpointError as error:
-            problems += error.problems
+        with problems.collecting(), OpenFile(store, file) as opened, about(opened.place):
+            value = read_file(opened.read, opened.size)
+            if key == "step":
+                if (step := number_at(opened, value)) is not None:
+                    steps[name] = step
+                continue
+            place = value.get("param") if isinstance(value, dict) else value
+            if not isinstance(place, TensorPlace):
+                raise CheckpointError("it has no tensor, as ds_to_universal writes it")
+            place = _shaped(place, shapes.get(name))
+            found.add(stored_tensor(name if key == "fp32" else state_name(name, key), file, place))
+            sizes[file] = opened.size
     for group in groups:
         states = set().union(*(keys.get(name, ()) for name in group))
         for name in (each for each in group if each not in found.aliases):
@@ -79,8 +76,7 @@ def add_universal(found: FoundTensors, store: Store, folder: str, model: Mapping
             # One that was never updated has no state, and one that has some has what all of its group have.
             asked = {"fp32"} | (states if has - {"fp32"} else set())
             problems += [f"{_ZERO}{name}/{key}.pt is missing; copy all of the save" for key in sorted(asked - has)]
-    if problems:
-        raise CheckpointError(*problems)
+    problems.check()
     _add_groups(found, store, folder, model, steps)
     return sizes
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.checkpoint.contents import MAX_INDEX, Contents, StoredPiece, StoredTensor, can_exist
 from shardwise.checkpoint.foreign.numbered_files import check_numbers, unnamed_notes
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
+from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, read_json
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece, check_cover
@@ -35,34 +35,27 @@ def read_contents(store: Store, *, file: str | None = None) -> Contents:
     """
     weight_map = None if file is not None else read_index(store, _INDEX_SUFFIX)
     files = [file] if file is not None else _files(store, weight_map)
-    problems: list[str] = []
+    problems = Findings()
     sizes: dict[str, int] = {}
     texts: dict[str, dict[str, str]] = {}
     boxes: dict[str, Mapping[str, Any] | None] = {}
     places: dict[str, list[tuple[str, TensorEntry]]] = {}
     for name in files:
-        try:
-            with OpenFile(store, name) as opened, about(opened.place):
-                entries, texts[name] = read_header(opened.read, opened.size)
-                boxes[name] = boxes_in(texts[name])
-                sizes[name] = opened.size
-        except CheckpointError as error:
-            problems += error.problems
-            continue
-        for key, entry in entries.items():
-            places.setdefault(key, []).append((name, entry))
+        with problems.collecting(), OpenFile(store, name) as opened, about(opened.place):
+            entries, texts[name] = read_header(opened.read, opened.size)
+            boxes[name] = boxes_in(texts[name])
+            sizes[name] = opened.size
+            for key, entry in entries.items():
+                places.setdefault(key, []).append((name, entry))
     if weight_map is not None:
         held = {key: [name for name, _ in found] for key, found in places.items()}
         problems += index_problems(weight_map, held, sizes)
     # All findings are collected: a download that broke off lacks more than one thing.
     tensors = {}
     for key, found in places.items():
-        try:
+        with problems.collecting():
             tensors[key] = _tensor(key, found, boxes)
-        except CheckpointError as error:
-            problems += error.problems
-    if problems:
-        raise CheckpointError(*problems)
+    problems.check()
     location = store.location if file is None else f"{store.location}/{file}"
     extra = {"metadata": _merged(texts)}
     # Ranks write their boxes and nobody counts them: without the file of the last rank a tensor ends earlier.
@@ -124,11 +117,7 @@ def read_index(store: Store, suffix: str) -> dict[str, str] | None:
         raise CheckpointError(
             f"{store.location} has {len(indices)} indices, {', '.join(indices)}: name the folder of one model only"
         )
-    text = read_whole(store, indices[0])
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{store.location}/{indices[0]} is not JSON: {error}") from None
+    fields = read_json(store, indices[0])
     found = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise CheckpointError(f"{store.location}/{indices[0]} has no weight_map from tensors to files")

@@ -10,13 +10,12 @@
 Source: megatron/core/dist_checkpointing and megatron/core/optimizer of Megatron-LM.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardwise.checkpoint.contents import Contents, StoredTensor
+from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.foreign import dcp, megatron_legacy
 from shardwise.checkpoint.foreign.deepspeed_found import FoundTensors
 from shardwise.checkpoint.foreign.megatron_names import in_shape, is_flat_bucket, model_tensors
@@ -24,7 +23,7 @@ from shardwise.checkpoint.foreign.megatron_optimizer import MegatronOptimizer, a
 from shardwise.checkpoint.foreign.state_dicts import plain_values
 from shardwise.checkpoint.foreign.torch_files import read_file
 from shardwise.checkpoint.manifest import packed
-from shardwise.checkpoint.stores import OpenFile, Store, about, read_whole
+from shardwise.checkpoint.stores import OpenFile, Store, about, read_json, read_whole
 from shardwise.errors import CheckpointError
 from shardwise.plan.names import MASTER, split_state_name, state_name
 
@@ -90,7 +89,11 @@ def read_contents(store: Store) -> Contents:
                 "it is in flat buckets that do not name their parameters (dp_reshardable). "
                 "Load the save with Megatron, and save it with --dist-ckpt-optim-fully-reshardable"
             )
-        _tidy_masters(found.tensors)
+        # Where weights are trained in their own dtype, files may have them a second time.
+        for name, tensor in list(found.tensors.items()):
+            master = found.tensors.get(state_name(name, MASTER))
+            if master is not None and master.dtype == tensor.dtype:
+                del found.tensors[state_name(name, MASTER)]
         settings = {} if in_buckets else _add_optimizer(found, store, folder, values)
         if states:
             found.notes.append(
@@ -130,16 +133,12 @@ def _folder_of(store: Store) -> str:
 
 def _check_backend(store: Store, folder: str) -> None:
     """Refuse what is not in the format of torch.distributed.checkpoint."""
-    place = f"{store.location}/{folder}{_BACKEND}"
-    try:
-        said = json.loads(read_whole(store, folder + _BACKEND))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{place} is not JSON: {error}") from None
+    said = read_json(store, folder + _BACKEND)
     backend = said.get("sharded_backend") if isinstance(said, dict) else None
     if backend != "torch_dist":
         raise CheckpointError(
-            f"{place} says that tensors are in the format {backend!r:.100}, and torch_dist is read. Load the save with "
-            "a Megatron that knows it, and save it with --ckpt-format torch_dist"
+            f"{store.location}/{folder}{_BACKEND} says that tensors are in the format {backend!r:.100}, and "
+            "torch_dist is read. Load the save with a Megatron that knows it, and save it with --ckpt-format torch_dist"
         )
 
 
@@ -150,14 +149,6 @@ def _common(store: Store, folder: str) -> tuple[dict[Any, Any], int]:
         if not isinstance(value, dict):
             raise CheckpointError("it is no dict, which Megatron writes")
         return value, opened.size
-
-
-def _tidy_masters(tensors: dict[str, StoredTensor]) -> None:
-    """Leave out masters where weights are trained in their own dtype: files may have them a second time."""
-    for name, tensor in list(tensors.items()):
-        master = tensors.get(state_name(name, MASTER))
-        if master is not None and master.dtype == tensor.dtype:
-            del tensors[state_name(name, MASTER)]
 
 
 def _add_optimizer(found: FoundTensors, store: Store, folder: str, values: Mapping[Any, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardwise.checkpoint.foreign.state_dicts import plain_values
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.foreign.torch_files import read_file
 from shardwise.checkpoint.manifest import packed
-from shardwise.checkpoint.stores import OpenFile, Store, about
+from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
@@ -135,27 +135,23 @@ def _read_files(store: Store, folder: str) -> tuple[dict[tuple[int, int], _RankF
     """What each file says, by stage and tensor-parallel rank, and the bytes of each."""
     files: dict[tuple[int, int], _RankFile] = {}
     sizes: dict[str, int] = {}
-    problems: list[str] = []
+    problems = Findings()
     for name in store.names(folder.rstrip("/")):
         if (match := _FILE.fullmatch(name.removeprefix(folder))) is None:
             continue
-        try:
-            with OpenFile(store, name) as opened, about(opened.place):
-                values = read_file(opened.read, opened.size)
-                if not isinstance(values, dict):
-                    raise CheckpointError("it is no dict, which Megatron writes")
-                arguments = arguments_of(values)
-                if match[3] is not None or (arguments.get("expert_model_parallel_size") or 1) != 1:
-                    raise CheckpointError(
-                        "it has experts of one of several ranks, which are not joined. Load the save with Megatron, "
-                        "and save it with --ckpt-format torch_dist"
-                    )
-                files[int(match[2] or 0), int(match[1])] = _RankFile(name, values)
-                sizes[name] = opened.size
-        except CheckpointError as error:
-            problems += error.problems
-    if problems:
-        raise CheckpointError(*problems)
+        with problems.collecting(), OpenFile(store, name) as opened, about(opened.place):
+            values = read_file(opened.read, opened.size)
+            if not isinstance(values, dict):
+                raise CheckpointError("it is no dict, which Megatron writes")
+            arguments = arguments_of(values)
+            if match[3] is not None or (arguments.get("expert_model_parallel_size") or 1) != 1:
+                raise CheckpointError(
+                    "it has experts of one of several ranks, which are not joined. Load the save with Megatron, "
+                    "and save it with --ckpt-format torch_dist"
+                )
+            files[int(match[2] or 0), int(match[1])] = _RankFile(name, values)
+            sizes[name] = opened.size
+    problems.check()
     return files, sizes
 
 
@@ -191,9 +187,7 @@ def _joined(name: str, own: str, ranks: list[_RankFile], parts: list[dict[str, T
     if any((place.dtype, place.shape) != (one.dtype, one.shape) for place in places):
         raise CheckpointError(f"{own} has different shapes or dtypes on tensor-parallel ranks")
     shape = tuple(size * (len(places) if at == dim else 1) for at, size in enumerate(one.shape))
-    num_parts = 1
-    if dim == 0 and _GATED.fullmatch(own) and _is_gated(ranks[0], own):
-        num_parts = 2
+    num_parts = 2 if dim == 0 and _GATED.fullmatch(own) and _is_gated(ranks[0], own) else 1
     pieces: list[StoredPiece] = []
     for number, (rank, place) in enumerate(zip(ranks, places, strict=True)):
         if dim is None and number:

@@ -143,14 +143,7 @@ def _slices(stored: StoredPiece, shape: tuple[int, ...]) -> Iterator[tuple[int, 
     if piece.run is not None and count != 1:
         raise CheckpointError(f"{piece.name} has a run that goes through several layers")
     for number in range(count):
-        box = Piece(
-            name=piece.name,
-            dtype=piece.dtype,
-            global_shape=shape,
-            offset=piece.offset[1:],
-            shape=piece.shape[1:],
-            run=piece.run,
-        )
+        box = replace(piece, global_shape=shape, offset=piece.offset[1:], shape=piece.shape[1:])
         num_bytes = math.prod(piece.shape[1:]) * itemsize_bytes(piece.dtype)
         yield first + number, replace(stored, piece=box, start=stored.start + number * num_bytes)
 

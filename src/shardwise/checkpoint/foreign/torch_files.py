@@ -31,7 +31,7 @@ _MAX_VALUES = 1_000_000
 _MAX_DEPTH = 200
 _FIRST_BYTES = 1 << 20
 _MAX_PICKLE_BYTES = 1 << 28
-_STORAGES: Mapping[str, str] = MappingProxyType(
+STORAGES: Mapping[str, str] = MappingProxyType(
     {
         "BoolStorage": "bool",
         "ByteStorage": "uint8",
@@ -51,6 +51,7 @@ _STORAGES: Mapping[str, str] = MappingProxyType(
         "QInt32Storage": "int32",
     }
 )
+"""The dtype of each class of storages; of several classes of one dtype torch.save writes the first."""
 _ORDERED = Named("collections", "OrderedDict")
 _SIZE = Named("torch", "Size")
 _PLAIN_TENSOR = Named("torch._utils", "_rebuild_tensor")
@@ -183,8 +184,8 @@ class _Storage:
 def _part_of(archive: ZipParts, key: object) -> _Storage:
     """A storage that is a part of the archive."""
     match key:
-        case ("storage", Named(name=kind), str(part), str(), int(num_elements)) if kind in _STORAGES:
-            dtype = _STORAGES[kind]
+        case ("storage", Named(name=kind), str(part), str(), int(num_elements)) if kind in STORAGES:
+            dtype = STORAGES[kind]
             start, num_bytes = archive.place(f"data/{part}")
             if num_bytes != num_elements * itemsize_bytes(dtype):
                 raise CheckpointError(
@@ -255,8 +256,8 @@ def _storages_in(value: object) -> dict[str, tuple[str, int]]:
         each = left.pop()
         if isinstance(each, Persistent):
             match each.key:
-                case ("storage", Named(name=kind), str(key), str(), int(count), *_) if kind in _STORAGES and count >= 0:
-                    if found.setdefault(key, (_STORAGES[kind], count)) != (_STORAGES[kind], count):
+                case ("storage", Named(name=kind), str(key), str(), int(count), *_) if kind in STORAGES and count >= 0:
+                    if found.setdefault(key, (STORAGES[kind], count)) != (STORAGES[kind], count):
                         raise CheckpointError(f"it names its storage {key[:40]!r} as of two kinds")
         # Each once: a pickle may name one list very often, or a list in itself.
         if isinstance(each, list | tuple | dict | set | frozenset | MadeObject) and id(each) not in seen:

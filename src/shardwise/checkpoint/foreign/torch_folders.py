@@ -9,7 +9,6 @@ What is next to a model is read where there is an optimizer. Its tensors have th
 all that is no tensor is a value under the name of its file.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from shardwise.checkpoint.foreign.state_dicts import FoundState, find_state, pla
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.torch_files import read_file
 from shardwise.checkpoint.manifest import packed
-from shardwise.checkpoint.stores import OneFile, OpenFile, Store, about, read_whole
+from shardwise.checkpoint.stores import Findings, OneFile, OpenFile, Store, about, read_json
 from shardwise.errors import CheckpointError, few_of
 from shardwise.space.boxes import row_major_strides
 
@@ -142,16 +141,12 @@ def _read(
 ) -> FoundState:
     """What files hold together; values_by_file: their values are under their names."""
     together = FoundState() if into is None else into
-    problems: list[str] = []
+    problems = Findings()
     for name in files:
-        try:
-            with OpenFile(store, name) as opened, about(opened.place):
-                found = find_state(read_file(opened.read, opened.size), name, next_to_model=values_by_file)
-                _merge(together, found, name.rpartition(".")[0] if values_by_file else "")
-        except CheckpointError as error:
-            problems += error.problems
-    if problems:
-        raise CheckpointError(*problems)
+        with problems.collecting(), OpenFile(store, name) as opened, about(opened.place):
+            found = find_state(read_file(opened.read, opened.size), name, next_to_model=values_by_file)
+            _merge(together, found, name.rpartition(".")[0] if values_by_file else "")
+    problems.check()
     return together
 
 
@@ -191,10 +186,7 @@ def _read_trainer(store: Store, found: FoundState) -> None:
     """The record of the trainer of transformers: its step, its losses."""
     if _TRAINER not in store.names():
         return
-    try:
-        state = json.loads(read_whole(store, _TRAINER))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{store.location}/{_TRAINER} is not JSON: {error}") from None
+    state = read_json(store, _TRAINER)
     if isinstance(state, dict):
         found.values["trainer_state"] = plain_values(state, found.notes)
 
