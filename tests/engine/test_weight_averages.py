@@ -270,8 +270,8 @@ def test_the_footprint_counts_the_averages() -> None:
     def run(channel: sw.Channel) -> None:
         for stage in range(4):
             engine = engine_on(channel, plan_of(stage, dp_shard=2))
-            assert engine._averages is not None
-            num_bytes: int = sum(average.nbytes for _, average in engine._averages._averages)
+            assert engine._rank.averages is not None
+            num_bytes: int = sum(average.nbytes for _, average in engine._rank.averages._averages)
             assert engine.footprint().average_bytes == num_bytes
             assert num_bytes > 0
             assert engine_on(channel, plan_of(stage, average=None, dp_shard=2)).footprint().average_bytes == 0

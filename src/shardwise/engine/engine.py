@@ -32,30 +32,28 @@ from shardwise.engine.batches import (
     Batch,
     GivenMicrobatches,
     LossFunction,
-    LossWeight,
     check_loss,
     given_microbatches,
     moved_to,
 )
-from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
-from shardwise.engine.computation import Computation
+from shardwise.engine.channels import stopping_peers
 from shardwise.engine.evaluation_exchange import exchange_evaluation, parts_of_evaluation
 from shardwise.engine.evaluation_metrics import EvaluationMetrics, Metric
-from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.forward_writes import ForwardWrites
 from shardwise.engine.generation import Gather, Generation, Prompts, Seeds
-from shardwise.engine.inventory import Inventory, ModelContents, refuse_moved
+from shardwise.engine.inventory import ModelContents, refuse_moved
 from shardwise.engine.loss_scaling import to_settings
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.norm_parts import NormParts, Norms
 from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.packed_tensors import PackedPlaces
 from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.plain_calls import CHANGED_LINES, PlainCalls
+from shardwise.engine.plain_calls import CHANGED_LINES
 from shardwise.engine.plan_sizes import PlanSizes
-from shardwise.engine.reports import Counters, EvaluationReport, StepReport, report_on_look
+from shardwise.engine.rank_parts import RankParts
+from shardwise.engine.reports import EvaluationReport, StepReport, report_on_look
 from shardwise.engine.span_recorder import SpanRecorder
-from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, names_of_state, placed, state_of
+from shardwise.engine.state import EngineRestoration, HandOver, names_of_state, placed, state_of
 from shardwise.engine.step_closing import StepClosing
 from shardwise.engine.step_exchange import (
     Weight,
@@ -63,18 +61,12 @@ from shardwise.engine.step_exchange import (
 )
 from shardwise.engine.step_meter import step_meter
 from shardwise.engine.step_opening import StepOpening
-from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.tensor.tensor_decision import TensorDecision
-from shardwise.engine.tensor.whole_gradients import WholeGradients
 from shardwise.engine.trained_batches import TrainedBatches
-from shardwise.engine.trained_parameters import ALL, Groups, TrainedParameters, TrainedSet
-from shardwise.engine.weight_averages import WeightAverages, averages_to_settings, check_in_place, refuse_inside
+from shardwise.engine.trained_parameters import ALL, TrainedParameters, TrainedSet
+from shardwise.engine.weight_averages import averages_to_settings, check_in_place, refuse_inside
 from shardwise.engine.whole_model import whole_inside
-from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_reduce import GradReduce
-from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ModelError, OptimizerError, ShardwiseError, few_of
-from shardwise.plan import Footprint, Plan, Traffic
+from shardwise.plan import Footprint, Traffic
 from shardwise.plan.optimizer_entries import NumberedParameter
 from shardwise.plan.saved_settings import settings_of_model
 from shardwise.space import Piece
@@ -92,36 +84,21 @@ class Engine(Generic[Model_co]):
         self,
         *,
         model: Model_co,
-        plan: Plan,
         rebuild: Callable[..., "Engine[Model_co]"],
         refit: Callable[["Engine[Any]"], None],
-        inventory: Inventory,
-        names: ModelNames,
-        computation: Computation,
-        loss_weight: LossWeight | None,
-        channels: EngineChannels,
-        buffers: FlatParams,
-        gradients: GradReduce,
-        host_gradients: HostGradients | None,
-        ties: StageTies,
-        model_buffers: ModelBuffers,
-        optimizers: tuple[KnownOptimizer, ...],
-        counters: Counters,
+        rank: RankParts,
         sizes: PlanSizes,
-        summed: SummedGradients,
-        plain_calls: PlainCalls,
-        tensor_decision: TensorDecision,
-        groups: Groups,
         matrices: MatrixUpdates | None,
     ) -> None:
-        """`inventory`: of what this rank owns, or owns a part of. `refit`: see `relayout.refit`."""
+        """`refit`: see `relayout.refit`."""
+        self._rank = rank
         self.model = model
         """The object that was given to `parallelize`. Its parameters are this rank's working copies."""
-        self.plan = plan
+        self.plan = rank.plan
         """The plan under which it trains."""
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(known.optimizer for known in optimizers)
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(known.optimizer for known in rank.optimizers)
         """The optimizers over this rank's masters; attach torch's learning-rate schedulers to them."""
-        self.counters = counters
+        self.counters = rank.counters
         """Updates, collectives and casts since `parallelize` returned."""
         self.rebuild = rebuild
         """Puts the model under a plan once more: `parallelize.parallelize_with`, for `sw.relayout`."""
@@ -130,10 +107,8 @@ class Engine(Generic[Model_co]):
         """What the step that opened last trains, and the parts whose norms it takes."""
         self._added: Mapping[int, Mapping[int, Sequence[str]]] = {}
         """What came into groups of the optimizers since, and is not trained yet."""
-        self._inventory = inventory
-        self._names = names
-        self._computation = computation
-        self.channel = channels.world
+        self._computation = rank.computation
+        self.channel = rank.channels.world
         """All ranks that train the model; `sw.save`, `sw.load` and `sw.full` go over it where they are given none."""
         self.asked_to_stop = False
         """Whether some rank asked to stop in the last step; the same on all ranks."""
@@ -142,64 +117,30 @@ class Engine(Generic[Model_co]):
         self.see_gradients: Callable[[], object] | None = None
         """Called before each update, while `p.grad` of the model is that of a plain program, or refuses to be read."""
         self._asks_to_stop: list[Callable[[], bool]] = []
-        self._channels = channels
-        self._buffers = buffers
+        self._channels = rank.channels
+        self._buffers = rank.buffers
         self._packed = PackedPlaces(model)
-        self._gradients = gradients
-        self._ties = ties
+        self._gradients = rank.gradients
         self._sizes = sizes
-        self._model_buffers = model_buffers
-        self._plain_calls = plain_calls
-        self.tensor_decision = tensor_decision
+        self.tensor_decision = rank.tensor_decision
         """How parameters are cut along tp: the plan, the rules that "auto" inferred, and what it left whole and why."""
-        self._writes = ForwardWrites(model, names.specs, plan.mesh, channels.world, buffers)
+        names = rank.names
+        self._writes = ForwardWrites(model, names.specs, rank.plan.mesh, rank.channels.world, rank.buffers)
         # Where parameters were when the optimizers were built: a module that is put in later has some that nobody
         # trains.
-        self._contents = ModelContents(model, [inventory, ties.held], ties=names.ties, trainable=names.trainable)
-        self._trained = TrainedParameters(groups, names.trainable, self._contents)
+        self._contents = ModelContents(
+            model, [rank.inventory, rank.ties.held], ties=names.ties, trainable=names.trainable
+        )
+        self._trained = TrainedParameters(rank.groups, names.trainable, self._contents)
         self._has_gradients = False
         # The rewrite by which a load made the values. `EngineRestoration` fills this very dict, so that a later save
         # repeats it.
         self._origin: dict[str, Any] = {}
         self.successor: Engine[nn.Module] | None = None
         """The engine to which `sw.relayout` has given the model; this one refuses from there on."""
-        self._ranks = RankGroups.of(plan)
-        self._meter = step_meter(channels.world)
-        self._averages = None if plan.average is None else WeightAverages(plan.average, buffers)
-        self._opening = StepOpening(
-            plan=plan,
-            rows=computation.loss.rows,
-            loss_weight=loss_weight,
-            channels=channels,
-            ranks=self._ranks,
-            buffers=buffers,
-            ties=ties,
-            autocast=computation.autocast,
-            counters=counters,
-        )
-        self._closing = StepClosing(
-            plan=plan,
-            names=names,
-            cut={spec.name for spec in inventory.specs if spec.portion is not None},
-            computation=computation,
-            channels=channels,
-            ranks=self._ranks,
-            buffers=buffers,
-            gradients=gradients,
-            host_gradients=host_gradients,
-            ties=ties,
-            summed=summed,
-            hooked=WholeGradients(summed, tensor_decision.plan, channels.tensor),
-            model_buffers=model_buffers,
-            writes=self._writes,
-            optimizers=optimizers,
-            plain_calls=plain_calls,
-            counters=counters,
-            meter=self._meter,
-            groups=groups,
-            averages=self._averages,
-            matrices=matrices,
-        )
+        self._meter = step_meter(rank.channels.world)
+        self._opening = StepOpening(rank)
+        self._closing = StepClosing(rank, writes=self._writes, meter=self._meter, matrices=matrices)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -270,7 +211,7 @@ class Engine(Generic[Model_co]):
         Raises BatchError, and ModelError for a model that was changed since, the same on all ranks and before anything
         is computed; ModelError for a forward without a scalar loss; PeerError when another rank stops.
         """
-        refuse_inside(self._averages, "engine.step")
+        refuse_inside(self._rank.averages, "engine.step")
         self._meter.begin()
         parts, weights, weighting = self._opening.open(
             batch,
@@ -326,10 +267,12 @@ class Engine(Generic[Model_co]):
             changed = {
                 # A module that two stages use (a tied block) may have changed on both. The first rank, and so the
                 # first stage, decides: all ranks choose alike.
-                at: self._ranks.stages[rank]
+                at: self._rank.ranks.stages[rank]
                 for at, rank in closing.changed_buffers.items()
             }
-            self._model_buffers.synchronise(self._channels.everyone, self._channels.pipeline, changed, self.counters)
+            self._rank.model_buffers.synchronise(
+                self._channels.everyone, self._channels.pipeline, changed, self.counters
+            )
         self.trained_batches.tell(batch)
         try:
             # Outside of the block: all ranks have the same figures, so all raise, and none has to stop the others.
@@ -389,7 +332,7 @@ class Engine(Generic[Model_co]):
             given = parts_of_evaluation(losses, weighting, self._channels.everyone.rank, counting)
         # Outside of the block: what is refused here is refused by all ranks, and none has to stop the others.
         return exchange_evaluation(
-            given, channel=self._channels.world, weighting=weighting, ranks=self._ranks, metrics=counting
+            given, channel=self._channels.world, weighting=weighting, ranks=self._rank.ranks, metrics=counting
         )
 
     @overload
@@ -451,7 +394,7 @@ class Engine(Generic[Model_co]):
     @property
     def num_averaged(self) -> int:
         """How often weights were averaged, the same on all ranks; 0 for a plan without an average."""
-        return 0 if self._averages is None else self._averages.num_averaged
+        return 0 if self._rank.averages is None else self._rank.averages.num_averaged
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -463,7 +406,7 @@ class Engine(Generic[Model_co]):
         Raises ModelError, the same on all ranks, for a plan without an average, and for a step, a load or a relayout
         inside.
         """
-        averages = check_in_place(self._averages, self.channel, partial(self._check_model, reads_all=True))
+        averages = check_in_place(self._rank.averages, self.channel, partial(self._check_model, reads_all=True))
         with averages.in_place(self.channel, partial(self._buffers.adopt_writes, reads_all=True), self._publish):
             yield
 
@@ -475,10 +418,10 @@ class Engine(Generic[Model_co]):
         self._check_turn()
         self._closing.judge()
         self._packed.restore()
-        refuse_moved([*self._buffers.moved(), *self._ties.moved()])
+        refuse_moved([*self._buffers.moved(), *self._rank.ties.moved()])
         self._buffers.adopt_writes(reads_all=True)
         # After `adopt_writes`: masters would be saved without what `load_state_dict` wrote to working copies.
-        return state_of(self._inventory, self.model, self._buffers, self._known_optimizers, self._averages)
+        return state_of(self._rank.inventory, self.model, self._buffers, self._known_optimizers, self._rank.averages)
 
     def gradients(self) -> dict[Piece, torch.Tensor]:
         """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
@@ -487,7 +430,7 @@ class Engine(Generic[Model_co]):
         next step begins; before the first there are none. Of parameters that no microbatch used, they are zero; those
         that the step did not train (`only`, frozen) have none.
         """
-        spec_of = {spec.name: spec for spec in self._inventory.specs}
+        spec_of = {spec.name: spec for spec in self._rank.inventory.specs}
         pieces: dict[Piece, torch.Tensor] = {}
         # Views of the arena, not copies: a copy would double the memory of the gradients for a figure in a log.
         gradients = self._gradients.views_of(self._closing.owned) if self._has_gradients else {}
@@ -507,15 +450,15 @@ class Engine(Generic[Model_co]):
         name_of = self._buffers.name_of()
         of_model = {
             "plan": self.plan.text(),
-            "ties": self._names.ties,
+            "ties": self._rank.names.ties,
             **(settings_of_model(self.model) | self._origin if self.channel.rank == 0 else {}),  # once is enough
         }
-        if self._averages is not None and self._averages.are_in:
+        if self._rank.averages is not None and self._rank.averages.are_in:
             return of_model  # as `state`: a run does not go on from averages with the moments of other weights
         return of_model | {
             "random": {"seed": self._computation.random.seed, "step": self._computation.step},
             **to_settings(self._computation.loss_scale),
-            **averages_to_settings(self._averages),
+            **averages_to_settings(self._rank.averages),
             "optimizers": [known.named_with_state(name_of).to_json() for known in self._known_optimizers],
         }
 
@@ -527,17 +470,17 @@ class Engine(Generic[Model_co]):
         world = self._channels.world
         with agreed(world, purpose=f"verdict on the engine before {doing}", doing=doing):
             if needs_weights:
-                refuse_inside(self._averages, doing)
+                refuse_inside(self._rank.averages, doing)
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
             model=self.model,
             channel=world,
-            names=self._names,
+            names=self._rank.names,
             state=state,
             settings=settings,
             loss=self._computation.loss,
-            loss_weight=self._opening.loss_weight,
+            loss_weight=self._rank.loss_weight,
             optimizers=self._known_optimizers,
             frozen=self._contents.frozen,
             unfrozen=self._contents.unfrozen,
@@ -573,7 +516,7 @@ class Engine(Generic[Model_co]):
             only = (only,)
         which: Any = {"optimizer": optimizer, "rank0_only": rank0_only, "offload": offload, "only": only}
         restore = partial(self.restore, doing="engine.whole() with writes inside")
-        return whole_inside(hand_over, restore, self._plain_calls, **which)
+        return whole_inside(hand_over, restore, self._rank.plain_calls, **which)
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, the thread is its caller's: a forward of a step waits, in another greenlet."""
@@ -587,7 +530,7 @@ class Engine(Generic[Model_co]):
         with torch._C.DisableTorchFunctionSubclass():  # at rest or not
             for name in frozen:
                 self._contents.parameters[name].requires_grad_(False)
-        self._plain_calls.refuse()
+        self._rank.plain_calls.refuse()
 
     def names(self) -> list[str]:
         """Names of the model's parameters and persistent buffers in its own order, ties under each of their names."""
@@ -595,7 +538,7 @@ class Engine(Generic[Model_co]):
 
     def numbering(self) -> list[list[list[NumberedParameter]]]:
         """For each optimizer and each of its groups: all its parameters in the order in which torch counts them."""
-        shapes = {spec.name: spec.global_shape for spec in self._names.specs}
+        shapes = {spec.name: spec.global_shape for spec in self._rank.names.specs}
         trained = {name for known in self._known_optimizers for names in known.parameters for name in names}
         return [
             [
@@ -617,19 +560,11 @@ class Engine(Generic[Model_co]):
         for plain weights. Raises ModelError for a model whose parameters were replaced since parallelize, and
         CheckpointError for settings that are not understood.
         """
-        refuse_inside(self._averages, doing)
+        refuse_inside(self._rank.averages, doing)
         self._check_model(reads_all=True)  # what was written from outside would come over the values that are read
         return EngineRestoration(
-            inventory=self._inventory,
-            aliases=self._names.ties,
-            model=self.model,
-            buffers=self._buffers,
-            ties=self._ties,
-            computation=self._computation,
-            model_buffers=self._model_buffers,
-            optimizers=self._known_optimizers,
-            averages=self._averages,
-            counters=self.counters,
+            self._rank,
+            self._known_optimizers,
             stopping_peers=lambda: self._stopping_peers("a load"),
             stored=stored,
             settings=settings,
@@ -652,14 +587,14 @@ class Engine(Generic[Model_co]):
     def _check_turn(self) -> None:
         if self.successor is not None:
             raise ModelError("sw.relayout has given the model of this engine to another; go on with that one")
-        self._plain_calls.check_left()
+        self._rank.plain_calls.check_left()
 
     def _check_model(self, *, reads_all: bool = False) -> None:
         self._check_turn()
         self._packed.restore()
         self._contents.check()
-        self._added = self._plain_calls.added(self._contents.parameters)
-        refuse_moved([*self._buffers.moved(), *self._ties.moved()])
+        self._added = self._rank.plain_calls.added(self._contents.parameters)
+        refuse_moved([*self._buffers.moved(), *self._rank.ties.moved()])
         self._buffers.adopt_writes(reads_all=reads_all)
 
     def _choose(self, only: str | Sequence[str] | None, norms: Norms | None, loss: LossFunction | None) -> str:
@@ -678,7 +613,7 @@ class Engine(Generic[Model_co]):
 
     @property
     def _known_optimizers(self) -> tuple[KnownOptimizer, ...]:  # with what came into their groups since
-        known, added = self._closing.optimizers, self._added
+        known, added = self._rank.optimizers, self._added
         return tuple(each.taking_in(added.get(at, {})) for at, each in enumerate(known)) if added else known
 
     def _check_unfrozen(self) -> None:
@@ -694,7 +629,7 @@ class Engine(Generic[Model_co]):
         """Give all ranks the values that their owners have, as after an update."""
         with self._stopping_peers("engine.averaged()"):
             self._buffers.publish(self.counters)
-            self._ties.publish()
+            self._rank.ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         return stopping_peers(self._channels.world, doing, advice=self._computation.advice)

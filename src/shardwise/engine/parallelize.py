@@ -30,7 +30,7 @@ from shardwise.engine.activations.kept_activations import ActivationModules, Kep
 from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batch_statistics import synchronise, synchronised_in
 from shardwise.engine.batches import Batch, LossFunction, LossOfModel, LossWeight
-from shardwise.engine.channels import EngineChannels
+from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.engine import Engine
 from shardwise.engine.forward_writes import ModelBuffers
@@ -77,9 +77,9 @@ from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.plan_sizes import PlanSizes
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
+from shardwise.engine.rank_parts import ModelNames, RankParts
 from shardwise.engine.relayout import refit
 from shardwise.engine.reports import Counters
-from shardwise.engine.state import ModelNames
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
@@ -91,6 +91,7 @@ from shardwise.engine.tensor.tensor_decision import (
     portion_of,
 )
 from shardwise.engine.trained_parameters import GivenGroups, Groups, groups_in
+from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
@@ -465,18 +466,18 @@ def _build(
     if inspected.given:  # their modules may have hooks of their own, which sum gradients over ranks, say
         watchers.append(lambda _: gradients.collectors.stay_last())
     owns_all = channels.owners.size * placement.num_stages == 1 and not (cut or tensors.layout.ownership.homes)
-    return Engine(
+    rank = RankParts(
         model=model,
         plan=plan,
-        rebuild=parallelize_with,
-        refit=refit,
-        inventory=owned,
         # Of the whole model, on every rank: flags in the step's exchange are numbered by it.
         names=ModelNames(
             trainable={spec.name: torch_dtype(spec.master) for spec in inventory.specs if spec.trainable},
             ties=inventory.ties(),
             specs=inspected.inventory.specs,
         ),
+        inventory=owned,
+        channels=channels,
+        ranks=RankGroups.of(plan),
         computation=Computation(
             model=model,
             loss=loss,
@@ -493,25 +494,13 @@ def _build(
             loss_parameters=LossParameters(model, channels),
         ),
         loss_weight=loss_weight,
-        channels=channels,
         buffers=tensors.buffers,
         gradients=gradients,
         host_gradients=host_gradients,
         ties=tensors.ties,
         model_buffers=tensors.model_buffers,
         optimizers=tensors.optimizers,
-        counters=counters,
-        sizes=PlanSizes(
-            plan,
-            tensors.layout,
-            owner=channels.owners.rank,
-            ties=tensors.ties,
-            passes=passes,
-            runner=runner,
-            channel=channels.world,
-            frozen_bytes=tensors.held.num_bytes(but=[tensors.buffers.holds, tensors.ties.held.parameters.__contains__]),
-            matrices=tensors.matrices,
-        ),
+        averages=None if plan.average is None else WeightAverages(plan.average, tensors.buffers),
         summed=summed,
         plain_calls=PlainCalls(
             model,
@@ -522,8 +511,16 @@ def _build(
         ),
         tensor_decision=decision,
         groups=inspected.groups,
+        counters=counters,
+    )
+    sizes = PlanSizes(
+        rank,
+        tensors.layout,
+        passes=passes,
+        frozen_bytes=tensors.held.num_bytes(but=[tensors.buffers.holds, tensors.ties.held.parameters.__contains__]),
         matrices=tensors.matrices,
     )
+    return Engine(model=model, rebuild=parallelize_with, refit=refit, rank=rank, sizes=sizes, matrices=tensors.matrices)
 
 
 def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-from shardwise.comm import Channel
 from shardwise.comm.device_sums import sums_of
 from shardwise.engine.matrix_updates import MatrixUpdates
-from shardwise.engine.pipeline.runner import PipelineRunner
-from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.rank_parts import RankParts
 from shardwise.engine.zero.install import OwnedLayout
 from shardwise.engine.zero.uneven_microbatches import Passes
-from shardwise.plan import Footprint, Plan, Traffic, footprint, traffic
+from shardwise.plan import Footprint, Traffic, footprint, traffic
 from shardwise.plan.memory import average_bytes, sharded_footprint, sharded_traffic
 
 
@@ -18,28 +16,25 @@ class PlanSizes:
 
     def __init__(
         self,
-        plan: Plan,
+        rank: RankParts,
         layout: OwnedLayout,
         *,
-        owner: int,
-        ties: StageTies,
         passes: Passes,
-        runner: PipelineRunner | None,
-        channel: Channel,
         frozen_bytes: int,
         matrices: MatrixUpdates | None,
     ) -> None:
-        """channel: of all ranks; the others move tensors as it does. frozen_bytes: of what no flat buffer has."""
+        """frozen_bytes: of what no flat buffer has."""
+        channel = rank.channels.world  # the others move tensors as it does
         self._frozen_bytes = frozen_bytes
         self._sums = sums_of(channel)
         self._goes_ahead = channel.progresses_alone
-        self._offload = plan.sharding.offload if channel.device.type != "cpu" else None
-        self._plan = plan
+        self._offload = rank.plan.sharding.offload if channel.device.type != "cpu" else None
+        self._plan = rank.plan
         self._layout = layout
-        self._owner = owner
-        self._ties = ties
+        self._owner = rank.channels.owners.rank
+        self._ties = rank.ties
         self._passes = passes
-        self._runner = runner
+        self._runner = rank.computation.runner
         self._matrices = matrices
 
     def footprint(self, num_microbatches: int) -> Footprint:

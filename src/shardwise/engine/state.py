@@ -28,14 +28,11 @@ from torch import nn
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
 from shardwise.engine.batches import LossOfModel, LossWeight
-from shardwise.engine.computation import Computation
-from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.loss_scaling import of_settings
 from shardwise.engine.optimizer_doubles import with_shells
 from shardwise.engine.optimizers import KnownOptimizer
-from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.reports import Counters
+from shardwise.engine.rank_parts import ModelNames, RankParts
 from shardwise.engine.trained_parameters import GivenGroups
 from shardwise.engine.weight_averages import WeightAverages, averages_of_settings
 from shardwise.engine.zero.flat_params import FlatParams, Owned
@@ -53,18 +50,6 @@ from shardwise.plan.optimizer_entries import (
 )
 from shardwise.plan.saved_settings import origin_after, stored_names, stored_ties, take_over, take_over_shared
 from shardwise.space import Box, Piece
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelNames:
-    """What every rank knows of the whole model, including the parts that other ranks hold."""
-
-    trainable: dict[str, torch.dtype]
-    """The parameters that are trained, in the order of the model, and the dtype of their masters."""
-    ties: dict[str, str]
-    """Other names of parameters: alias -> name."""
-    specs: tuple[Parameter, ...]
-    """All parameters, none of them cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,39 +177,29 @@ class EngineRestoration:
 
     def __init__(
         self,
-        *,
-        inventory: Inventory,
-        aliases: Mapping[str, str],
-        model: nn.Module,
-        buffers: FlatParams,
-        ties: StageTies,
-        computation: Computation,
-        model_buffers: ModelBuffers,
+        rank: RankParts,
         optimizers: Sequence[KnownOptimizer],
-        averages: WeightAverages | None,
-        counters: Counters,
+        *,
         stopping_peers: Callable[[], AbstractContextManager[None]],
         stored: Mapping[str, Piece],
         settings: Mapping[str, Any],
         origin: dict[str, Any],
     ) -> None:
-        """`origin`: takes what the settings say of the rewrite by which the values were made."""
+        """`optimizers`: with what came into their groups. `origin`: takes what the settings say of the rewrite by which
+        the values were made."""
+        model, inventory, buffers, aliases = rank.model, rank.inventory, rank.buffers, rank.names.ties
+        self._rank = rank
         self._origin = origin
         self._found_origin = origin_after(origin, settings)
         self._spec_of = {spec.name: spec for spec in inventory.specs}
         self._updated_spec_of = {spec.name: spec for spec in inventory.uncut(buffers.ownership.homes).specs}
-        self._buffers = buffers
-        self._ties = ties
-        self._computation = computation
         self._random = _random_of(settings)
         self._loss_scale = of_settings(settings)
-        self._model_buffers = model_buffers
         self._optimizers = optimizers
-        self._counters = counters
         self._stopping_peers = stopping_peers
         # Before anything is written: a buffer that a forward changed and the ranks have not agreed on yet stays
         # pending over the load.
-        self._pending_buffers = model_buffers.changed()
+        self._pending_buffers = rank.model_buffers.changed()
         buffers.settle()
         own = [spec.name for spec in inventory.specs] + [name for name, _ in model.named_buffers()]
         self.aliases: Mapping[str, str] = {
@@ -269,14 +244,14 @@ class EngineRestoration:
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
         for known, group, owned in self._trained:
             self._want_state(known, group, owned)
-        self._averages = averages
+        self._averages = rank.averages
         self._begun: frozenset[str] = frozenset()
         """Parameters whose average begins with what is loaded."""
         self._num_averaged = 0
         self.notes: Sequence[str] = ()
         """What the load decides, and refuses nothing for."""
-        if averages is not None:
-            self._want_averages(averages, stored, settings)
+        if rank.averages is not None:
+            self._want_averages(rank.averages, stored, settings)
 
     def leave_averages(self) -> None:
         """Averages stay what they are: this is no load of a whole model."""
@@ -284,6 +259,7 @@ class EngineRestoration:
 
     def finish(self) -> None:
         """Make the values that were read the engine's own; one all-gather per bucket, which all ranks call together."""
+        rank = self._rank
         with self._stopping_peers(), torch.no_grad():
             over = self._plan.over
             for known, taken, shared in zip(self._optimizers, over.settings, over.shared, strict=True):
@@ -308,18 +284,18 @@ class EngineRestoration:
             if self._averages is not None:
                 self._averages.restore(self._num_averaged, self._begun)
             # After the masters: the working copies of all ranks follow from them, and replicas of ties from these.
-            self._buffers.publish_restored(self._counters)
-            self._ties.publish_restored()
+            rank.buffers.publish_restored(rank.counters)
+            rank.ties.publish_restored()
             if self._random is not None:
-                self._computation.random.seed, self._computation.step = self._random
-            if self._loss_scale is not None and self._computation.loss_scale is not None:
-                self._computation.loss_scale.restore(self._loss_scale)
+                rank.computation.random.seed, rank.computation.step = self._random
+            if self._loss_scale is not None and rank.computation.loss_scale is not None:
+                rank.computation.loss_scale.restore(self._loss_scale)
             # In place: the engine holds this dict.
             self._origin.clear()
             self._origin.update(self._found_origin)
             for buffer, room in self._resized.values():
                 buffer.data = room  # the object stays the module's
-            self._model_buffers.agreed_unless(self._pending_buffers)
+            rank.model_buffers.agreed_unless(self._pending_buffers)
 
     def _want_averages(
         self, averages: WeightAverages, stored: Mapping[str, Piece], settings: Mapping[str, Any]

@@ -9,7 +9,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import compress
@@ -19,90 +19,52 @@ from torch import nn
 
 from shardwise.engine.batches import MicrobatchLoss
 from shardwise.engine.bucket_updates import BucketUpdates
-from shardwise.engine.channels import EngineChannels, RankGroups
-from shardwise.engine.computation import Computation
-from shardwise.engine.forward_writes import ForwardWrites, ModelBuffers
+from shardwise.engine.forward_writes import ForwardWrites
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.norm import clip, clip_values, norm_dtype
 from shardwise.engine.norm_parts import Key, NormParts, Norms, clipped_parts, norm_parts, reported_parts
-from shardwise.engine.optimizers import KnownOptimizer, can_skip_on_device, skipping
-from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.plain_calls import PlainCalls, counts_steps
+from shardwise.engine.optimizers import can_skip_on_device, skipping
+from shardwise.engine.plain_calls import counts_steps
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
-from shardwise.engine.reports import Counters
+from shardwise.engine.rank_parts import RankParts
 from shardwise.engine.shown_gradients import ShownGradients
-from shardwise.engine.state import ModelNames
 from shardwise.engine.step_exchange import StepExchange, Weighting, exchange_step
 from shardwise.engine.step_figures import Figures, RankFigures, Surroundings, figures_making
 from shardwise.engine.step_meter import StepMeter
-from shardwise.engine.tensor.summed_gradients import SummedGradients, sum_over_ranks
+from shardwise.engine.tensor.summed_gradients import sum_over_ranks
 from shardwise.engine.tensor.whole_gradients import WholeGradients
-from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, Groups, TrainedSet
-from shardwise.engine.weight_averages import WeightAverages
+from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.write_watch import is_due
-from shardwise.engine.zero.flat_params import FlatParams, Owned, runs_of
+from shardwise.engine.zero.flat_params import Owned, runs_of
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.masters import close_masters, open_masters
-from shardwise.plan import Plan
 
 
 class StepClosing:
     """Ends the steps of one engine."""
 
     def __init__(
-        self,
-        *,
-        plan: Plan,
-        names: ModelNames,
-        cut: Collection[str],
-        computation: Computation,
-        channels: EngineChannels,
-        ranks: RankGroups,
-        buffers: FlatParams,
-        gradients: GradReduce,
-        host_gradients: HostGradients | None,
-        ties: StageTies,
-        summed: SummedGradients,
-        hooked: WholeGradients,
-        model_buffers: ModelBuffers,
-        writes: ForwardWrites,
-        optimizers: tuple[KnownOptimizer, ...],
-        plain_calls: PlainCalls,
-        counters: Counters,
-        meter: StepMeter,
-        groups: Groups,
-        averages: WeightAverages | None,
-        matrices: MatrixUpdates | None,
+        self, rank: RankParts, *, writes: ForwardWrites, meter: StepMeter, matrices: MatrixUpdates | None
     ) -> None:
-        """cut: names of owned parameters that are cut along tp. host_gradients: where masters are on the host."""
-        self._plan = plan
-        self._names = names
-        self._cut = cut
-        self._computation = computation
-        self._channels = channels
-        self._buffers = buffers
-        self._gradients = gradients
-        self._host_gradients = host_gradients
-        self._ties = ties
-        self._summed = summed
-        self.hooked = hooked
-        self._model_buffers = model_buffers
+        self._rank = rank
+        self._plan, self._names, self._channels = rank.plan, rank.names, rank.channels
+        self._computation, self._buffers, self._gradients = rank.computation, rank.buffers, rank.gradients
+        self._host_gradients = rank.host_gradients
         self._writes = writes
-        self.optimizers = optimizers
-        self._plain_calls = plain_calls
-        self._counters = counters
         self._meter = meter
-        self._averages = averages
-        self.runs = runs_of(buffers.owned, buffers.ownership, counts=self._counts)
+        self._cut = {spec.name for spec in rank.inventory.specs if spec.portion is not None}
+        """Names of owned parameters that are cut along tp."""
+        self.hooked = WholeGradients(rank.summed, rank.tensor_decision.plan, rank.channels.tensor)
+        self.runs = runs_of(rank.buffers.owned, rank.buffers.ownership, counts=self._counts)
         """What this rank owns, in as few runs of memory as can be."""
-        dtypes = list(names.trainable.values())
+        dtypes = list(rank.names.trainable.values())
         self._norm_dtype = norm_dtype(dtypes)
         self._figures = figures_making(
             Surroundings(
-                world=channels.world,
-                data_rank=channels.everyone.rank,
-                ranks=ranks,
+                world=rank.channels.world,
+                data_rank=rank.channels.everyone.rank,
+                ranks=rank.ranks,
                 are_whole=self._has_whole_gradients,
                 dtypes=dtypes,
                 norm_dtype=self._norm_dtype,
@@ -110,14 +72,11 @@ class StepClosing:
         )
         self._unjudged: deque[Figures] = deque()
         """Of steps that the device has not finished yet."""
-        self._shown = ShownGradients(
-            plain_calls.model,
-            buffers,
-            channels.owners,
-            are_here=plan.mesh.pp * plan.mesh.tp == 1 and host_gradients is None,
+        are_here = rank.plan.mesh.pp * rank.plan.mesh.tp == 1 and rank.host_gradients is None
+        self._shown = ShownGradients(rank.model, rank.buffers, rank.channels.owners, are_here=are_here)
+        self._bucket_updates = BucketUpdates(
+            rank.optimizers, rank.buffers, matrices, has_parts=not rank.plain_calls.owns_all
         )
-        self._bucket_updates = BucketUpdates(optimizers, buffers, matrices, has_parts=not plain_calls.owns_all)
-        self._groups = groups
         self._parts: dict[str, NormParts | None] = {}
         self._asked = self.norms(None)
         self.trained = ALL
@@ -164,9 +123,9 @@ class StepClosing:
 
     def _norm_parts(self, asked: Norms | None) -> NormParts | None:
         specs, limits = self._names.specs, self._plan.clip_grad_norm
-        members = {} if asked is None else reported_parts(asked, self._groups, specs)
+        members = {} if asked is None else reported_parts(asked, self._rank.groups, specs)
         if isinstance(limits, Mapping):
-            members |= clipped_parts(limits, self._groups, specs)
+            members |= clipped_parts(limits, self._rank.groups, specs)
         if not members:
             return None
         return norm_parts(
@@ -183,9 +142,9 @@ class StepClosing:
         # May lay out the arena anew, under the views that `engine.gradients()` gave.
         self._gradients.collectors.stay_last()
         self._gradients.begin(num_microbatches, trained)
-        self._ties.begin(num_microbatches, trained)
+        self._rank.ties.begin(num_microbatches, trained)
         self._writes.begin()
-        self._summed.turn_to(trained)
+        self._rank.summed.turn_to(trained)
 
     def _divisors(self, weighting: Weighting) -> tuple[int, torch.Tensor | None]:
         """What makes a mean of the sum of all gradients, and what losses were multiplied by."""
@@ -199,7 +158,7 @@ class StepClosing:
         """Sum over all stages and data ranks; the owned gradients by name, in the order of the model's parameters."""
         # Before the reduction: a tied parameter has one owner, who adds the sums of the other stages to its own. The
         # reduction over data ranks must find the whole sum in the bucket.
-        self._ties.collect(self._gradients)
+        self._rank.ties.collect(self._gradients)
         self._gradients.reduce()
         owned = self._gradients.views_of(self.owned)
         # After it, on owned parts: each rank along tp owns the same part of a parameter that is whole, so that a sum
@@ -207,7 +166,7 @@ class StepClosing:
         summed = [
             owned[each.segment.name]
             for each in self._buffers.owned
-            if each.segment.name in self._summed.names and each.segment.name in self.trained
+            if each.segment.name in self._rank.summed.names and each.segment.name in self.trained
         ]
         sum_over_ranks(summed, self._channels.tensor)
         if self._host_gradients is not None:
@@ -255,9 +214,9 @@ class StepClosing:
         Returns that, and the loss and the norm of the whole gradient.
         """
         touched = self._gradients.touched
-        self._counters.exchanges += 1
+        self._rank.counters.exchanges += 1
         # The first steps read, to see what is written without a count.
-        changed = self._model_buffers.changed(reads_device=not self._updated or is_due(self._computation.step))
+        changed = self._rank.model_buffers.changed(reads_device=not self._updated or is_due(self._computation.step))
         closing = exchange_step(
             self._channels.world,
             figures=self._figures.given(own),
@@ -267,11 +226,11 @@ class StepClosing:
             written=self._writes.found(),
             outside=self._computation.loss_parameters.flags(),
             stop=stop,
-            steps_at_once=any(counts_steps(known.optimizer) for known in self.optimizers),
+            steps_at_once=any(counts_steps(known.optimizer) for known in self._rank.optimizers),
             shows_gradients=see is not None,
-            are_reshaped=self._model_buffers.are_reshaped,
+            are_reshaped=self._rank.model_buffers.are_reshaped,
         )
-        self._model_buffers.are_reshaped = closing.are_reshaped
+        self._rank.model_buffers.are_reshaped = closing.are_reshaped
         figures = self._figures.made(own, closing.figures)
         # Before the update, and on all ranks: what a forward wrote to a cast of a master would be gone after [6].
         self._writes.check(closing.written)
@@ -315,16 +274,16 @@ class StepClosing:
         # out: the state of torch's fused SGD would be memory without values. So the host looks, on all ranks alike. It
         # also looks for optimizers that cannot leave out a step by themselves, and where masters are on the host.
         found_inf = figures.found_inf if self._host_gradients is None else None
-        optimizers = [known.optimizer for known in self.optimizers]
+        optimizers = [known.optimizer for known in self._rank.optimizers]
         if not (can_skip_on_device(optimizers) and touched <= self._updated):
             found_inf = None
         if found_inf is None:
             figures.check()
             # The norm is the same float on all ranks, so all skip or none does.
             if not figures.is_finite:
-                self._counters.count(figures)
+                self._rank.counters.count(figures)
                 return
-        self._counters.count(figures)
+        self._rank.counters.count(figures)
         if self._host_gradients is not None:
             gradients = self._host_gradients.arrived(self.owned)
         masters = [each.parameter for each in self._buffers.updated]
@@ -350,11 +309,11 @@ class StepClosing:
             shown = self._shown.shown(gradients, touched, to_hooks=True)
         # The hook that refuses `optimizer.step()` of a user's loop is on the same optimizer.
         recorder = self._computation.recorder
-        averages = self._averages
+        averages = self._rank.averages
         average = None if averages is None else partial(averages.update, self._computation.step, found_inf)
-        with self._plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating(), shown:
+        with self._rank.plain_calls.engine_step(), skipping(optimizers, found_inf), recorder.updating(), shown:
             self._bucket_updates.run(
-                self._counters,
+                self._rank.counters,
                 self.trained,
                 gradients=gradients,
                 touched=stepped,
@@ -367,7 +326,7 @@ class StepClosing:
         # wait for.
         self._gradients.expect(touched)
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
-        self._ties.publish(self.trained)
+        self._rank.ties.publish(self.trained)
 
     def _clip(self, gradients: GradReduce | HostGradients, clip_by: Callable[..., None]) -> None:
         """Every rank clips its own part of the gradient by norms of the whole one, and then by value."""

@@ -15,13 +15,10 @@ import torch
 
 from shardwise.comm.agreement import agreed
 from shardwise.comm.hosts import hosts_of, with_hosts
-from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batch_digests import BatchDigests, describe_batch
-from shardwise.engine.batch_rows import BatchRows
 from shardwise.engine.batches import (
     Batch,
     GivenMicrobatches,
-    LossWeight,
     Microbatch,
     count_rows,
     given_microbatches,
@@ -29,9 +26,8 @@ from shardwise.engine.batches import (
     split_batch,
     with_tensors,
 )
-from shardwise.engine.channels import EngineChannels, RankGroups, stopping_peers
-from shardwise.engine.pipeline.stage_ties import StageTies
-from shardwise.engine.reports import Counters
+from shardwise.engine.channels import stopping_peers
+from shardwise.engine.rank_parts import RankParts
 from shardwise.engine.step_exchange import (
     NUM_PARTS_OF_OPENING,
     Weight,
@@ -43,9 +39,7 @@ from shardwise.engine.step_exchange import (
     ranks_with_same_rows,
     weigh,
 )
-from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.errors import BatchError, SameRowsWarning
-from shardwise.plan import Plan
 
 _OF_MASTERS, _UNCOUNTED = "..", ".!"
 """Before a name: of the masters of its bucket, or of a write that torch did not count. No parameter's begins so."""
@@ -66,32 +60,16 @@ class OpenedBatch(NamedTuple):
 class StepOpening:
     """Opens the steps and evaluations of one engine."""
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        rows: BatchRows,
-        loss_weight: LossWeight | None,
-        channels: EngineChannels,
-        ranks: RankGroups,
-        buffers: FlatParams,
-        ties: StageTies,
-        autocast: AutocastRegions,
-        counters: Counters,
-    ) -> None:
-        self.loss_weight = loss_weight
-        """As `parallelize` was given it."""
-        self._plan = plan
-        self._rows = rows
-        self._channels = channels
-        self._ranks = ranks
-        self._buffers = buffers
-        self._ties = ties
-        self._autocast = autocast
-        self._counters = counters
-        self._shares_batch = plan.mesh.pp * plan.mesh.tp > 1
+    def __init__(self, rank: RankParts) -> None:
+        self.loss_weight = rank.loss_weight
+        self._rank = rank
+        self._rows = rank.computation.loss.rows
+        self._channels = rank.channels
+        self._buffers = rank.buffers
+        mesh = rank.plan.mesh
+        self._shares_batch = mesh.pp * mesh.tp > 1
         self._digests = BatchDigests()
-        self._compared_steps = _COMPARED_STEPS if plan.mesh.num_data_ranks > 1 else 0
+        self._compared_steps = _COMPARED_STEPS if mesh.num_data_ranks > 1 else 0
         """Steps to come in which data ranks compare their rows."""
 
     def open(
@@ -108,7 +86,7 @@ class StepOpening:
         microbatches: into how many it is split; None: as the plan says. In an evaluation ranks may have unlike numbers.
         begin: says in words what a step trains, equal on ranks that do the same; raises where this rank cannot.
         """
-        self._counters.exchanges += 1
+        self._rank.counters.exchanges += 1
         lines: Sequence[str] = ()
         with agreed(
             self._channels.world, purpose=purpose, doing="splitting a batch", num_parts=NUM_PARTS_OF_OPENING
@@ -140,7 +118,7 @@ class StepOpening:
                     *map(_OF_MASTERS.__add__, self._buffers.written_masters),
                     *map(_UNCOUNTED.__add__, self._buffers.uncounted),
                 ],
-                autocast=self._autocast.described(),
+                autocast=self._rank.computation.autocast.described(),
                 trained=trained,
                 is_listed=given is not None,
                 batch=batch_compared(lines, is_whole=is_on_host(batch)) if lines else b"",
@@ -148,7 +126,7 @@ class StepOpening:
         if compares:
             self._warn_of_same_rows(agreement.of_parts[-1])
         weighting, written = merge_weights(
-            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._ranks
+            self._channels.world, agreement.of_parts, lines, same_count=is_step, ranks=self._rank.ranks
         )
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
@@ -161,13 +139,13 @@ class StepOpening:
         if masters and uncounted:
             # Without a count, a write to the model looks like one to masters where all that it changed is owned here:
             # the owner's values must not come over those of others before they are compared.
-            check_writes(self._channels.world, self._buffers.digests(uncounted), self._ranks.replicas)
+            check_writes(self._channels.world, self._buffers.digests(uncounted), self._rank.ranks.replicas)
         if masters:
             with stopping_peers(self._channels.world, "publishing what was written through an optimizer"):
-                self._buffers.publish_masters(self._counters, masters)
-                self._ties.publish()
+                self._buffers.publish_masters(self._rank.counters, masters)
+                self._rank.ties.publish()
         if written:
-            check_writes(self._channels.world, self._buffers.digests(written), self._ranks.replicas)
+            check_writes(self._channels.world, self._buffers.digests(written), self._rank.ranks.replicas)
             self._buffers.written.clear()
         return OpenedBatch(parts, weights, weighting)
 
@@ -177,7 +155,7 @@ class StepOpening:
         """The microbatches, and the same where they are weighed."""
         device, wanted = self._channels.everyone.device, microbatches
         if wanted is None:
-            wanted = self._plan.merge.microbatches
+            wanted = self._rank.plan.merge.microbatches
             wanted = wanted if is_step else min(wanted, count_rows(batch, self._rows))
         # Without rows there is nothing to split: legal in an evaluation, and an error of `split_batch` in a step.
         if not wanted and not is_step:
@@ -195,7 +173,7 @@ class StepOpening:
     def _warn_of_same_rows(self, batches: Sequence[bytes]) -> None:
         """Tell, once, that data ranks train on the same rows; no error, because a small dataset may repeat itself."""
         self._compared_steps -= 1
-        if ranks := ranks_with_same_rows(batches, self._ranks.speakers):
+        if ranks := ranks_with_same_rows(batches, self._rank.ranks.speakers):
             self._compared_steps = 0
             if self._channels.world.rank == 0:
                 named = " and ".join(f"rank {rank}" for rank in ranks[:2])

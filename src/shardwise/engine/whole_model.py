@@ -27,7 +27,8 @@ from shardwise.engine.optimizers import KnownOptimizer, of_no_parameter
 from shardwise.engine.packed_tensors import all_carried, inner_tensors, is_shell, put_back, put_in
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import PlainCalls
-from shardwise.engine.state import EngineRestoration, HandOver, ModelNames, whole
+from shardwise.engine.rank_parts import ModelNames
+from shardwise.engine.state import EngineRestoration, HandOver, whole
 from shardwise.engine.state_of_all import (
     Pieces,
     described,

@@ -1,0 +1,65 @@
+"""What a rank has of a model under a plan: made once by `parallelize`, shared by all that an engine does with it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.engine.batches import LossWeight
+from shardwise.engine.channels import EngineChannels, RankGroups
+from shardwise.engine.computation import Computation
+from shardwise.engine.forward_writes import ModelBuffers
+from shardwise.engine.inventory import Inventory
+from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.pipeline.stage_ties import StageTies
+from shardwise.engine.plain_calls import PlainCalls
+from shardwise.engine.reports import Counters
+from shardwise.engine.tensor.summed_gradients import SummedGradients
+from shardwise.engine.tensor.tensor_decision import TensorDecision
+from shardwise.engine.trained_parameters import Groups
+from shardwise.engine.weight_averages import WeightAverages
+from shardwise.engine.zero.flat_params import FlatParams
+from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.host_gradients import HostGradients
+from shardwise.plan import Parameter, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelNames:
+    """What every rank knows of the whole model, including the parts that other ranks hold."""
+
+    trainable: dict[str, torch.dtype]
+    """The parameters that are trained, in the order of the model, and the dtype of their masters."""
+    ties: dict[str, str]
+    """Other names of parameters: alias -> name."""
+    specs: tuple[Parameter, ...]
+    """All parameters, none of them cut."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankParts:
+    """The parts of one rank."""
+
+    model: nn.Module
+    plan: Plan
+    names: ModelNames
+    inventory: Inventory
+    """Of what this rank owns, or owns a part of."""
+    channels: EngineChannels
+    ranks: RankGroups
+    computation: Computation
+    loss_weight: LossWeight | None
+    """As `parallelize` was given it."""
+    buffers: FlatParams
+    gradients: GradReduce
+    host_gradients: HostGradients | None
+    """Where masters are on the host."""
+    ties: StageTies
+    model_buffers: ModelBuffers
+    optimizers: tuple[KnownOptimizer, ...]
+    averages: WeightAverages | None
+    summed: SummedGradients
+    plain_calls: PlainCalls
+    tensor_decision: TensorDecision
+    groups: Groups
+    counters: Counters
