@@ -16,7 +16,6 @@ Other ranks send messages. Those of one round travel while another is updated.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 
@@ -49,30 +48,11 @@ class MatrixRoutes:
     """Masters, by what they take."""
 
 
-class MatrixRooms(Protocol):
-    """Memory for whole matrices at their homes."""
-
-    num_behind: int
-    """By how many rounds masters come back later than matrices are updated."""
-
-    def bring(self, rounds: Rounds, number: int) -> None:
-        """Called for -1, to begin, and before each round is updated; then `num_behind` times more.
-
-        On return the round of this number is at home, and the masters of round `number - num_behind` have come back.
-        """
-
-    def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A matrix whose home is here, and its gradient. Asked for once, in its round; goes back as it is left then."""
-
-    @property
-    def held_bytes(self) -> tuple[int, int]:
-        """The most that an update holds: for whole matrices, and for messages."""
-
-
 class SharedMatrices:
     """Memory of each home that all ranks write and read."""
 
     num_behind = 1
+    """By how many rounds masters come back later than matrices are updated."""
 
     def __init__(
         self,
@@ -113,7 +93,10 @@ class SharedMatrices:
                 self._updated.setdefault(name, []).extend(zip(places, source, strict=True))
 
     def bring(self, rounds: Rounds, number: int) -> None:
-        """See `MatrixRooms`."""
+        """Called for -1, to begin, and before each round is updated; then `num_behind` times more.
+
+        On return the round of this number is at home, and the masters of round `number - num_behind` have come back.
+        """
         coming, going = names_of(rounds, number), names_of(rounds, number - 1)
         for name in coming:
             for places, each in self._gradients.get(name, ()):
@@ -128,12 +111,12 @@ class SharedMatrices:
             _copy(self._updated.get(name, ()))
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `MatrixRooms`."""
+        """A matrix whose home is here, and its gradient. Asked for once, in its round; goes back as it is left then."""
         return self._rooms[MASTER + name], self._rooms[GRADIENT + name]
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """See `MatrixRooms`."""
+        """The most that an update holds: for whole matrices, and for messages."""
         return self._num_bytes, 0
 
 
@@ -178,7 +161,7 @@ class SentMatrices:
         )
 
     def bring(self, rounds: Rounds, number: int) -> None:
-        """See `MatrixRooms`."""
+        """See `SharedMatrices`."""
         begun = self._begun
         following = number + 1
         self._begun = self._mover.begin(self._batch(rounds, following), following, f"matrices, batch {following}")
@@ -192,13 +175,13 @@ class SentMatrices:
             self._rooms.pop(UPDATED + name, None)
 
     def whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `MatrixRooms`."""
+        """See `SharedMatrices`."""
         self._rooms[UPDATED + name] = self._rooms.pop(MASTER + name)
         return self._rooms[UPDATED + name], self._rooms.pop(GRADIENT + name)
 
     @property
     def held_bytes(self) -> tuple[int, int]:
-        """See `MatrixRooms`."""
+        """See `SharedMatrices`."""
         rounds = self._rounds
         whole = [sum(self._held[name].nbytes for name in names if name in self._held) for names in rounds]
         # The masters of one round go back while those of another are updated and those of a third come, with gradients.

@@ -27,9 +27,9 @@ from shardwise.engine.matrix_rooms import (
     MASTER,
     UPDATED,
     Deliveries,
-    MatrixRooms,
     MatrixRoutes,
     SentMatrices,
+    SharedMatrices,
     names_of,
     shared_matrices,
 )
@@ -84,7 +84,7 @@ class MatrixUpdates:
         shared = None
         if channel.device.type == "cpu":
             shared = shared_matrices(channel, self._routes, self._rounds, homes, self._spec_of)
-        self._rooms: MatrixRooms = shared or self._sent
+        self._rooms: SharedMatrices | SentMatrices = shared or self._sent
 
     def round_of(self, each: Owned) -> int | None:
         """The number of the round in which this rank updates it; None for what is no matrix of this rank."""
@@ -146,7 +146,9 @@ class MatrixUpdates:
             del self._routes.sources[piece]
         yield len(self._rounds)
 
-    def _update(self, rooms: MatrixRooms, names: Sequence[str], number: int, step: Callable[[int], None]) -> None:
+    def _update(
+        self, rooms: SharedMatrices | SentMatrices, names: Sequence[str], number: int, step: Callable[[int], None]
+    ) -> None:
         mine = [(name, self._held[name].parameter) for name in names if name in self._held]
         for name, parameter in mine:
             parameter.data, parameter.grad = rooms.whole(name)

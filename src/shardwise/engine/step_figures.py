@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -90,65 +90,6 @@ class RankFigures:
     the model."""
 
 
-class Figures(Protocol):
-    """Loss and norm of a step, the same on every rank."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the host has them. Else to read a number waits for the device."""
-
-    @property
-    def may_be_refused(self) -> bool:
-        """Whether `check` can raise."""
-
-    @property
-    def loss(self) -> float:
-        """The weighted mean. Raises as `check` does."""
-
-    @property
-    def others(self) -> Mapping[str, float]:
-        """The weighted means of what the loss function gives besides the loss."""
-
-    @property
-    def weight(self) -> float:
-        """The sum of all weights."""
-
-    @property
-    def grad_norm(self) -> float:
-        """Of the mean gradient; nan where it is not finite."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the norm is."""
-
-    @property
-    def found_inf(self) -> torch.Tensor | None:
-        """On a device: 1 if the step must be skipped, else 0. Optimizers that skip there ask for it in this form."""
-
-    def check(self) -> None:
-        """Raise MismatchError for ranks along tp with unlike losses or batches, and BatchError for weights."""
-
-    @property
-    def norms(self) -> Mapping[Key, float]:
-        """Of the parts that were asked for, as `grad_norm`."""
-
-    def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
-        """Scale gradients, in the flat memory that has them, so that the norm is at most `max_norm`.
-
-        key: of the part whose norm it is; None: of all.
-        """
-
-
-class FiguresMaking(Protocol):
-    """How the ranks make the figures of their steps."""
-
-    def given(self, own: RankFigures) -> list[bytes]:
-        """Divide the gradients; what this rank says in the message that closes the step, in as many parts as all."""
-
-    def made(self, own: RankFigures, answers: Sequence[RankValues]) -> Figures:
-        """From what all ranks said, by parts. All of them call it together."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
     """What the figures of all steps of a rank have in common."""
@@ -163,35 +104,44 @@ class Surroundings:
     norm_dtype: torch.dtype
 
 
-def figures_making(around: Surroundings) -> FiguresMaking:
-    """The one for the device of the ranks."""
-    return MadeOnHost(around) if around.world.device.type == "cpu" else MadeOnDevice(around)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownFigures:
-    """Figures that the host has computed."""
+    """Loss and norm of a step, the same on every rank, which the host has computed."""
 
     loss: float
+    """The weighted mean. On a device raises as `check` does."""
     weight: float
+    """The sum of all weights."""
     grad_norm: float
+    """Of the mean gradient; nan where it is not finite."""
     norms: Mapping[Key, float]
+    """Of the parts that were asked for, as `grad_norm`."""
     dtype: torch.dtype
     others: Mapping[str, float] = field(default_factory=dict)
+    """The weighted means of what the loss function gives besides the loss."""
     is_known = True
+    """Whether the host has them. Else to read a number waits for the device."""
     may_be_refused = False
+    """Whether `check` can raise."""
     found_inf = None
+    """On a device: 1 if the step must be skipped, else 0. Optimizers that skip there ask for it in this form."""
 
     @property
     def is_finite(self) -> bool:
-        """See `Figures`."""
+        """Whether the norm is."""
         return math.isfinite(self.grad_norm)
 
     def check(self) -> None:
-        """See `Figures`: done when they were made."""
+        """Raise MismatchError for ranks along tp with unlike losses or batches, and BatchError for weights.
+
+        On the host that was done when they were made.
+        """
 
     def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
-        """See `Figures`."""
+        """Scale gradients, in the flat memory that has them, so that the norm is at most `max_norm`.
+
+        key: of the part whose norm it is; None: of all.
+        """
         clip(parts, norm=self.grad_norm if key is None else self.norms[key], max_norm=max_norm, dtype=self.dtype)
 
 
@@ -202,7 +152,7 @@ class MadeOnHost:
         self._around = around
 
     def given(self, own: RankFigures) -> list[bytes]:
-        """See `FiguresMaking`."""
+        """Divide the gradients; what this rank says in the message that closes the step, in as many parts as all."""
         around = self._around
         # One division for both: powers of two cost no rounding.
         divisor = own.divisor if own.scale is None else own.divisor * float(own.scale)
@@ -221,7 +171,7 @@ class MadeOnHost:
         return [*said, *([b"".join(pairs)] if around.are_whole else [])]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> KnownFigures:
-        """See `FiguresMaking`."""
+        """From what all ranks said, by parts. All of them call it together."""
         around = self._around
         has_atoms = own.norms is not None and not around.are_whole
         num_atoms = own.norms.num_atoms if own.norms is not None and has_atoms else 1
@@ -280,13 +230,13 @@ class MadeOnDevice:
         self._kept = KeptNumbers(around.world.device)
 
     def given(self, own: RankFigures) -> list[bytes]:
-        """See `FiguresMaking`. Only what the hosts have to know to bring the norms of parameters together."""
+        """See `MadeOnHost`. Only what the hosts have to know to bring the norms of parameters together."""
         divide_on_device(own.parts, own.divisor, own.scale, self._kept)
         counts = struct.pack("<q", len(own.digests)) + _packed_numbers(own.used if self._sends_norms else ())
         return [counts, LossEntries(own.losses, own.weighting, self._around.data_rank).packed_kinds()]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
-        """See `FiguresMaking`."""
+        """See `MadeOnHost`."""
         around, world = self._around, self._around.world
         used, said = answers
         kinds = kinds_of_ranks(said, purpose=_PURPOSE)
@@ -558,23 +508,23 @@ class DeviceFigures:
 
     @property
     def is_known(self) -> bool:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         return self._copy.has_come
 
     @property
     def may_be_refused(self) -> bool:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         return self._places.has_weights or bool(self._entries) or self._around.ranks.alike_index.shape[1] > 1
 
     @property
     def loss(self) -> float:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         self._check_batches()
         return self._mean_of(self._places.losses)
 
     @property
     def others(self) -> dict[str, float]:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         places = self._places
         return {name: self._mean_of(partial(places.entries, name=at)) for at, name in enumerate(places.names)}
 
@@ -588,17 +538,17 @@ class DeviceFigures:
 
     @property
     def weight(self) -> float:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         return self._weighting.total
 
     @property
     def grad_norm(self) -> float:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         return self._norm_at(self._places.total)
 
     @property
     def norms(self) -> Mapping[Key, float]:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         return {key: self._norm_at(self._places.total + 1 + at) for at, key in enumerate(self._parts)}
 
     def _norm_at(self, place: int) -> float:
@@ -607,15 +557,15 @@ class DeviceFigures:
 
     @property
     def is_finite(self) -> bool:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         return math.isfinite(self.grad_norm) and not self._different
 
     def check(self) -> None:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         _ = self.loss
 
     def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
-        """See `Figures`."""
+        """See `KnownFigures`."""
         norm = self._norm
         if key is not None:
             # And nan where the norm of all is: then nothing is scaled.
@@ -660,3 +610,11 @@ class DeviceFigures:
     def _digests_of(self, rank: int) -> list[str]:
         # As bytes: a digest may be the bits of a nan, which is unlike itself.
         return [struct.pack("<d", value).hex() for value in self._values[self._places.digests(rank)]]
+
+
+Figures: TypeAlias = KnownFigures | DeviceFigures
+
+
+def figures_making(around: Surroundings) -> MadeOnHost | MadeOnDevice:
+    """How the ranks make the figures of their steps, on their device."""
+    return MadeOnHost(around) if around.world.device.type == "cpu" else MadeOnDevice(around)

@@ -11,7 +11,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -26,24 +26,6 @@ _MOST_PENDING = 64
 """Steps that a device may be behind before the oldest is forgotten."""
 
 
-class StepMeter(Protocol):
-    """What measures the steps of an engine."""
-
-    def begin(self) -> None:
-        """A step begins."""
-
-    def packed(self) -> list[bytes]:
-        """All since the last call, or of an earlier step where that is what is known; empty parts: nothing is."""
-
-    def end(self) -> None:
-        """A step ends."""
-
-
-def step_meter(channel: Channel) -> StepMeter:
-    """The one for the device of a channel."""
-    return HostMeter(channel) if channel.device.type == "cpu" else DeviceMeter(channel)
-
-
 class HostMeter:
     """Of a rank on the CPU, by the clock of its tally."""
 
@@ -56,7 +38,7 @@ class HostMeter:
         self._clear()
 
     def begin(self) -> None:
-        """See `StepMeter`."""
+        """A step begins."""
         self._since_s = self._tally.now_s()
         if self._left_s is not None:
             self._outside_s += self._since_s - self._left_s
@@ -64,7 +46,7 @@ class HostMeter:
         self._tally.open()
 
     def packed(self) -> list[bytes]:
-        """See `StepMeter`."""
+        """All since the last call, or of an earlier step where that is what is known; empty parts: nothing is."""
         self._add()
         waiting_s = math.fsum(self._waited.values())
         times = RankTimes(
@@ -82,7 +64,7 @@ class HostMeter:
         return times.packed(num_ranks=self._num_ranks)
 
     def end(self) -> None:
-        """See `StepMeter`."""
+        """A step ends."""
         self._add()
         self._left_s = self._since_s
         self._tally.close()
@@ -134,7 +116,7 @@ class DeviceMeter:
         self._known: tuple[int, RankTimes] | None = None
 
     def begin(self) -> None:
-        """See `StepMeter`."""
+        """See `HostMeter`."""
         self._tally.open()
         begun = self._tally.event(self._device)
         if self._left is not None:
@@ -143,7 +125,7 @@ class DeviceMeter:
         self._closed = self._closed or begun
 
     def packed(self) -> list[bytes]:
-        """See `StepMeter`."""
+        """See `HostMeter`."""
         assert self._closed is not None, "a step has begun"
         closed = self._tally.event(self._device)
         self._counted.append(self._tally.take())
@@ -168,7 +150,7 @@ class DeviceMeter:
         return times.packed(num_ranks=self._num_ranks, late_steps=self._number - 1 - number)
 
     def end(self) -> None:
-        """See `StepMeter`."""
+        """See `HostMeter`."""
         self._left = self._tally.event(self._device)
         self._counted.append(self._tally.take())
         self._tally.close()
@@ -215,3 +197,11 @@ class _Peak:
 def _peak_of_process() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+StepMeter: TypeAlias = HostMeter | DeviceMeter
+
+
+def step_meter(channel: Channel) -> StepMeter:
+    """The one for the device of a channel."""
+    return HostMeter(channel) if channel.device.type == "cpu" else DeviceMeter(channel)
