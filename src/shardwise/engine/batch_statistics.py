@@ -63,9 +63,6 @@ def _sum(value: torch.Tensor, collectives: TpCollectives) -> torch.Tensor:
 class _OfAllRows(OfEngine):
     """A `Wrapper`: the forward of a SyncBatchNorm."""
 
-    structure = None
-    """It changes no shapes."""
-
     def __init__(self, collectives: TpCollectives, random: KeyedRandom) -> None:
         self._collectives = collectives
         self._random = random

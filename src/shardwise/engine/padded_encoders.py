@@ -28,9 +28,6 @@ def let_encoders_pad(model: nn.Module, plan: Plan) -> None:
 class _ZeroPadding(OfEngine):
     """A `Wrapper`."""
 
-    structure = None
-    """It changes no shapes."""
-
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `Wrapper`."""
         assert isinstance(module, nn.TransformerEncoder)

@@ -46,6 +46,9 @@ class PlainRun:
 class OfEngine:
     """Of wrappers that mean nothing without their engine."""
 
+    structure: Hashable = None
+    """See `Wrapper`: most change no shapes."""
+
     def __reduce__(self) -> tuple[type[PlainRun], tuple[()]]:
         return PlainRun, ()
 

@@ -38,9 +38,6 @@ _TRIAL_BYTES = 8 << 20
 class BudgetedModule(OfEngine):
     """A `Wrapper`: runs a module as was chosen for it."""
 
-    structure = None
-    """It changes no shapes."""
-
     def __init__(
         self,
         name: str,

@@ -42,9 +42,6 @@ from shardwise.errors import ActivationsWarning, ModelError
 class Recomputed(OfEngine):
     """A `Wrapper`: keeps the inputs of a module, and runs it again in backward."""
 
-    structure = None
-    """It changes no shapes."""
-
     def __init__(
         self,
         name: str,

@@ -280,9 +280,6 @@ def unpack(saved: Any) -> torch.Tensor:
 class Offloaded(OfEngine):
     """A `Wrapper`: what the forward of a module saves for backward waits on the host."""
 
-    structure = None
-    """It changes no shapes."""
-
     def __init__(self, transfers: HostTransfers, random: KeyedRandom) -> None:
         self._transfers = transfers
         self._random = random
