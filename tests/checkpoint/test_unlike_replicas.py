@@ -5,12 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise.checkpoint import AsyncSaver, TorchState
+from shardwise.checkpoint.state_pieces import hold
 from shardwise.checkpoint.states import State
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, PlanError
 from tests.covering import covering
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex64"]
@@ -27,6 +33,10 @@ def _as_piece(tensor: torch.Tensor) -> dict[sw.Piece, torch.Tensor]:
     return {sw.Piece(name="w", dtype=dtype, global_shape=tuple(tensor.shape)): tensor}
 
 
+def _by_piece(state: State) -> dict[sw.Piece, torch.Tensor]:
+    return dict(hold(state).tensors)
+
+
 KINDS: dict[str, Callable[[torch.Tensor], State]] = {
     "by name": lambda tensor: {"w": tensor, "other": torch.ones(2)},
     "by piece": _as_piece,
@@ -35,43 +45,91 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": lambda tensor: tensor,
     "apart": lambda tensor: torch.stack([tensor, tensor], -1)[..., 0] if tensor.element_size() > 1 else tensor,
 }
-WAYS = covering(
-    list(KINDS), DTYPES, list(SHAPES), list(STRIDES), ["save", "AsyncSaver", "whole", "full"], [True, False]
-)
+SAVERS = [
+    "save",
+    "AsyncSaver",
+    "AsyncSaver whole",
+    "whole",
+    "full",
+    "full renamed",
+    "stream",
+    "stream again",
+    "reshard",
+]
+DEVICES = ["cpu", "fake"]
+WAYS = covering(list(KINDS), DTYPES, list(SHAPES), list(STRIDES), SAVERS, DEVICES, [True, False])
 
 
-def _saved(path: Path, state: State, channel: sw.Channel, saver: str) -> None:
+def _saved(path: Path, state: State, channel: sw.Channel, saver: str, alike: State) -> None:
+    """alike: what rank 0 holds, which a first call has in the place of this state."""
     if saver == "full":
         dict(sw.full(state, channel=channel))
-    elif saver == "AsyncSaver":
-        with AsyncSaver(path, channel=channel) as background:
+    elif saver == "full renamed":
+        dict(sw.full(state, channel=channel, rewrite=sw.Rewrite("w -> v")))
+    elif saver.startswith("AsyncSaver"):
+        with AsyncSaver(path, channel=channel, layout="whole" if "whole" in saver else "pieces") as background:
             background.save(state)
+    elif saver.startswith("stream") or saver == "reshard":
+        (piece,) = (each for each in _by_piece(state) if each.name == "w")
+        room = {piece: torch.empty_like(_by_piece(alike)[piece]).contiguous()} if channel.rank == 1 else {}
+        if saver == "reshard":
+            sw.reshard(_by_piece(state), room, channel)
+            return
+        last = sw.stream(alike, room, channel=channel) if "again" in saver else None
+        sw.stream(state, room, channel=channel, last=last)
     else:
         sw.save(path, state, channel=channel, layout="whole" if saver == "whole" else "pieces")
 
 
-@pytest.mark.parametrize(("kind", "dtype", "size", "strides", "saver", "alike"), WAYS)
+@pytest.mark.parametrize(("kind", "dtype", "size", "strides", "saver", "device", "alike"), WAYS)
 def test_no_rank_saves_values_that_differ(
-    tmp_path: Path, kind: str, dtype: str, size: str, strides: str, saver: str, alike: bool
+    fake: str, tmp_path: Path, kind: str, dtype: str, size: str, strides: str, saver: str, device: str, alike: bool
 ) -> None:
     shape = SHAPES[size]
 
     def run(channel: sw.Channel) -> str:
         values = _values(dtype, shape, other=channel.rank == 2 and not alike)
         # Ranks may have the same values in other strides.
-        held = STRIDES[strides](values) if channel.rank else values
+        made = [each.to(channel.device) for each in (values, _values(dtype, shape, other=False))]
+        held, first = (STRIDES[strides](each) if channel.rank else each for each in made)
         try:
-            _saved(tmp_path, KINDS[kind](held), channel, saver)
+            _saved(tmp_path, KINDS[kind](held), channel, saver, KINDS[kind](first))
+        except (CheckpointError, PlanError) as error:
+            return str(error)
+        return ""
+
+    said = sw.simulate(3, run, device=device)
+    if alike or 0 in shape:
+        assert said == [""] * 3
+    else:
+        name = "v" if "renamed" in saver else "w"
+        assert all(f"'{name}': ranks 0 and 2 hold different values" in each for each in said), said
+        assert not list(tmp_path.glob("save-*/manifest.json"))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())])
+def test_replicas_of_dtensors_are_compared(tmp_path: Path, placements: tuple[Placement, ...], alike: bool) -> None:
+    states = []
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        mesh = init_device_mesh("cpu", (2, 2))
+        whole = torch.arange(2400.0).view(40, 60)
+        local = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+        # Rank 3 has other values than its replicas.
+        made = DTensor.from_local(local + (rank == 3 and not alike), mesh, placements, run_check=False)
+        states.append(dict(hold({"w": made}).tensors))
+        dist.destroy_process_group()
+
+    def run(channel: sw.Channel) -> str:
+        try:
+            sw.save(tmp_path, states[channel.rank], channel=channel)
         except CheckpointError as error:
             return str(error)
         return ""
 
-    said = sw.simulate(3, run)
-    if alike or 0 in shape:
-        assert said == [""] * 3
-    else:
-        assert all("'w': ranks 0 and 2 hold different values" in each for each in said), said
-        assert not list(tmp_path.glob("save-*/manifest.json"))
+    said = sw.simulate(4, run)
+    assert all(each == "" if alike else "and 3 hold different values" in each for each in said), said
 
 
 def test_ways_out_keep_the_values_of_all(tmp_path: Path) -> None:

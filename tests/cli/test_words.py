@@ -43,7 +43,7 @@ SETTINGS = re.compile(
 
 OF_PROGRAMS = {
     "checkpoint/numbered_state.py": "states that other programs number, loaded into a program's optimizer",
-    "checkpoint/replica_samples.py": "states that ranks of a program give",
+    "moving/replica_samples.py": "states that ranks of a program give",
     "checkpoint/states.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
     "checkpoint/full_tensors.py": "sw.full",

@@ -130,7 +130,7 @@ class AsyncSaver:
         self._open(channel)
         with aborting(channel, "the snapshot of a save"):
             arguments = self._retention.counted(Arguments(extra, step, self._layout, self._rewrite, data), state)
-            prepared = prepare(channel, self._path, state, arguments, self._memory, queued=True)
+            prepared = prepare(channel, self._path, state, arguments, self._memory)
             self._take_snapshot(prepared, channel)
         prepared = replace(prepared, held=Held(tensors={}))  # the snapshot is all that is needed now
         self._task = _SaveTask(prepared, channel, self._snapshot, self._timeout_seconds)
@@ -343,7 +343,7 @@ class _SaveTask:
         self._snapshot.wait()
         attempt, file = self.prepared.attempt, self.prepared.arrangement.file(self._rank)
         if not file.pieces:
-            return Written([], samples=self.prepared.samples)
+            return Written([], samples=self.prepared.samples())
         name = attempt.folder + attempt.data_file(self._rank)
         with storing(self._store, name, "written"), self._store.write(name, num_bytes=file.num_bytes) as writer:
             filling = FileFilling(file, writer, block_bytes=self.prepared.description.block_bytes)
@@ -351,7 +351,7 @@ class _SaveTask:
             for chunk in self._snapshot.chunks():
                 filling.write(chunk)
             filling.flush()
-        return Written(filling.checksums, samples=self.prepared.samples)
+        return Written(filling.checksums, samples=self.prepared.samples())
 
     def _report(self, checksums: bytes) -> None:
         if self._rank:

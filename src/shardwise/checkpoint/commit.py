@@ -27,13 +27,13 @@ from shardwise.checkpoint.contents import CHECKSUM_BYTES, StoredPiece, StoredTen
 from shardwise.checkpoint.foreign import format_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.manifest import MANIFEST, FileEntry, Head, pack_tables
-from shardwise.checkpoint.replica_samples import compare_samples
 from shardwise.checkpoint.safetensors_files import DataFile
 from shardwise.checkpoint.saves import clean_up, folder_of, list_saves, listing_of, read_head, storing
 from shardwise.checkpoint.stores import Address, Store, reason, store_of
 from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, agreed, texts_in, understood
 from shardwise.errors import CheckpointError, few_of
+from shardwise.moving.replica_samples import compare_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.arrangement import Arrangement
-from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
-from shardwise.checkpoint.replica_samples import compare_samples, samples_of
+from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
 from shardwise.checkpoint.state_pieces import Held, hold
@@ -36,6 +35,7 @@ from shardwise.moving.copies import part_of, parts_of, put
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.piece_exchange import Gathering
 from shardwise.moving.queued_copies import QueuedCopies
+from shardwise.moving.replica_samples import compare_samples, samples_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.holders import Holders, holders_by_tensor, shared_pieces
 from shardwise.rewrite import Rewrite
@@ -300,16 +300,12 @@ def _agree(
     holders = holders_by_tensor(known.lists)
     if findings := check_cover(piece for each in holders.values() for piece in each.pieces):
         raise CheckpointError(*(f"the ranks together do not hold whole tensors: {each}" for each in findings))
-    # An engine keeps its replicas equal, and names are asked of one. Buffers of a model may differ, and a rewrite gives
-    # them other names.
-    is_known = names is not None or "plan" in told.layout or (told.is_of_model and rewrite is not None)
-    if channel.size > 1 and not is_known:
-        left_out: set[str] = getattr(state, "differing", set)()
+    # Names are asked of an engine.
+    if names is None and channel.size > 1 and "plan" not in told.layout:
+        compared = compared_replicas(channel, state, known.held, told.layout, known.checked)
         shared = shared_pieces(holders)
-        compared = {piece: each for piece, each in known.held.tensors.items() if piece.name not in left_out}
-        compare_samples(
-            shared, channel.exchange(samples_of(shared, channel.rank, compared), purpose="samples of replicas")
-        )
+        samples = samples_of(shared, channel.rank, compared)()
+        compare_samples(shared, channel.exchange(samples, purpose="samples of replicas"))
     receivers = frozenset(range(channel.size) if to == "all" else [to])
     entries = _entries(holders, known.aliases, known.order)
     if names is not None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from shardwise.checkpoint.renamed_settings import layout_of
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.state_pieces import Held, merge_ties
@@ -20,6 +22,7 @@ from shardwise.comm.agreement import a_list, understood
 from shardwise.moving.piece_exchange import pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name, plain_names
 from shardwise.plan.saved_settings import merge_settings
+from shardwise.rewrite import Checked
 from shardwise.space import Piece
 
 _NOTHING = pack_pieces([])
@@ -45,6 +48,19 @@ def without_state(held: Held) -> Held:
     """The model's tensors alone."""
     tensors = {piece: tensor for piece, tensor in held.tensors.items() if not is_state_name(piece.name)}
     return replace(held, tensors=tensors)
+
+
+def compared_replicas(
+    channel: Channel, state: State, held: Held, layout: Mapping[str, Any], checked: Checked | None
+) -> dict[Piece, torch.Tensor]:
+    """What of `held` is compared with the replicas of other ranks. checked: the rewrite that made it of the state."""
+    # An engine keeps its replicas equal.
+    if channel.size == 1 or "plan" in layout:
+        return {}
+    left_out: set[str] = getattr(state, "differing", set)()
+    if checked is not None:
+        left_out = {name for name in checked.outputs if not left_out.isdisjoint(checked.sources_of(name))}
+    return {piece: tensor for piece, tensor in held.tensors.items() if piece.name not in left_out}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +109,18 @@ class Holdings:
     """Names in the order of the model, as far as it is known."""
     plain: Mapping[str, str]
     """The names of a model without wrappers around its modules, where they are others."""
+    checked: Checked | None
+    """The rewrite that gave these names."""
 
     @classmethod
     def of(cls, channel: Channel, held: Held, told: RankFacts, rewriting: StateRewriting | None) -> "Holdings":
         """All ranks call it together; raises the same error on all. held: what this rank holds, as it says."""
-        texts, ties, order = told.pieces, told.ties, told.order
+        texts, ties, order, checked = told.pieces, told.ties, told.order, None
         if rewriting is not None:
             became = rewriting.apply(channel, held, texts, ties, told.layout, order)
             held, texts, ties = became.held, became.texts, [became.held.aliases] * channel.size
-            order = list(became.checked.outputs)
+            checked = became.checked
+            order = list(checked.outputs)
         own = list(held.tensors)
         pieces_of = unpack_alike(texts, pack_pieces(own), own)
         aliases = merge_ties(ties, [pieces_of[text] for text in texts])
@@ -109,7 +128,7 @@ class Holdings:
         names = dict.fromkeys(piece.name for pieces in pieces_of.values() for piece in pieces)
         tied = (alias for alias, name in aliases.items() if name in names)
         plain = plain_names([*names, *tied]) if told.is_of_model and rewriting is None else {}
-        return cls(held=held, lists=lists, aliases=aliases, order=order, plain=plain)
+        return cls(held=held, lists=lists, aliases=aliases, order=order, plain=plain, checked=checked)
 
     def names(self) -> dict[str, list[str]]:
         """All names of each tensor, plain ones where it has them, by the one that the lists have."""

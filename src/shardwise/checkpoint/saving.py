@@ -8,7 +8,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -16,9 +16,9 @@ from shardwise.checkpoint.arrangement import Arrangement, FileLayout, arrange
 from shardwise.checkpoint.commit import Attempt, Description, SaveReport, Written, begin, commit, discard
 from shardwise.checkpoint.contents import BLOCK_BYTES
 from shardwise.checkpoint.full_tensors import stream_whole
+from shardwise.checkpoint.holdings import compared_replicas
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.renamed_settings import layout_of, renamed_settings
-from shardwise.checkpoint.replica_samples import samples_of
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import FileFilling, Sink, row_major_bytes
 from shardwise.checkpoint.saves import check_retention, prune, storing
@@ -31,6 +31,7 @@ from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_pieces
+from shardwise.moving.replica_samples import samples_of
 from shardwise.plan import Plan
 from shardwise.plan.saved_settings import merge_settings
 from shardwise.rewrite import Rewrite
@@ -129,8 +130,8 @@ class Prepared:
     arrangement: Arrangement
     description: Description
     held: Held
-    samples: bytes
-    """Digests of the replicas of this rank: see `replica_samples`."""
+    samples: Callable[[], bytes]
+    """Gives the digests of the replicas of this rank: see `replica_samples`."""
 
     def report(self, rank: int) -> SaveReport:
         """What `rank` tells its caller when all is done."""
@@ -222,7 +223,7 @@ def _write_file(channel: Channel, prepared: Prepared) -> Written:
     store, attempt, arrangement = prepared.store, prepared.attempt, prepared.arrangement
     name = attempt.folder + attempt.data_file(channel.rank)
     file = arrangement.file(channel.rank)
-    written = Written([], samples=prepared.samples)
+    written = Written([], samples=prepared.samples())
     # Whole tensors are put together out of what all ranks hold: whatever becomes of its own file, a rank takes part in
     # that once, and no more than once.
     others_wait = arrangement.file_layout == "whole"
@@ -310,12 +311,10 @@ def prepare(
     state: State,
     arguments: Arguments,
     memory: SaveMemory | None = None,
-    *,
-    queued: bool = False,
 ) -> Prepared:
     """Decide with all ranks who writes what, and where. Raises the same error on all ranks when one must refuse.
 
-    queued: devices are not waited for.
+    Devices are not waited for.
     """
     memory = memory if memory is not None else SaveMemory()
     with memory.gathering.agreed(channel) as gathered:
@@ -356,21 +355,9 @@ def prepare(
         settings=settings,
         extra=arguments.extra or {},
     )
-    samples = b""
-    # An engine keeps its replicas equal. A device would be waited for where the caller is not to wait.
-    if channel.size > 1 and "plan" not in settings:
-        left_out: set[str] = getattr(state, "differing", set)()
-        if became is not None:
-            checked = became.checked
-            left_out = {name for name in checked.outputs if not left_out.isdisjoint(checked.sources_of(name))}
-        compared = {
-            piece: tensor
-            for piece, tensor in held.tensors.items()
-            if piece.name not in left_out and not (queued and tensor.device.type != "cpu")
-        }
-        samples = samples_of(arrangement.shared, channel.rank, compared)
+    compared = compared_replicas(channel, state, held, settings, became and became.checked)
     return Prepared(
-        samples=samples,
+        samples=samples_of(arrangement.shared if compared else (), channel.rank, compared),
         store=store,
         attempt=Attempt(number=number, id=name),
         arrangement=arrangement,

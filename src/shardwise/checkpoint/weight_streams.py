@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from shardwise.checkpoint.contents import model_name_of_master
-from shardwise.checkpoint.holdings import Holdings, RankFacts, facts_of, without_state
+from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
 from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
@@ -44,6 +44,8 @@ from shardwise.moving.copies import fill, part_of, parts_of
 from shardwise.moving.live_states import findings_of
 from shardwise.moving.mover import Delivery, Mover, PlanDeliveries
 from shardwise.moving.piece_exchange import Gathering, agree_on_plan, pack_pieces, unpack_alike
+from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
+from shardwise.plan.holders import holders_by_tensor, shared_pieces
 from shardwise.plan.names import is_state_name
 from shardwise.plan.reshard import DEFAULT_MAX_BYTES
 from shardwise.rewrite import Rewrite
@@ -108,14 +110,15 @@ def stream(
     with aborting(channel, "a stream of weights"):
         with agreed(channel, purpose=_PURPOSE) as agreement:
             given = _GivenStream.of(source, target, rewrite, delta=delta, last=last)
-            key = b"" if last is None else last._layouts.key
-            agreement.value = bytes([given.delta]) + given.digest + key
+            known = b"" if last is None else last._layouts.key + last._layouts.samples(channel, given)
+            agreement.value = bytes([given.delta]) + given.digest + known
         if different := [rank for rank, each in enumerate(agreement.values) if each[:1] != agreement.values[0][:1]]:
             raise MismatchError(f"ranks 0 and {different[0]} differ in delta; make the same call on all ranks")
         digests = [each[1 : 1 + _DIGEST_BYTES] for each in agreement.values]
-        keys = {each[1 + _DIGEST_BYTES :] for each in agreement.values}
+        keys = {each[1 + _DIGEST_BYTES : 1 + 2 * _DIGEST_BYTES] for each in agreement.values}
         # A key is made of one call, so that ranks with the same key know the same, and decide alike.
         if last is not None and keys == {last._layouts.key} and digests == last._layouts.digests:
+            compare_samples(last._layouts.shared, [each[1 + 2 * _DIGEST_BYTES :] for each in agreement.values])
             layouts, held = last._layouts, last._layouts.held_again(channel, given)
         else:
             layouts, held = _found_out(channel, given, digests)
@@ -132,6 +135,7 @@ _DIGEST_BYTES = 16
 class _GivenStream:
     """The arguments of this rank, understood and checked."""
 
+    source: State
     held: Held
     wanted: Held
     texts: Sequence[bytes]
@@ -167,7 +171,15 @@ class _GivenStream:
             raise PlanError(*findings)
         request = json.dumps([bool(held.tensors), None if rewrite is None else rewrite.to_record()])
         texts = [request.encode(), *facts_of(source or {}, held), pack_pieces(list(wanted.tensors))]
-        return cls(held=held, wanted=wanted, texts=texts, rewrite=rewrite, delta=bool(delta), restoration=restoration)
+        return cls(
+            source=source or {},
+            held=held,
+            wanted=wanted,
+            texts=texts,
+            rewrite=rewrite,
+            delta=bool(delta),
+            restoration=restoration,
+        )
 
     @property
     def digest(self) -> bytes:
@@ -190,6 +202,8 @@ class _StreamLayouts:
     digests: Sequence[bytes]
     """Of what each rank had said."""
     told: RankFacts
+    shared: SharedPieces
+    """What of the source several ranks hold."""
     rewriting: StateRewriting | None
     sources: Mapping[Piece, Piece]
     """What this rank gives, as the plan calls it, and as it holds it."""
@@ -199,6 +213,10 @@ class _StreamLayouts:
     casts: tuple[str, ...]
     casts_in_rewrite: bool
     unwanted: tuple[str, ...]
+
+    def samples(self, channel: Channel, given: _GivenStream) -> bytes:
+        """Of the replicas that this rank gives now."""
+        return _samples(channel, given, self.told, self.shared)
 
     def held_again(self, channel: Channel, given: _GivenStream) -> Held:
         """What this rank gives now: maybe other tensors in the same layout."""
@@ -214,6 +232,11 @@ class _StreamLayouts:
             tensors={piece: held.tensors[own] for piece, own in self.sources.items()},
             casts={piece: held.casts[own] for piece, own in self.sources.items() if own in held.casts},
         )
+
+
+def _samples(channel: Channel, given: _GivenStream, told: RankFacts, shared: SharedPieces) -> bytes:
+    compared = compared_replicas(channel, given.source, given.held, told.layout, None)
+    return samples_of(shared, channel.rank, compared)()
 
 
 def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) -> tuple[_StreamLayouts, Held]:
@@ -239,9 +262,14 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
     ]
     held = [[piece for piece, _ in each] for each in given_as]
     plan = agree_on_plan(channel, held, targets, max_bytes=DEFAULT_MAX_BYTES, cast=True)
-    with agreed(channel, purpose="casts of a stream") as agreement:
+    shared: SharedPieces = ()
+    if "plan" not in told.layout:
+        known_as = unpack_alike(pieces, given.texts[1], list(given.held.tensors))
+        shared = shared_pieces(holders_by_tensor([known_as[text] for text in pieces]))
+    with agreed(channel, purpose="casts and replicas of a stream") as agreement:
         # Only the giver of a value that its rewrite casts knows of the cast.
-        agreement.value = b"casts" if known.held.casts else b""
+        agreement.value = bytes([bool(known.held.casts)]) + _samples(channel, given, told, shared)
+    compare_samples(shared, [each[1:] for each in agreement.values])
     sources = dict(given_as[channel.rank])
     deliveries = PlanDeliveries(plan, channel.rank, list(sources), own_targets)
     unwanted = {name for name, all_names in names.items() if wanted_names.isdisjoint(all_names)}
@@ -250,12 +278,13 @@ def _found_out(channel: Channel, given: _GivenStream, digests: Sequence[bytes]) 
         key=xxhash.xxh3_128_digest(b"".join(gathered.values)),
         digests=digests,
         told=told,
+        shared=shared,
         rewriting=rewriting,
         sources=sources,
         batches=placed(deliveries.batches(in_order=False)),
         needed_bytes=plan.needed_bytes(),
         casts=tuple(f"{held} -> {wanted}" for held, wanted in plan.casts()),
-        casts_in_rewrite=any(agreement.values),
+        casts_in_rewrite=any(each[0] for each in agreement.values),
         unwanted=tuple(known.plain.get(name, name) for name in in_order if name in unwanted),
     )
     return layouts, layouts.renamed(known.held)

@@ -95,7 +95,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
             counters=counters,
         )
         restoration = _restoration(channel, new, stored, settings)
-        reshard(sources, targets_of(restoration, handed.model), channel, cast=True)
+        reshard(sources, targets_of(restoration, handed.model), channel, cast=True, compare=False)
         restoration.finish()
         take_along(aliases, dict(engine.model.named_parameters()))
         # Last: an error before leaves the old engine in charge.

@@ -49,5 +49,5 @@ def take_over(engine: Engine[Any], optimizers: Sequence[torch.optim.Optimizer], 
         restoration = engine.restore({piece.name: piece for piece in values}, own["settings"])
     names = {piece.name for piece in values}
     targets = {piece: each for piece, each in restoration.wanted.items() if piece.name in names}
-    reshard(values if engine.channel.rank == 0 else {}, targets, engine.channel, cast=True)
+    reshard(values if engine.channel.rank == 0 else {}, targets, engine.channel, cast=True, compare=False)
     restoration.finish()

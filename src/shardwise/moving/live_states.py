@@ -22,6 +22,7 @@ def reshard(
     free_sources: bool = False,
     cast: bool = False,
     max_bytes: int = DEFAULT_MAX_BYTES,
+    compare: bool = True,
 ) -> dict[Piece, torch.Tensor]:
     """Fill the pieces that this rank wants out of those that all ranks hold; returns them with their tensors.
 
@@ -34,6 +35,8 @@ def reshard(
         empty.
     cast: targets may be of other dtypes than what is held; the narrower of the two travels.
     max_bytes: the memory of a rank for messages, in addition to sources and targets.
+    compare: refuse pieces that ranks hold with different values, as far as samples of them show it. With False one of
+        them counts; the same on all ranks.
 
     What a rank wants and holds itself is copied there; else a replica comes from the holder that has least to send.
     Unrequested elements are not moved. Outside of autograd; see `reshard_tensor`.
@@ -53,6 +56,7 @@ def reshard(
             max_bytes=DEFAULT_MAX_BYTES if findings else max_bytes,
             cast=cast,
             refusal=PlanError(*findings) if findings else None,
+            replicas=source if compare else None,
         )
         filled = dict(target)
 

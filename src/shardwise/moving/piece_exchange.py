@@ -11,7 +11,7 @@ said the last time not at all::
 
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_pair, agreed, compare, texts_in, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
+from shardwise.moving.replica_samples import SharedPieces, compare_samples, samples_of
+from shardwise.plan.holders import holders_by_tensor, shared_pieces
 from shardwise.plan.reshard import plan_reshard
 from shardwise.plan.routes import ReshardPlan
 from shardwise.space import Piece
@@ -158,14 +160,16 @@ def consent(
     cast: bool,
     refusal: ShardwiseError | None = None,
     word: str = "",
+    replicas: Mapping[Piece, torch.Tensor] | None = None,
 ) -> Consent:
     """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
 
-    refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks.
+    refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks. replicas: what
+        it holds, where all ranks give that, and several have to hold one piece alike.
     Raises PlanError or MismatchError, the same on every rank.
     """
     texts = [pack_pieces(sources), pack_pieces(targets)]
-    options = {"max_bytes": max_bytes, "cast": cast}
+    options = {"max_bytes": max_bytes, "cast": cast, "compare": replicas is not None}
     with Gathering("pieces to reshard").agreed(channel) as gathered:
         if refusal is not None:
             raise refusal
@@ -178,7 +182,7 @@ def consent(
             )
     pieces_of = {text: unpack_pieces(text) for each in gathered.texts for text in dict.fromkeys(each)}
     held, wanted = ([pieces_of[text] for text in each] for each in gathered.texts)
-    plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast)
+    plan = agree_on_plan(channel, held, wanted, max_bytes=max_bytes, cast=cast, replicas=replicas)
     return Consent(
         plan=plan, sources=held[channel.rank], targets=wanted[channel.rank], words=[word for _, word in asked]
     )
@@ -191,17 +195,24 @@ def agree_on_plan(
     *,
     max_bytes: int,
     cast: bool,
+    replicas: Mapping[Piece, torch.Tensor] | None = None,
 ) -> ReshardPlan:
     """The plan that every rank makes of what all hold and want. Raises PlanError or MismatchError, the same on all."""
+    shared: SharedPieces = ()
     with agreed(channel, purpose="verdicts on a reshard") as agreement:
         # Every rank plans for all, out of the same texts. The digest finds ranks that run different versions.
         plan = plan_reshard(held, wanted, max_bytes=max_bytes, cast=cast)
         _check_casts(plan, channel.device)
         text = plan.text()
         agreement.value = xxhash.xxh3_128_digest(text.encode())
-    if len(set(agreement.values)) > 1:
+        if replicas is not None and channel.size > 1:
+            shared = shared_pieces(holders_by_tensor(held))
+            agreement.value += samples_of(shared, channel.rank, replicas)()
+    if len({each[:_DIGEST_BYTES] for each in agreement.values}) > 1:
         hint = "Run the same version of shardwise on all ranks"
         compare(channel, text.splitlines(), subject="plans of a reshard", hint=hint)
+    if shared:
+        compare_samples(shared, [each[_DIGEST_BYTES:] for each in agreement.values], kind=PlanError)
     return plan
 
 
