@@ -27,9 +27,9 @@ from shardwise.checkpoint.states import check_arguments
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import WINDOW_BYTES
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, few_of
 from shardwise.moving.copies import put
-from shardwise.plan.dtypes import COMPUTE_DTYPES, aligned, is_complex, promote
+from shardwise.plan.dtypes import COMPUTE_DTYPES, is_complex, promote
 from shardwise.plan.names import meant_by, nearest
 from shardwise.space import Piece
 
@@ -125,7 +125,8 @@ def average(
     averaged = _AveragedOutputs.of(stores, [each.outputs for each in conversions], rule)
     if narrower := [name for name in averaged.means if not _holds(accumulate, averaged.tensors[name].dtype)]:
         raise CheckpointError(
-            f"accumulate is {accumulate}, to which {_some(narrower)} would be rounded before the sum; give float64"
+            f"accumulate is {accumulate}, to which {few_of(narrower, quotes=False)} would be rounded before the sum; "
+            "give float64"
         )
     taken = averaged.compare(from_first)
     record = {"sources": places, "weights": list(rule.weights), "accumulate": accumulate}
@@ -197,11 +198,6 @@ def _holds(accumulate: str, dtype: str) -> bool:
     return promote(accumulate, real) == accumulate
 
 
-def _is_mean(dtype: str) -> bool:
-    """Whether tensors of this dtype are averaged: others are compared."""
-    return dtype in COMPUTE_DTYPES or dtype in ("complex64", "complex128")
-
-
 @dataclass(frozen=True, slots=True)
 class _AveragingRule:
     weights: tuple[float, ...]
@@ -256,7 +252,12 @@ class _AveragedOutputs(Outputs):
             stores=stores,
             sides=sides,
             rule=rule,
-            means=frozenset(name for name, tensor in first.tensors.items() if _is_mean(tensor.dtype)),
+            # Others are compared.
+            means=frozenset(
+                name
+                for name, tensor in first.tensors.items()
+                if tensor.dtype in COMPUTE_DTYPES or tensor.dtype in ("complex64", "complex128")
+            ),
         )
 
     def check_agreement(self, store: Store) -> None:
@@ -342,8 +343,9 @@ class _MeanReader:
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The means of each piece, flat; they hold until the next call."""
         rule, means = self._outputs.rule, [each for each in pieces if each.name in self._outputs.means]
-        parts = _room(self._buffer, [(each, torch_dtype(each.dtype)) for each in pieces])
-        sums = _room(self._outputs.sums, [(each, rule.dtype_of(each.dtype)) for each in means])
+        room = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
+        room_of_sums = self._outputs.sums.parts([(each.num_elements, rule.dtype_of(each.dtype)) for each in means])
+        parts, sums = dict(zip(pieces, room, strict=True)), dict(zip(means, room_of_sums, strict=True))
         for at, (reader, side) in enumerate(zip(self._readers, self._outputs.sides, strict=True)):
             wanted = pieces if at == 0 else means
             for piece, elements in zip(wanted, reader.read([_in(side, each) for each in wanted]), strict=True):
@@ -354,15 +356,6 @@ class _MeanReader:
         for piece in means:
             rule.mean(sums[piece], parts[piece])
         return [parts[piece] for piece in pieces]
-
-
-def _room(buffer: GrowingBuffer, pieces: Sequence[tuple[Piece, torch.dtype]]) -> dict[Piece, torch.Tensor]:
-    sizes = [piece.num_elements * dtype.itemsize for piece, dtype in pieces]
-    memory, start, room = buffer.room(sum(map(aligned, sizes))), 0, {}
-    for (piece, dtype), num_bytes in zip(pieces, sizes, strict=True):
-        room[piece] = memory[start : start + num_bytes].view(dtype)
-        start += aligned(num_bytes)
-    return room
 
 
 def _in(side: Outputs, piece: Piece) -> Piece:
@@ -391,7 +384,3 @@ def _differences(first: Outputs, other: Outputs) -> Iterator[str]:
             yield f"{name} and {first.aliases[name]} are tied in {here}, and two tensors in {there}"
         elif name not in met:
             yield f"{name} is in {there} and not in {here}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -321,7 +321,7 @@ class _SaveTask:
     def _run(self) -> None:
         try:
             written = self._write()
-            self._report(written.pack())
+            self._leave({"checksums": written.pack().hex()})
             # The other ranks are done: their reports are in the store, and what they wait for is the verdict.
             if self._rank == 0:
                 self._commit(written)
@@ -334,7 +334,9 @@ class _SaveTask:
         if self.refusal is None:
             self.collect()  # there is nothing to tell
         else:
-            self._report_failure(str(self.refusal))
+            # The store itself may have failed. Then rank 0 hears of it over the channel, when ranks meet next.
+            with contextlib.suppress(CheckpointError):
+                self._leave({"failed": str(self.refusal)})
             self.discard(self._rank)
 
     def _write(self) -> Written:
@@ -353,17 +355,10 @@ class _SaveTask:
             filling.flush()
         return Written(filling.checksums, samples=self.prepared.samples())
 
-    def _report(self, checksums: bytes) -> None:
-        if self._rank:
-            self._leave({"checksums": checksums.hex()})
-
-    def _report_failure(self, why: str) -> None:
-        if self._rank:
-            # The store itself may have failed. Then rank 0 hears of it over the channel, when ranks meet next.
-            with contextlib.suppress(CheckpointError):
-                self._leave({"failed": why})
-
     def _leave(self, report: Mapping[str, str]) -> None:
+        """Tell rank 0, through the store, how it went."""
+        if not self._rank:
+            return
         name = self.prepared.attempt.folder + self.prepared.attempt.report_file(self._rank)
         with storing(self._store, name, "written"):
             self._store.create(name, json.dumps(report).encode())

@@ -51,9 +51,7 @@ class BlockScales:
     def of(cls, elements: Piece, name: str, block: tuple[int, ...], meta: TensorMeta) -> "BlockScales":
         """The scales of a box of elements; the tensor of scales has this name and meta."""
         assert elements.run is None, "a run has no box of scales"
-        first = tuple([start // each for start, each in zip(elements.offset, block, strict=True)])
-        stop = [-(-stop // each) for stop, each in zip(elements.box.stop, block, strict=True)]
-        grid = Box(first, tuple([b - a for a, b in zip(first, stop, strict=True)]))
+        grid = grid_around(elements.box, block)
         # The last dims may be left out, where they have one block.
         offset, shape = grid.offset[: len(meta.shape)], grid.shape[: len(meta.shape)]
         piece = Piece(name=name, dtype=meta.dtype, global_shape=meta.shape, offset=offset, shape=shape)
@@ -129,6 +127,13 @@ def quantise(values: torch.Tensor, step: Quantises, *, name: str) -> tuple[torch
     elements = (blocks * factors).clamp_(-limit, limit).to(dtype)
     elements = elements.reshape([n * b for n, b in zip(grid, block, strict=True)])
     return elements[tuple(slice(size) for size in shape)], stored
+
+
+def grid_around(box: Box, block: Sequence[int]) -> Box:
+    """The blocks with elements in a box."""
+    first = tuple([start // each for start, each in zip(box.offset, block, strict=True)])
+    stop = [-(-stop // each) for stop, each in zip(box.stop, block, strict=True)]
+    return Box(first, tuple([b - a for a, b in zip(first, stop, strict=True)]))
 
 
 def boxes_of_grid(box: Box, meta: TensorMeta, block: Sequence[int]) -> Iterator[tuple[Box, Box]]:

@@ -16,6 +16,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -167,18 +168,14 @@ class Certificate:
             tables["compared"] = [asdict(each) for each in self.compared]
         # Behind the fields of the head, whose closing brace is cut
         # off: a line for each tensor, to be compared by line.
-        parts = ",\n".join(f' "{key}": [\n{_lines(each)}\n ]' for key, each in tables.items())
+        lines = {key: ",\n".join(f"  {json.dumps(row)}" for row in each) for key, each in tables.items()}
+        parts = ",\n".join(f' "{key}": [\n{each}\n ]' for key, each in lines.items())
         return f"{json.dumps(head, indent=1)[:-2]},\n{parts}\n}}\n".encode()
 
 
 def _listed(texts: Sequence[str]) -> str:
     """The first of many, and how many more there are."""
     return "; ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
-
-
-def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line of JSON for each row."""
-    return ",\n".join(f"  {json.dumps(row)}" for row in rows)
 
 
 def certify_return(
@@ -317,8 +314,8 @@ class _RoundTrip:
             for piece, mine, other in zip(window, readers[0].read(window), readers[1].read(back), strict=True):
                 for part, returned in zip(mine.split(_COMPARED_AT_ONCE), other.split(_COMPARED_AT_ONCE), strict=True):
                     here = _errors(part.to(torch.float64), returned.to(torch.float64))
-                    first, second = errors[piece.name], here
-                    errors[piece.name] = max(first[0], second[0]), max(first[1], second[1])
+                    error, relative = map(max, errors[piece.name], here)
+                    errors[piece.name] = error, relative
         return errors
 
     def changes_kind(self, name: str) -> bool:
@@ -342,8 +339,10 @@ class _RoundTrip:
             elif returns and not self.changes_kind(name) and (cast := _cast_of_nans(self.checked, tensor)):
                 casts[name] = f"the payload of NaNs (cast from {cast[0]} to {cast[1]})"
         if casts:
+            # As if there were one NaN only.
+            digests_of_values = partial(_digests, changed=with_one_nan)
             digests, returned = self._both(
-                _digests_of_values, self._only(self.sent, casts), self._only(self.back, casts)
+                digests_of_values, self._only(self.sent, casts), self._only(self.back, casts)
             )
             # Only if all else is equal: a lost payload excuses no other difference.
             whys |= {name: why for name, why in casts.items() if digests[name] == returned[name]}
@@ -441,20 +440,9 @@ def _digests(
     """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
     # One for each tensor: large ones come in several windows, between which others may come.
     sums = {name: hashlib.sha256() for name in outputs.tensors}
-    for name, elements in _elements(store, outputs, passing):
-        for part in changed(elements):
-            sums[name].update(bytes_of(part.view(torch.uint8)))
-    return {name: each.hexdigest() for name, each in sums.items()}
-
-
-def _digests_of_values(store: Store, outputs: Outputs) -> dict[str, str]:
-    """sha256 of the elements of every output, all of floats, as if there were one NaN only."""
-    return _digests(store, outputs, with_one_nan)
-
-
-def _elements(store: Store, outputs: Outputs, passing: PassingDigests | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """The elements of every output, some at a time and flat: they hold until the next."""
     reader = outputs.reader(store, digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
-            yield piece.name, elements
+            for part in changed(elements):
+                sums[piece.name].update(bytes_of(part.view(torch.uint8)))
+    return {name: each.hexdigest() for name, each in sums.items()}

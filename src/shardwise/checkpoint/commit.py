@@ -50,6 +50,18 @@ class Attempt:
         """The folder of the save in its store, with the slash."""
         return folder_of(self.number)
 
+    def pack(self) -> bytes:
+        """As bytes, for the other ranks."""
+        return json.dumps([self.number, self.id]).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "Attempt":
+        """From bytes of `pack`. Raises TypeError or ValueError for any other."""
+        number, name = a_list(packed)
+        if type(number) is not int:
+            raise TypeError("no place of a save")
+        return cls(number=number, id=str(name))
+
     def data_file(self, rank: int) -> str:
         """Name of a rank's data file, relative to the folder."""
         return f"{self.id}-rank{rank:05d}.safetensors"
@@ -294,7 +306,11 @@ def _create_manifest(store: Store, attempt: Attempt, data: bytes) -> None:
         if exists and not is_there:
             raise _lost(store, attempt.number) from error
         if is_there and not exists:
-            raise _doubtful(store, attempt, error.__cause__ or error) from error
+            raise CheckpointError(
+                f"{store.location}/{attempt.folder}{MANIFEST} was created, then the store failed: "
+                f"{reason(error.__cause__ or error)}. The save loads, but a failure of the machine may lose it; save "
+                "again"
+            ) from error
         if not exists:
             raise
         # It exists and is ours: the store asked twice, because the answer to the first time was lost.
@@ -306,13 +322,6 @@ def _stands(store: Store, attempt: Attempt) -> bool:
         return False
     # The id, not the number: the manifest that is there may be that of a faster saver.
     return read_head(store, attempt.number).id == attempt.id
-
-
-def _doubtful(store: Store, attempt: Attempt, cause: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"{store.location}/{attempt.folder}{MANIFEST} was created, then the store failed: {reason(cause)}. The save "
-        "loads, but a failure of the machine may lose it; save again"
-    )
 
 
 def _lost(store: Store, number: int) -> CheckpointError:
@@ -342,9 +351,9 @@ def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: fl
             attempt = begin(store)
             with storing(store, attempt.folder + attempt.probe_file, "created"):
                 store.create(attempt.folder + attempt.probe_file, attempt.id.encode())
-            agreement.value = json.dumps([attempt.number, attempt.id]).encode()
+            agreement.value = attempt.pack()
     # Nobody looks before it is there: a file system remembers for a while what it did not find.
-    (written,) = understood(agreement.values[:1], _attempt_in, purpose="a probe of the storage of saves")
+    (written,) = understood(agreement.values[:1], Attempt.unpack, purpose="a probe of the storage of saves")
     try:
         found = _look(store, written, channel, patience_seconds=min(timeout_seconds, _PATIENCE_SECONDS))
     finally:
@@ -357,11 +366,6 @@ def check_shared_storage(path: Address, channel: Channel, *, timeout_seconds: fl
     answers = understood(channel.exchange(facts, purpose=purpose), _sight_in, purpose=purpose)
     if any(not_found for not_found, _, _ in answers):
         raise CheckpointError(_refusal(answers))
-
-
-def _attempt_in(packed: bytes) -> Attempt:
-    number, name = a_list(packed)
-    return Attempt(number=int(number), id=str(name))
 
 
 def _sight_in(packed: bytes) -> tuple[str, str, str]:

@@ -19,18 +19,14 @@ def contents_picture(contents: Contents, names: Sequence[str] = ()) -> Picture:
     picture.legend([(colour(number), file.rpartition("/")[2]) for number, file in enumerate(files)])
     for place, tensor in enumerate(tensors[:_SHOWN_TENSORS]):
         x, y = 16 + place % _COLUMNS * 312, picture.y + place // _COLUMNS * 132
-        shape = f" {list(tensor.shape)}"
+        shape, index = f" {list(tensor.shape)}", PieceIndex([each.piece for each in tensor.pieces])
         picture.text(x, y + 4, shortened(tensor.name, 290 - 7 * len(shape), size=11) + shape, size=11)
-        picture.tensor(x, y + 12, tensor.shape, partial(_file_colour, tensor, _index_of(tensor), files))
+        picture.tensor(x, y + 12, tensor.shape, partial(_file_colour, tensor, index, files))
     picture.y += -(-min(len(tensors), _SHOWN_TENSORS) // _COLUMNS) * 132
     if len(tensors) > _SHOWN_TENSORS:
         picture.text(16, picture.y, f"and {len(tensors) - _SHOWN_TENSORS} more tensors", fill=MUTED)
         picture.y += 20
     return picture
-
-
-def _index_of(tensor: StoredTensor) -> PieceIndex:
-    return PieceIndex([each.piece for each in tensor.pieces])
 
 
 def _file_colour(tensor: StoredTensor, index: PieceIndex, files: Sequence[str], at: tuple[int, ...]) -> str | None:

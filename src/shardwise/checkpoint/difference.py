@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.checkpoint.contents import Contents, StoredTensor, is_model_name, printable
+from shardwise.checkpoint.contents import Contents, StoredTensor, printable
 from shardwise.checkpoint.destinations import Progress
-from shardwise.checkpoint.elements import Elements, ElementValue, compare, larger
+from shardwise.checkpoint.elements import Elements, ElementValue, compare, joined
+from shardwise.checkpoint.outputs import model_of
 from shardwise.checkpoint.reading import GrowingBuffer, check_file
 from shardwise.checkpoint.sources import with_contents
 from shardwise.checkpoint.stores import Address, Store, store_of
@@ -150,7 +151,9 @@ def diff(
 def _difference(
     stores: tuple[Store, Store], contents: Sequence[Contents], model_only: bool, progress: Progress
 ) -> Difference:
-    sides = _side(contents[0], model_only), _side(contents[1], model_only)
+    # Names of optimizers are known by format: this way a save of ours compares with plain weights.
+    ours, theirs = map(model_of, contents) if model_only else contents
+    sides = ours, theirs
     # A truncated file would pass for equal, where checksums in the metadata settle it.
     for store, side in zip(stores, sides, strict=True):
         side.check_tensors(side.tensors)
@@ -199,16 +202,6 @@ class _Pair:
         if self.a.shape != self.b.shape:
             return "shape"
         return "dtype" if self.a.dtype != self.b.dtype else None
-
-
-def _side(contents: Contents, model_only: bool) -> Contents:
-    """What of a checkpoint is compared."""
-    if not model_only:
-        return contents
-    # Names of optimizers are known by format: this way a save of ours compares with plain weights.
-    kept = {name: each for name, each in contents.tensors.items() if is_model_name(name, contents.format)}
-    ties = {alias: name for alias, name in contents.aliases.items() if name in kept}
-    return replace(contents, tensors=kept, aliases=ties)
 
 
 def _paired(a: Contents, b: Contents) -> tuple[list[_Pair], list[TensorDifference]]:
@@ -273,19 +266,10 @@ def _compared(pairs: list[_Pair], a: PieceReader, b: PieceReader, progress: Prog
                 name = pairs[at].name
                 # Counted from the start of the window, and wanted from the start of the tensor.
                 here = replace(elements, first=elements.first + start)
-                found[name] = _together(found[name], here) if name in found else here
+                found[name] = joined(found[name], here) if name in found else here
             done += mine.numel() * mine.element_size()
         progress(done, total)
     return found
-
-
-def _together(before: Elements, after: Elements) -> Elements:
-    # Windows come in the order of the elements, so the first difference is the one of the earlier window.
-    return replace(
-        before,
-        num_different=before.num_different + after.num_different,
-        max_difference=larger(before.max_difference, after.max_difference),
-    )
 
 
 def _row(pair: _Pair, elements: Elements | None) -> TensorDifference | None:

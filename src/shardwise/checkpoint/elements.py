@@ -57,24 +57,29 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
             continue
         at = start + int(here[0])
         ours, theirs = _picked(a, here + start), _picked(b, here + start)
-        largest = _largest_difference(ours, theirs)
-        if found is None:
-            a_shown, b_shown = shown(a[at : at + 1]), shown(b[at : at + 1])
-            # NaNs of different bits look alike; then the bits are shown.
-            if a_shown == b_shown and same:
-                a_shown, b_shown = f"{a_shown} ({_hex(a, at)})", f"{b_shown} ({_hex(b, at)})"
-            found = Elements(
-                num_different=len(here),
-                max_difference=largest,
-                first=at,
-                a=_value(a[at : at + 1]),
-                b=_value(b[at : at + 1]),
-                a_shown=a_shown,
-                b_shown=b_shown,
-            )
-        else:
-            found = _joined(found, len(here), largest)
+        a_shown, b_shown = shown(a[at : at + 1]), shown(b[at : at + 1])
+        # NaNs of different bits look alike; then the bits are shown.
+        if a_shown == b_shown and same:
+            a_shown, b_shown = f"{a_shown} ({_hex(a, at)})", f"{b_shown} ({_hex(b, at)})"
+        different = Elements(
+            num_different=len(here),
+            max_difference=_largest_difference(ours, theirs),
+            first=at,
+            a=_value(a[at : at + 1]),
+            b=_value(b[at : at + 1]),
+            a_shown=a_shown,
+            b_shown=b_shown,
+        )
+        found = different if found is None else joined(found, different)
     return found
+
+
+def joined(before: Elements, after: Elements) -> Elements:
+    """Those of two stretches that follow one another: the first difference is that of the earlier one."""
+    num_different = before.num_different + after.num_different
+    return replace(
+        before, num_different=num_different, max_difference=larger(before.max_difference, after.max_difference)
+    )
 
 
 def larger(a: float, b: float) -> float:
@@ -110,11 +115,6 @@ def with_one_nan(elements: torch.Tensor) -> Iterator[torch.Tensor]:
         nan = torch.tensor([math.nan]).to(parts.dtype).view(bits.dtype)
         # torch cannot tell NaNs of every dtype; float32 keeps them NaN, and makes none of what is too large for it.
         yield bits.masked_fill(parts.to(torch.float32).isnan(), int(nan))
-
-
-def _joined(found: Elements, num_different: int, largest: float) -> Elements:
-    num_different += found.num_different
-    return replace(found, num_different=num_different, max_difference=larger(found.max_difference, largest))
 
 
 def _bits(elements: torch.Tensor) -> torch.Tensor:

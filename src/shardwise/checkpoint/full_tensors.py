@@ -23,15 +23,15 @@ import xxhash
 from shardwise.checkpoint.arrangement import Arrangement
 from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.safetensors_files import DataFile, Sink, cast_through
+from shardwise.checkpoint.safetensors_files import Sink
 from shardwise.checkpoint.state_pieces import Held, hold
 from shardwise.checkpoint.states import State, wrong_rewrite
-from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, windows
+from shardwise.checkpoint.windows import WINDOW_BYTES, part_of_piece, pieces_in_windows, windows
 from shardwise.comm import Channel
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, ShardwiseError, few_of
-from shardwise.moving.copies import part_of, parts_of, put
+from shardwise.moving.copies import part_of, put
 from shardwise.moving.mover import Delivery, Mover, by_distance
 from shardwise.moving.piece_exchange import Gathering
 from shardwise.moving.queued_copies import QueuedCopies
@@ -49,14 +49,13 @@ class WindowFiller:
         """holders: who holds what of each tensor. held: what this rank has."""
         self._channel = channel
         self._holders = holders
-        self._held = held
         self._targets: Mapping[Piece, torch.Tensor] = {}
         self._in_room = False
         self._copies = QueuedCopies(channel.device)
         self._window = torch.empty(0, dtype=torch.uint8)
         self._mover: Mover[Piece, Piece] = Mover(
             channel,
-            take=self._take,
+            take=held.parts_of,
             put=self._put,
             # Windows are in CPU memory: messages are put together and taken apart there. Where NCCL carries them, each
             # crosses to the GPU in one copy, not element by element.
@@ -103,11 +102,6 @@ class WindowFiller:
         for move, taken in zip(moves, elements, strict=True):
             copy(part_of(target, move.target, move.shape), taken)
 
-    def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
-        """Parts of what this rank holds, in the dtype of the piece: tensors that are still to be cast have another."""
-        dtypes = [torch_dtype(each) for each in self._held.casts.get(piece, ())]
-        return (cast_through(part, dtypes) for part in parts_of(self._held.tensors[piece], moves))
-
 
 def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: Sink | None) -> None:
     """Fill this rank's file with whole tensors, out of what all ranks hold.
@@ -117,8 +111,9 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
     """
     filler = WindowFiller(channel, arrangement.holders, held)
     failure: OSError | None = None
+    files = [arrangement.file(rank) for rank in range(channel.size)]
     # Files have different numbers of windows. A rank that is done still sends: others need what it holds.
-    for current in zip_longest(*(_windows(arrangement.file(rank)) for rank in range(channel.size)), fillvalue=[]):
+    for current in zip_longest(*(pieces_in_windows(file.pieces) for file in files), fillvalue=[]):
         mine = current[channel.rank]
         sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in mine]
         window = filler.room(sum(sizes))
@@ -132,13 +127,6 @@ def stream_whole(channel: Channel, arrangement: Arrangement, held: Held, sink: S
                 failure = error
     if failure is not None:
         raise failure
-
-
-def _windows(file: DataFile) -> Iterator[list[Piece]]:
-    """The pieces of a file window by window; a piece is cut where a window ends."""
-    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in file.pieces]
-    for window in windows(sizes):
-        yield [part_of_piece(file.pieces[at], start, stop) for at, start, stop in window]
 
 
 Receivers = Literal["all"] | int

@@ -28,6 +28,9 @@ class KeeperStore:
     the buddy. own: the number of this rank's host. timeout_seconds: how long a keeper may be silent.
     """
 
+    parallel_reads = 1
+    """See `Store.parallel_reads`."""
+
     def __init__(self, location: str, keepers: Sequence[KeeperAddress], own: int, *, timeout_seconds: float) -> None:
         self._location = location
         self._links = [_Link(each, timeout_seconds) for each in keepers]
@@ -38,11 +41,6 @@ class KeeperStore:
     def location(self) -> str:
         """What it is; no path leads to it."""
         return f"{self._location}/{self._prefix}".rstrip("/")
-
-    @property
-    def parallel_reads(self) -> int:
-        """See `Store.parallel_reads`."""
-        return 1
 
     def within(self, folder: str) -> "KeeperStore":
         """The store that one folder of this one is."""
@@ -176,22 +174,18 @@ class KeeperReader:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = link.connect()
         try:
-            self._size: int = asked(self._connection, do="open", name=path)["bytes"]
+            self.size: int = asked(self._connection, do="open", name=path)["bytes"]
+            """Bytes of the file."""
         except BaseException:
             self.close()
             raise
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._size
-
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
-        if buffer.nbytes and start + buffer.nbytes > self._size:
+        if buffer.nbytes and start + buffer.nbytes > self.size:
             raise EOFError(
                 f"{self._place}: wanted {buffer.nbytes} bytes from byte {start} on, but the file has only "
-                f"{max(0, self._size - start)} of them"
+                f"{max(0, self.size - start)} of them"
             )
         if self._connection is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), self._place)

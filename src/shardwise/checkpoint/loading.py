@@ -196,13 +196,17 @@ def _loaded(
             # Before anything is read: an extra that cannot be understood must not leave a loaded target behind.
             extra = unpacked(source.contents.extra)
             cursor = None if data is None else _cursor_for(used, data, extra, source)
-            reading = _read(used, source, state, options)
+            restoration, report = _read(used, source, state, options)
         except CheckpointError:  # on all ranks
             # A trainer that keeps its newest saves may remove the one that is being read; then a newer one is there.
             if attempt == ATTEMPTS or not _was_removed(used, source):
                 raise
         else:
-            loaded = reading.finish(extra)
+            # All ranks are here together, after the last read: what an engine does there may take all of them.
+            if restoration is not None:
+                with torch.no_grad():
+                    restoration.finish()
+            loaded = Loaded(extra, report)
             if data is not None and cursor is not None:
                 positioned(data).resume(cursor)
                 del loaded[CURSOR_KEY]
@@ -261,23 +265,8 @@ def _was_removed(channel: Channel, source: Source) -> bool:
     return b"1" in channel.exchange(b"1" if mine else b"0", purpose="whether the save is still there")
 
 
-@dataclass(frozen=True, slots=True)
-class _FilledTarget:
-    """A target that has all its elements, and not yet made them its own."""
-
-    target: _LoadTarget
-    report: LoadReport
-
-    def finish(self, extra: Mapping[str, object]) -> Loaded:
-        """What remains to be done on this rank alone."""
-        # All ranks are here together, after the last read: what an engine does there may take all of them.
-        if self.target.restoration is not None:
-            with torch.no_grad():
-                self.target.restoration.finish()
-        return Loaded(extra, self.report)
-
-
-def _read(channel: Channel, source: Source, state: State, options: _Options) -> _FilledTarget:
+def _read(channel: Channel, source: Source, state: State, options: _Options) -> tuple[Restoration | None, LoadReport]:
+    """Fill the target; what makes the values its own, once all ranks have them."""
     store, contents, readers = source.store, source.contents, source.readers
     view = None if options.rewrite is None else view_for_load(channel, contents, state, options.rewrite)
     target, wanted, found = _settle(channel, state, contents, view, options)
@@ -318,7 +307,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
         added=() if view is None else view.added,
         notes=(*found.notes, *(target.restoration.notes if target.restoration else ())),
     )
-    return _FilledTarget(target, report)
+    return target.restoration, report
 
 
 def _fill(channel: Channel, source: Source, located: Located, options: _Options, *, verify: bool) -> ReadTraffic:

@@ -76,20 +76,14 @@ class LocalStore:
     has begun has its final name and its final size from the start.
     """
 
-    __slots__ = ("_root",)
+    __slots__ = ("location",)
+
+    parallel_reads = 1
+    """See `Store.parallel_reads`: the kernel reads ahead."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._root = str(Path(path).absolute())  # a later chdir leaves the store where it is
-
-    @property
-    def location(self) -> str:
-        """The absolute path of the folder."""
-        return self._root
-
-    @property
-    def parallel_reads(self) -> int:
-        """See `Store.parallel_reads`: the kernel reads ahead."""
-        return 1
+        self.location = str(Path(path).absolute())
+        """The absolute path of the folder: a later chdir leaves the store where it is."""
 
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files below `folder`, sorted; hidden ones are listed too."""
@@ -145,18 +139,14 @@ class LocalStore:
                 touched = make_folder(os.path.dirname(path))
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
                 # Those that others have made a moment ago may not be durable yet.
-                return descriptor, list(dict.fromkeys([*self._folders(name), self._root, *touched]))
-        link = next((each for each in self._ways_to(path) if os.path.islink(each) and not os.path.exists(each)), None)
+                return descriptor, list(dict.fromkeys([*self._folders(name), self.location, *touched]))
+        link = next((each for each in Path(path).parents if each.is_symlink() and not each.exists()), None)
         if link is not None:
             text = (
                 f"{link} is a link to {os.readlink(link)}, which does not exist; make that folder, or remove the link"
             )
             raise FileNotFoundError(errno.ENOENT, text, path)
         raise FileNotFoundError(errno.ENOENT, "the folder was removed as often as it was made", path)
-
-    def _ways_to(self, path: str) -> Iterator[str]:
-        while (path := os.path.dirname(path)) != "/":
-            yield path
 
     def drop_empty_folders(self, name: str) -> None:
         """Remove the folders of this name that hold nothing any more, but not the store's own."""
@@ -174,7 +164,7 @@ class LocalStore:
             # A random name: creators of one file meet at the last step only, and files of dead ones do not matter.
             hidden = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{secrets.token_hex(8)}.new"
             try:
-                descriptor, folders = self.new_file(os.path.relpath(hidden, self._root))
+                descriptor, folders = self.new_file(os.path.relpath(hidden, self.location))
                 try:
                     _write_all(descriptor, memoryview(data))
                     # The bytes are durable before they have their name: after a
@@ -195,7 +185,7 @@ class LocalStore:
 
     def _list(self, folder: str, found: list[str]) -> None:
         try:
-            entries = os.scandir(self._path(folder) if folder else self._root)
+            entries = os.scandir(self._path(folder) if folder else self.location)
         except FileNotFoundError:
             return
         except NotADirectoryError:
@@ -213,18 +203,18 @@ class LocalStore:
                     found.append(name)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{checked_name(name)}"
+        return f"{self.location}/{checked_name(name)}"
 
     def _folders(self, name: str) -> list[str]:
         """The folders that hold the file, innermost first, without the store's own."""
         parts = name.split("/")[:-1]
-        return ["/".join([self._root, *parts[:depth]]) for depth in range(len(parts), 0, -1)]
+        return ["/".join([self.location, *parts[:depth]]) for depth in range(len(parts), 0, -1)]
 
 
 class LocalReader:
     """One file, open for reading at any place."""
 
-    __slots__ = ("_descriptor", "_path", "_size")
+    __slots__ = ("_descriptor", "_path", "size")
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -234,14 +224,10 @@ class LocalReader:
             self.close()
             code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
             raise OSError(code, os.strerror(code) if stat.S_ISDIR(mode) else "it is no regular file", path)
-        self._size = os.fstat(self._descriptor).st_size
+        self.size = os.fstat(self._descriptor).st_size
+        """Bytes of the file when it was opened."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read further ahead
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file when it was opened."""
-        return self._size
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""

@@ -303,13 +303,13 @@ def _differences(
     turns: int,
 ) -> tuple[list[str], int]:
     """Findings about the windows whose turn it is, and the bytes that were read."""
-    named = contents if view is None else view.contents
+    named, sums_of = contents if view is None else view.contents, contents.tensors
     pairs = [
         (named.tensors[one].whole, named.tensors[other].whole)
         for one, other in twins
         # Equal checksums are equal bytes: saves of ours are settled without
         # a read. A rewrite makes other bytes, and no checksum of these is known.
-        if not (contents.verifiable and view is None and _have_equal_checksums(contents, one, other))
+        if not (contents.verifiable and view is None and sums_of[one].checksums == sums_of[other].checksums)
     ]
     lacking = [
         f"{each}: its elements are in no file; the checkpoint is incomplete"
@@ -333,10 +333,6 @@ def _differences(
                 one, other = pairs[at]
                 different[apart(one.name, other.name, "have different values")] = None
     return list(different), reader.read_bytes
-
-
-def _have_equal_checksums(contents: Contents, one: str, other: str) -> bool:
-    return contents.tensors[one].checksums == contents.tensors[other].checksums
 
 
 def _sources(view: RewriteView | None, pairs: Sequence[tuple[Piece, Piece]]) -> Iterator[str]:

@@ -21,8 +21,7 @@ from shardwise.checkpoint.windows import (
     WINDOW_BYTES,
     PieceReader,
     check_whole,
-    part_of_piece,
-    windows,
+    pieces_in_windows,
 )
 from shardwise.errors import CheckpointError, RewriteError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -141,10 +140,8 @@ class Outputs:
 
 
 def _cut(pieces: Sequence[Piece], *, max_bytes: int | None = None) -> Iterator[list[Piece]]:
-    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in pieces]
     grains = [_grain(piece, (max_bytes or WINDOW_BYTES) // _GRAINS) for piece in pieces]
-    for window in windows(sizes, max_bytes=max_bytes, grains=grains):
-        yield [part_of_piece(pieces[at], start, stop) for at, start, stop in window]
+    return pieces_in_windows(pieces, max_bytes=max_bytes, grains=grains)
 
 
 def _grain(piece: Piece, max_bytes: int) -> int:
@@ -183,7 +180,14 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
     """
     if lacking := rewrite.parameters_needed - rewrite.parameters.keys():
         found = parameters_of(config, lacking)
-        _check_parameters(sorted(lacking - found.keys()), contents, has_config=config is not None)
+        if unknown := sorted(lacking - found.keys()):
+            has = f"and {contents.location} has no {CONFIG} that says them"
+            where = has if config is None else f"which {CONFIG} does not say"
+            raise RewriteError(
+                f"the rewrite needs {', '.join(unknown)}, {where}; give them: Rewrite(..., parameters={{...}}), or on "
+                f"the command line {' '.join(f'--set {name}=...' for name in unknown)}, or a {CONFIG} that does "
+                "(--config)"
+            )
         rewrite = rewrite.with_parameters(found)
     # A rewrite that names optimizer state means it; then all of the source is there for it.
     if model_only and not names_state(rewrite):
@@ -199,17 +203,6 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
     if view.findings:
         raise CheckpointError(*view.findings, about=f"the rewrite does not fit the optimizers of {contents.location}")
     return view
-
-
-def _check_parameters(lacking: Sequence[str], contents: Contents, *, has_config: bool) -> None:
-    if lacking:
-        where = (
-            f"which {CONFIG} does not say" if has_config else f"and {contents.location} has no {CONFIG} that says them"
-        )
-        raise RewriteError(
-            f"the rewrite needs {', '.join(lacking)}, {where}; give them: Rewrite(..., parameters={{...}}), or on the "
-            f"command line {' '.join(f'--set {name}=...' for name in lacking)}, or a {CONFIG} that does (--config)"
-        )
 
 
 def view_back(contents: Contents, view: RewriteView, written: Contents) -> RewriteView:

@@ -1,15 +1,14 @@
 """Quantised outputs: what a rewrite quantises is read as float32, block by block, on the way into the window."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from shardwise.checkpoint.block_scales import boxes_of_grid, quantise
+from shardwise.checkpoint.block_scales import boxes_of_grid, grid_around, quantise
 from shardwise.checkpoint.reading import GrowingBuffer
 from shardwise.checkpoint.windows import PieceReader
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.moving.copies import put
-from shardwise.plan.dtypes import aligned, itemsize_bytes
 from shardwise.rewrite import Checked
 from shardwise.space import Box, Piece
 from shardwise.space.moves import blocks_of
@@ -35,15 +34,13 @@ class QuantisingReader:
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The elements of each piece, flat, in its dtype; they hold until the next call. See `PieceReader.read`."""
         made = [piece for piece in pieces if self._checked.quantised(piece.name) is not None]
-        sizes = {piece: piece.num_elements * itemsize_bytes(piece.dtype) for piece in made}
-        memory, start, parts = self._buffer.room(sum(map(aligned, sizes.values()))), 0, {}
-        for piece, num_bytes in sizes.items():
-            parts[piece] = memory[start : start + num_bytes].view(torch_dtype(piece.dtype))
-            start += aligned(num_bytes)
+        room = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in made])
+        parts = dict(zip(made, room, strict=True))
+        for piece, part in parts.items():
             for first, shape, offset in blocks_of(piece):
                 box = Box(offset, shape)
-                self._make(piece.name, box, parts[piece][first : first + box.num_elements].view(shape))
-        plain = [piece for piece in pieces if piece not in sizes]
+                self._make(piece.name, box, part[first : first + box.num_elements].view(shape))
+        plain = [piece for piece in pieces if piece not in parts]
         parts.update(zip(plain, self._plain.read(plain), strict=True))
         return [parts[piece] for piece in pieces]
 
@@ -56,28 +53,12 @@ class QuantisingReader:
             more = len(meta.shape) - len(box.shape)
             box = Box((*box.offset, *[0] * more), (*box.shape, *[1] * more))
             target = target.view(box.shape)
-        for grid, values in boxes_of_grid(box if is_scales else _grid_around(box, step.block), meta, step.block):
+        for grid, values in boxes_of_grid(box if is_scales else grid_around(box, step.block), meta, step.block):
             piece = Piece(name=name, dtype="float32", global_shape=meta.shape, offset=values.offset, shape=values.shape)
             (read,) = self._wide.read([piece])
             elements, scales = quantise(read.view(values.shape), step, name=name)
             made, place = (scales, grid) if is_scales else (elements, values)
             shared = box.intersect(place)
             assert shared is not None, "blocks are those around the box"
-            put(target[_within(shared, box)], made[_within(shared, place)])
-
-
-def _grid_around(box: Box, block: Sequence[int]) -> Box:
-    """The blocks with elements in a box."""
-    offset = tuple([first // each for first, each in zip(box.offset, block, strict=True)])
-    stop = [-(-last // each) for last, each in zip(box.stop, block, strict=True)]
-    return Box(offset, tuple([b - a for a, b in zip(offset, stop, strict=True)]))
-
-
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """The indices of a box in the tensor of a box around it."""
-    return tuple(_slices(box, outer))
-
-
-def _slices(box: Box, outer: Box) -> Iterator[slice]:
-    for first, size, start in zip(box.offset, box.shape, outer.offset, strict=True):
-        yield slice(first - start, first - start + size)
+            ours, theirs = (shared.relative_to(each.offset).slices() for each in (box, place))
+            put(target[ours], made[theirs])

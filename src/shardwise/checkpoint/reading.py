@@ -23,7 +23,7 @@ from shardwise.checkpoint.read_plan import BlockSpan
 from shardwise.checkpoint.stores import Reader, Store, open_data, reason
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.plan.dtypes import aligned, itemsize_bytes
 
 _STRETCH_BYTES = 4 << 20
 """Spans that follow one another are asked of the store together, up to so much."""
@@ -55,6 +55,16 @@ class GrowingBuffer:
             self._memory = None  # goes before the next comes
             self._memory = _mapped(max(num_bytes, self._least_bytes))
         return self._memory
+
+    def parts(self, wanted: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        """A flat tensor for each (number of elements, dtype), aligned; those of the last use hold until now."""
+        sizes = [num_elements * dtype.itemsize for num_elements, dtype in wanted]
+        memory, start = self.room(sum(map(aligned, sizes))), 0
+        parts = []
+        for (_, dtype), num_bytes in zip(wanted, sizes, strict=True):
+            parts.append(memory[start : start + num_bytes].view(dtype))
+            start += aligned(num_bytes)
+        return parts
 
 
 def _mapped(num_bytes: int) -> torch.Tensor:

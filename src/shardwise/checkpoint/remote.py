@@ -49,12 +49,16 @@ class FsspecStore:
     CheckpointError when fsspec or the package behind the scheme is missing.
     """
 
-    __slots__ = ("_file_system", "_in_memory", "_local", "_location", "_root")
+    __slots__ = ("_file_system", "_in_memory", "_local", "_root", "location")
+
+    parallel_reads = 8
+    """See `Store.parallel_reads`: each read is a request with a way there and back."""
 
     def __init__(self, address: str, *, file_system: Any = None) -> None:
-        self._location = re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", address)  # passwords do not belong into messages
+        self.location = re.sub(r"(//[^/@:]*):[^/@]*@", r"\1@", address)
+        """The address of the folder, without its password, which does not belong into messages."""
         if file_system is None:
-            file_system, root = _found(address, self._location)
+            file_system, root = _found(address, self.location)
         else:
             root = file_system._strip_protocol(address)
         self._file_system = file_system
@@ -67,16 +71,6 @@ class FsspecStore:
         # fsspec on a local disk has neither an atomic create nor an fsync; our own store has.
         self._in_memory = isinstance(file_system, MemoryFileSystem)
         self._local = LocalStore(str(root)) if isinstance(file_system, LocalFileSystem) else None
-
-    @property
-    def location(self) -> str:
-        """The address of the folder, without its password."""
-        return self._location
-
-    @property
-    def parallel_reads(self) -> int:
-        """See `Store.parallel_reads`: each read is a request with a way there and back."""
-        return 8
 
     def names(self, folder: str = "") -> Iterator[str]:
         """Names of all files at any depth below `folder`, sorted."""
@@ -192,7 +186,7 @@ class FsspecStore:
 class _RemoteReader:
     """One file, read by ranges."""
 
-    __slots__ = ("_file_system", "_path", "_size")
+    __slots__ = ("_file_system", "_path", "size")
 
     def __init__(self, file_system: Any, path: str) -> None:
         self._file_system = file_system
@@ -203,16 +197,12 @@ class _RemoteReader:
             facts = file_system.info(path)
             if facts["type"] == "directory":
                 raise IsADirectoryError(path)
-            self._size: int = facts["size"]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file when it was opened."""
-        return self._size
+            self.size: int = facts["size"]
+            """Bytes of the file when it was opened."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
-        num_read, num_there = 0, max(0, min(buffer.nbytes, self._size - start))
+        num_read, num_there = 0, max(0, min(buffer.nbytes, self.size - start))
         # Nothing is asked for where the size says that it is not there: services answer such ranges in many ways.
         while num_read < buffer.nbytes and num_there == buffer.nbytes:
             begin, num_more = start + num_read, min(_REQUEST_BYTES, buffer.nbytes - num_read)

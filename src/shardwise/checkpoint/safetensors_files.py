@@ -12,6 +12,7 @@ rank 0. `row_major_bytes` gives the elements of a piece as bytes, and `FileFilli
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -138,9 +139,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mappin
         code, stored_shape = stored_as(dtype, shape)
         assert key not in fields, key
         starts.append(offset)
-        num_bytes = itemsize_bytes(dtype)
-        for size in shape:
-            num_bytes *= size
+        num_bytes = math.prod(shape, start=itemsize_bytes(dtype))
         fields[key] = {"dtype": code, "shape": stored_shape, "data_offsets": (offset, offset + num_bytes)}
         offset += num_bytes
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()

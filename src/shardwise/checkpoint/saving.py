@@ -26,8 +26,8 @@ from shardwise.checkpoint.state_pieces import Held, KnownDTensors, hold, merge_t
 from shardwise.checkpoint.states import CURSOR_KEY, SomeData, State, positioned, wrong_rewrite
 from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_list, agreed, understood
-from shardwise.comm.local_tensors import bytes_of, torch_dtype
+from shardwise.comm.agreement import agreed, understood
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.comm.processes import channel_of, given_or_default
 from shardwise.errors import CheckpointError, MismatchError, PlanError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_pieces
@@ -297,14 +297,6 @@ class SaveMemory:
         return self._kept
 
 
-def _place_in(answer: bytes) -> tuple[int, str]:
-    """Number and id of an attempt."""
-    number, name = a_list(answer)
-    if type(number) is not int:
-        raise TypeError("no place of a save")
-    return number, str(name)
-
-
 def prepare(
     channel: Channel,
     path: Address,
@@ -327,14 +319,14 @@ def prepare(
         if channel.rank == 0:
             attempt = begin(store)
             # Rank 0 alone looks at what is there: two ranks could see different saves, and begin different ones.
-            gathered.value = json.dumps([attempt.number, attempt.id]).encode()
+            gathered.value = attempt.pack()
     requests, pieces, facts = gathered.texts
     if different := [rank for rank, text in enumerate(requests) if text != requests[0]]:
         raise MismatchError(
             f"rank {different[0]} was called with other arguments than rank 0: extra, step, layout and rewrite are "
             f"{requests[different[0]].decode()} there and {requests[0].decode()} on rank 0. Make the same call on all"
         )
-    ((number, name),) = understood(gathered.values[:1], _place_in, purpose="place of a save")
+    (attempt,) = understood(gathered.values[:1], Attempt.unpack, purpose="place of a save")
     known = {text: json.loads(text) for text in dict.fromkeys(facts)}
     ties = [known[text][0] for text in facts]
     # Ranks know different settings, such as the optimizers of their own stage.
@@ -359,7 +351,7 @@ def prepare(
     return Prepared(
         samples=samples_of(arrangement.shared if compared else (), channel.rank, compared),
         store=store,
-        attempt=Attempt(number=number, id=name),
+        attempt=attempt,
         arrangement=arrangement,
         description=description,
         held=held,
@@ -369,24 +361,11 @@ def prepare(
 def write_pieces(pieces: Sequence[Piece], held: Held, sink: Sink) -> None:
     """Fill a file with pieces out of the tensors that hold them, without a copy if they are in plain CPU memory."""
     for piece in pieces:
-        holding = holding_of(piece, held)
-        casts = [torch_dtype(each) for each in held.casts.get(holding, ())]
+        holding = held.piece_with(piece)
         # A chunk may be memory of the tensor itself, or a bounce buffer that the next chunk takes over: it is written
         # before the next is asked for.
-        for chunk in row_major_bytes(piece, holding, held.tensors[holding], casts):
+        for chunk in row_major_bytes(piece, holding, held.tensors[holding], held.dtypes_of(holding)):
             sink.write(bytes_of(chunk))
-
-
-def holding_of(part: Piece, held: Held) -> Piece:
-    """The piece that this rank holds and that `part` is, or was cut from as a part of a replica."""
-    if part in held.tensors:
-        return part
-    return next(
-        each
-        for each in held.tensors
-        if (each.name, each.offset, each.shape) == (part.name, part.offset, part.shape)
-        and each.elements.intersect(part.elements) == part.elements
-    )
 
 
 def _layout_in_words(settings: Mapping[str, Any], num_ranks: int) -> str:

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.checkpoint.safetensors_files import row_major_bytes
-from shardwise.checkpoint.saving import holding_of
 from shardwise.checkpoint.state_pieces import Held
-from shardwise.comm.local_tensors import bytes_of, torch_dtype
+from shardwise.comm.local_tensors import bytes_of
 from shardwise.space import Piece
 
 _BLOCK_BYTES = 64 << 20
@@ -86,12 +85,11 @@ class Snapshot:
     def take(self, pieces: Sequence[Piece], held: Held) -> None:
         """Copy the bytes of pieces out of the tensors that hold them."""
         for piece in pieces:
-            holding = holding_of(piece, held)
+            holding = held.piece_with(piece)
             tensor = held.tensors[holding]
-            casts = [torch_dtype(each) for each in held.casts.get(holding, ())]
             queued = self._is_locked and tensor.device.type != "cpu"
             room = tensor.device if queued else torch.device("cpu")
-            for chunk in row_major_bytes(piece, holding, tensor, casts, room=room):
+            for chunk in row_major_bytes(piece, holding, tensor, held.dtypes_of(holding), room=room):
                 self._put(chunk, queued=queued)
         if self._is_locked:
             devices = {each.device for each in held.tensors.values() if each.device.type != "cpu"}

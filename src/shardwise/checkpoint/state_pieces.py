@@ -14,7 +14,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -22,13 +22,23 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.states import State, Stateful
 from shardwise.comm import Channel
-from shardwise.comm.local_tensors import dtype_name, extent, is_dtensor, local_pieces, local_tensor, span_elements
+from shardwise.comm.local_tensors import (
+    dtype_name,
+    extent,
+    is_dtensor,
+    local_pieces,
+    local_tensor,
+    span_elements,
+    torch_dtype,
+)
 from shardwise.errors import CheckpointError, MismatchError, in_words
+from shardwise.moving.copies import parts_of
 from shardwise.moving.piece_exchange import Gathering
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.space import Piece
+from shardwise.space import Move, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +54,26 @@ class Held:
     casts: Mapping[Piece, Sequence[str]] = field(default_factory=dict)
     """Pieces whose tensors are of another dtype, and what their elements are cast to, one after the other, when they
     are written or sent. The last is the piece's."""
+
+    def piece_with(self, part: Piece) -> Piece:
+        """The piece that this rank holds and that `part` is, or was cut from as a part of a replica."""
+        if part in self.tensors:
+            return part
+        return next(
+            each
+            for each in self.tensors
+            if (each.name, each.offset, each.shape) == (part.name, part.offset, part.shape)
+            and each.elements.intersect(part.elements) == part.elements
+        )
+
+    def dtypes_of(self, piece: Piece) -> list[torch.dtype]:
+        """What the elements of a piece are cast to, one after the other."""
+        return [torch_dtype(each) for each in self.casts.get(piece, ())]
+
+    def parts_of(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
+        """What each of some moves takes of a piece, in the dtype that the piece says."""
+        dtypes = self.dtypes_of(piece)
+        return (cast_through(part, dtypes) for part in parts_of(self.tensors[piece], moves))
 
 
 class KnownDTensors:
@@ -277,30 +307,24 @@ def _shares_within(tensor: torch.Tensor) -> bool:
     return len(torch.unique(places)) < tensor.numel()
 
 
-class _IsWritable:
-    """Asks the kernel, which refuses where the program would be killed."""
+@contextlib.contextmanager
+def _probe() -> Iterator[Callable[[int], bool]]:
+    """Tells whether the byte at an address can be written: it goes through a pipe, and back to its place."""
+    taken, given = os.pipe()
 
-    def __init__(self, taken: int, given: int) -> None:
-        self._taken, self._given = taken, given
-
-    def __call__(self, address: int) -> bool:
-        """Whether the byte at an address can be written: it goes through a pipe, and back to its place."""
+    def is_writable(address: int) -> bool:
         # The kernel reads and writes the byte for us, and answers with an error where a store from here would end the
         # program (a file that is mapped for reading only). The byte keeps its value.
-        if _LIBC.write(self._given, ctypes.c_void_p(address), 1) != 1:
+        if _LIBC.write(given, ctypes.c_void_p(address), 1) != 1:
             return False
-        if _LIBC.read(self._taken, ctypes.c_void_p(address), 1) == 1:
+        if _LIBC.read(taken, ctypes.c_void_p(address), 1) == 1:
             return True
         # The byte is still in the pipe: the next question must not find it.
-        os.read(self._taken, 1)
+        os.read(taken, 1)
         return False
 
-
-@contextlib.contextmanager
-def _probe() -> Iterator[_IsWritable]:
-    taken, given = os.pipe()
     try:
-        yield _IsWritable(taken, given)
+        yield is_writable
     finally:
         os.close(taken)
         os.close(given)

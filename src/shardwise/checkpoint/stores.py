@@ -80,14 +80,11 @@ def open_data(store: "Store", name: str) -> Reader:
 class _ValueReader:
     """A few bytes as a file."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "size")
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-
-    @property
-    def size(self) -> int:
-        return len(self._data)
+        self.size = len(data)
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         if start + len(buffer) > len(self._data):
@@ -173,16 +170,11 @@ class OneFile:
     A user who names `model.safetensors` means this file, and not the folder with whatever else it has.
     """
 
-    __slots__ = ("_name", "_store")
+    __slots__ = ("_store", "name")
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """The name of the file."""
-        return self._name
+        self.name = name
 
     @property
     def location(self) -> str:
@@ -196,16 +188,16 @@ class OneFile:
 
     def names(self, folder: str = "") -> Iterator[str]:
         """See `Store.names`."""
-        return iter([] if folder else [self._name])
+        return iter([] if folder else [self.name])
 
     def beside(self) -> set[str]:
         """The names of files in the same folder with the same ending, which `open` opens: parts of a split model."""
-        end = os.path.splitext(self._name)[1]
+        end = os.path.splitext(self.name)[1]
         return {name for name in os.listdir(self.location) if name.endswith(end)} if end == _SPLIT else set()
 
     def open(self, name: str) -> Reader:
         """See `Store.open`."""
-        if name != self._name and not (name.endswith(_SPLIT) and self._name.endswith(_SPLIT)):
+        if name != self.name and not (name.endswith(_SPLIT) and self.name.endswith(_SPLIT)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return self._store.open(name)
 
@@ -222,7 +214,7 @@ class OneFile:
         raise self._refusal(name)
 
     def _refusal(self, name: str) -> OSError:
-        text = f"{self._name} is a file; name a folder to save to"
+        text = f"{self.name} is a file; name a folder to save to"
         return NotADirectoryError(errno.ENOTDIR, text, name)
 
 

@@ -22,7 +22,6 @@ import xxhash
 from shardwise.checkpoint.contents import model_name_of_master
 from shardwise.checkpoint.holdings import Holdings, RankFacts, compared_replicas, facts_of, without_state
 from shardwise.checkpoint.rewrite_agreement import StateRewriting
-from shardwise.checkpoint.safetensors_files import cast_through
 from shardwise.checkpoint.state_pieces import Held, check_targets, hold
 from shardwise.checkpoint.states import Restorable, Restoration, State, wrong_rewrite
 from shardwise.checkpoint.stream_digests import (
@@ -40,7 +39,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import a_list, aborting, agreed, understood
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import MismatchError, PlanError
-from shardwise.moving.copies import fill, part_of, parts_of
+from shardwise.moving.copies import fill, part_of
 from shardwise.moving.live_states import findings_of
 from shardwise.moving.mover import Delivery, Mover, PlanDeliveries
 from shardwise.moving.piece_exchange import Gathering, agree_on_plan, pack_pieces, unpack_alike
@@ -334,7 +333,7 @@ class _StreamCall:
             num_skipped = sum(num_blocks_of(each) - len(changed[ends]) for ends, each in taken.items())
         mover: Mover[Piece, Piece] = Mover(
             channel,
-            take=self._take,
+            take=self.held.parts_of,
             put=lambda piece, moves, elements: fill(self.targets[piece], moves, elements),
             purpose="stream",
         )
@@ -393,14 +392,10 @@ class _StreamCall:
             for move in each.moves
         )
 
-    def _take(self, piece: Piece, moves: Sequence[Move]) -> Iterable[torch.Tensor]:
-        dtypes = [torch_dtype(each) for each in self.held.casts.get(piece, ())]
-        return (cast_through(part, dtypes) for part in parts_of(self.held.tensors[piece], moves))
-
     def _given(self, delivery: Delivery[Piece, Piece], moves: Sequence[Move]) -> Iterable[torch.Tensor]:
         """What the giver has, as the target is to have it."""
         dtype = torch_dtype(delivery.target.dtype)
-        return (part.to(dtype) for part in self._take(delivery.source, moves))
+        return (part.to(dtype) for part in self.held.parts_of(delivery.source, moves))
 
     def _taken(self, delivery: Delivery[Piece, Piece], moves: Sequence[Move]) -> Iterable[torch.Tensor]:
         """What the target has."""

@@ -104,6 +104,15 @@ def part_of_piece(piece: Piece, start: int, stop: int) -> Piece:
     return piece.within(first + start, first + stop)
 
 
+def pieces_in_windows(
+    pieces: Sequence[Piece], *, max_bytes: int | None = None, grains: Sequence[int] = ()
+) -> Iterator[list[Piece]]:
+    """Pieces in `windows`, of whose arguments these are: a piece is cut where a window ends."""
+    sizes = [(piece.num_elements, itemsize_bytes(piece.dtype)) for piece in pieces]
+    for window in windows(sizes, max_bytes=max_bytes, grains=grains):
+        yield [part_of_piece(pieces[at], start, stop) for at, start, stop in window]
+
+
 @dataclass(frozen=True, slots=True)
 class ReadTarget:
     """A stored piece, and the memory that takes its elements."""
@@ -345,7 +354,7 @@ class PieceReader:
         Verified where the format has checksums; raises CheckpointError for damage and for what cannot be read. What no
         file holds is left as it is: see `check_whole`.
         """
-        parts = self._parts(pieces)
+        parts = self._buffer.parts([(each.num_elements, torch_dtype(each.dtype)) for each in pieces])
         targets: list[ReadTarget] = []
         for piece, part in zip(pieces, parts, strict=True):
             for target in self._targets(piece, part):
@@ -407,17 +416,6 @@ class PieceReader:
         if self._targets_of is None:
             return [ReadTarget(piece, part, (piece.dtype,))]
         return self._targets_of(piece, part if piece.run is not None else part.view(piece.shape))
-
-    def _parts(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Room in the buffer for every piece."""
-        sizes = [piece.num_elements * itemsize_bytes(piece.dtype) for piece in pieces]
-        memory = self._buffer.room(sum(map(aligned, sizes)))
-        parts = []
-        start = 0
-        for piece, num_bytes in zip(pieces, sizes, strict=True):
-            parts.append(memory[start : start + num_bytes].view(torch_dtype(piece.dtype)))
-            start += aligned(num_bytes)
-        return parts
 
 
 def is_in_strips(stored: Sequence[StoredPiece], wanted: Sequence[Piece]) -> tuple[bool, int]:

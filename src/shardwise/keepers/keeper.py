@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ class KeeperProcess:
     """The process's state: files, owners, listeners. `run` returns when it has to end."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._files = _Files()
+        self.files = _Files()
+        """What it holds."""
         self._key = secrets.token_bytes(SECRET_BYTES)  # of the owners, once there are some
         self._lock = threading.Lock()
         self._session = self._before = ""
@@ -160,10 +162,10 @@ class KeeperProcess:
         self._port = 0
         self._selector = selectors.DefaultSelector()
         self._listeners = [listener]
-        self._selector.register(listener, selectors.EVENT_READ, self._meet_local)
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._meet, proves=False))
         # Threads wake the loop when owners come and go, and when it is to listen elsewhere too.
         self._woken, self._waker = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._wake)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda woken: woken.recv(4096))
 
     def run(self) -> None:
         """Answer callers until all owners have ended well, or were away for too long."""
@@ -186,15 +188,6 @@ class KeeperProcess:
             left_seconds = self._deadline - time.monotonic()
             self._is_ending = left_seconds <= 0
             return left_seconds
-
-    def _wake(self, woken: socket.socket) -> None:
-        woken.recv(4096)
-
-    def _meet_local(self, listener: socket.socket) -> None:
-        self._meet(listener, proves=False)
-
-    def _meet_remote(self, listener: socket.socket) -> None:
-        self._meet(listener, proves=True)
 
     def _meet(self, listener: socket.socket, *, proves: bool) -> None:
         try:
@@ -235,11 +228,6 @@ class KeeperProcess:
                 timer.cancel()
         finally:
             self._strangers.release()
-
-    @property
-    def files(self) -> _Files:
-        """What it holds."""
-        return self._files
 
     def own(self, session: str, key: bytes, patience_seconds: float) -> dict[str, Any]:
         """Another rank of a program is there, whose ranks on other hosts prove themselves by this key."""
@@ -304,7 +292,7 @@ class KeeperProcess:
         self._port = listener.getsockname()[1]
         self._bound.append(address)
         self._listeners.append(listener)
-        self._selector.register(listener, selectors.EVENT_READ, self._meet_remote)
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._meet, proves=True))
 
 
 class _Conversation:
@@ -386,16 +374,8 @@ class _Conversation:
 
 
 _VERBS: dict[str, Callable[[_Conversation, dict[str, Any]], None]] = {
-    "own": _Conversation.own,
-    "end": _Conversation.end,
-    "listen": _Conversation.listen,
-    "names": _Conversation.names,
-    "held": _Conversation.held,
-    "write": _Conversation.write,
-    "delete": _Conversation.delete,
-    "clear": _Conversation.clear,
-    "open": _Conversation.open,
-    "read": _Conversation.read,
+    name: getattr(_Conversation, name)
+    for name in ("own", "end", "listen", "names", "held", "write", "delete", "clear", "open", "read")
 }
 
 

@@ -165,7 +165,7 @@ class _GgufHead:
         for place in sorted(places.values(), key=lambda each: each.start):
             if place.start < following:
                 raise CheckpointError("its tensors overlap each other")
-            following = place.start + _num_bytes(place)
+            following = place.start + place.num_bytes
         return values, places
 
     def _place(self, name: str, first: int, shape: tuple[int, ...], kind: int, offset: int) -> TensorPlace:
@@ -206,10 +206,6 @@ class _GgufHead:
             raise CheckpointError("it has more values than any model")
         found = [self._value(inner, depth + 1) for _ in range(count)]
         return found if count <= _MAX_KEPT else {"count": count}
-
-
-def _num_bytes(place: TensorPlace) -> int:
-    return math.prod(place.shape) * itemsize_bytes(place.dtype)
 
 
 def _refuse_quantised(kinds: Mapping[str, int]) -> None:

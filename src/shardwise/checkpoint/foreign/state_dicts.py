@@ -26,7 +26,6 @@ from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.foreign.torch_files import UnknownObject
 from shardwise.checkpoint.stores import value_name
 from shardwise.errors import CheckpointError, few_of
-from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.names import beside_name, is_beside_name, state_name
 from shardwise.plan.saved_settings import PYTHON_DTYPES
 from shardwise.space import Piece
@@ -98,7 +97,7 @@ class FoundState:
 
     def stored(self, sizes: Mapping[str, int]) -> dict[str, StoredTensor]:
         """The tensors as the contents of a checkpoint have them. `sizes`: bytes of each file."""
-        announced = sum(_num_bytes(place) for _, place in self.tensors.values())
+        announced = sum(place.num_bytes for _, place in self.tensors.values())
         if announced > _TIMES_THE_FILE * sum(sizes.values()):
             raise CheckpointError(
                 f"its tensors have {announced:,} bytes together, in files of {sum(sizes.values()):,}: views of the "
@@ -131,13 +130,6 @@ def stored_tensor(name: str, file: str, place: TensorPlace) -> StoredTensor:
     piece = Piece(name=name, dtype=place.dtype, global_shape=place.shape)
     pieces: tuple[StoredPiece, ...] = tuple(pieces_of(place, piece, file)) if piece.num_elements else ()
     return StoredTensor(name=name, dtype=place.dtype, shape=place.shape, pieces=pieces)
-
-
-def _num_bytes(place: TensorPlace) -> int:
-    count = 1
-    for size in place.shape:
-        count *= size
-    return count * itemsize_bytes(place.dtype)
 
 
 def find_state(value: object, file: str, *, next_to_model: bool = False) -> FoundState:

@@ -29,6 +29,11 @@ class TensorPlace:
     start: int
     """First byte of the first element."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements together."""
+        return math.prod(self.shape) * itemsize_bytes(self.dtype)
+
 
 def pieces_of(place: TensorPlace, piece: Piece, file: str) -> Iterator[StoredPiece]:
     """What is stored of `piece`, whose box has the elements at `place`: itself, or as many boxes as are row-major.
