@@ -3,7 +3,7 @@
 import pytest
 
 import shardwise as sw
-from shardwise.engine.zero.grad_reduce import GradPerUpdate
+from shardwise.engine.zero.grad_reduce import GradReduce
 from tests.engine.expected import adamw, points, seeded, square_loss
 from tests.engine.memory import distinct_bytes, tensor_bytes_alive
 from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
@@ -12,7 +12,7 @@ from tests.engine.test_counters import PRECISIONS, SHARDINGS, Tower
 def measured(engine: sw.Engine) -> tuple[int, int, int, int]:
     """Bytes of working copies, gradients and masters held apart; number of elements of one moment."""
     buffers, gradients = engine._buffers, engine._gradients
-    assert isinstance(gradients, GradPerUpdate)
+    assert isinstance(gradients, GradReduce)
     arena = gradients._arena
     working = distinct_bytes([bucket.working for bucket in buffers.buckets])
     both = distinct_bytes([each for bucket in buffers.buckets for each in (bucket.working, bucket.master)])

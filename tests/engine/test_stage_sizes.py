@@ -10,7 +10,8 @@ from torch import nn
 import shardwise as sw
 from benchmarks.silence import Silence
 from shardwise.comm import Work
-from shardwise.engine.zero.grad_per_microbatch import GradBuffer, GradPerMicrobatch
+from shardwise.engine.zero.grad_buffers import GradBuffer
+from shardwise.engine.zero.grad_reduce import GradReduce
 from tests.engine.expected import adamw
 from tests.engine.memory import counted_from_now, distinct_bytes, peak_bytes
 from tests.engine.models import word_loss
@@ -139,7 +140,7 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, plan)
         gradients, buffers = engine._gradients, engine._buffers
-        assert isinstance(gradients, GradPerMicrobatch)
+        assert isinstance(gradients, GradReduce)
         give, in_use = gradients.buffers.give, []
 
         def counted(bucket: int) -> GradBuffer:
@@ -162,10 +163,10 @@ def test_the_live_buffers_take_what_the_plan_says(stage: int, k: int) -> None:
         # Runs that are cut follow each other in one memory, with padding between them.
         assert distinct_bytes(parts if stage == 3 else whole) == planned.working_bytes
         assert sum(master.nbytes for master in masters) - aliased == planned.master_bytes
-        assert distinct_bytes(gradients._runs) == planned.gradient_bytes
+        assert distinct_bytes([each.total for each in gradients._after]) == planned.gradient_bytes
         # More than two while the last gradients come: those of the model itself and of the embedding, in both dtypes.
         assert 2 <= max(in_use) <= 4
-        assert distinct_bytes([*gradients.buffers.free, gradients._scratch]) == planned.reducing_bytes
+        assert distinct_bytes([*gradients.buffers.free, gradients.buffers.scratch_memory]) == planned.reducing_bytes
 
     sw.simulate(2, run)
 
@@ -176,10 +177,13 @@ def test_a_bucket_that_is_alone_has_one_buffer() -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_of(channel, plan_of(2, k=4, bucket_bytes=1 << 20))
         gradients = engine._gradients
-        assert isinstance(gradients, GradPerMicrobatch)
-        assert len(gradients._pending) == 1
+        assert isinstance(gradients, GradReduce)
+        assert len(gradients._after) == 1
         engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-        assert distinct_bytes([*gradients.buffers.free, gradients._scratch]) == engine.footprint().reducing_bytes
+        assert (
+            distinct_bytes([*gradients.buffers.free, gradients.buffers.scratch_memory])
+            == engine.footprint().reducing_bytes
+        )
 
     sw.simulate(2, run)
 

@@ -25,7 +25,7 @@ from shardwise.engine.batches import Microbatch, MicrobatchLoss
 from shardwise.engine.channels import EngineChannels
 from shardwise.engine.pipeline.stage_values import StageTensor
 from shardwise.engine.tensor.summed_gradients import Traced, resolve, sum_over_ranks
-from shardwise.engine.zero.grad_reduce import is_of_engine
+from shardwise.engine.zero.grad_hooks import is_of_engine
 from shardwise.engine.zero.masters import GradientElsewhere
 from shardwise.errors import MismatchError
 

@@ -30,7 +30,7 @@ from shardwise.engine.inventory import Inventory
 from shardwise.engine.pipeline.stage_contents import StageParameters
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, TrainedSet
-from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.plan import Ownership, Parameter, Plan, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.memory import gradient_dtype, plan_arena
@@ -112,14 +112,14 @@ class StageTies:
         # The sums of replicas are kept like gradients of any parameter, with this rank as the only owner: nothing is
         # reduced here. `over` is called by members only, so ranks without replicas may skip it.
         alone = pipeline.over([pipeline.rank]) if self._replicas else pipeline
-        self._gradients: dict[int, GradPerUpdate] = {}
+        self._gradients: dict[int, GradReduce] = {}
         """By owner: the gradients that this rank has for parameters of that rank."""
         self._handed_down: set[str] = set()
         self._layouts: dict[int, Ownership] = {}
         for owner in sorted({bundle.owner for bundle in self._replicas if bundle.trainable}):
             specs = [spec for each in self._replicas if each.trainable and each.owner == owner for spec in each.specs]
             self._layouts[owner] = plan_ownership(specs, plan.sharding, num_owners=1, num_replicas=1)
-            self._gradients[owner] = GradPerUpdate(
+            self._gradients[owner] = GradReduce(
                 {spec.name: self._parameters[spec.name] for spec in specs},
                 self._layouts[owner],
                 plan.precision,
@@ -232,7 +232,7 @@ class StageTies:
             parameter.data = part
         return flat
 
-    def _give(self, owner: int, gradients: GradPerUpdate) -> list[Work]:
+    def _give(self, owner: int, gradients: GradReduce) -> list[Work]:
         """Send which replicas of the parameters of `owner` have a gradient, and those that they have."""
         gradients.stop()
         held = [

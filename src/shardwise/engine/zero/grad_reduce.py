@@ -1,151 +1,58 @@
-"""From backward to the owner's part of the gradient: what all stages share, and the reduction once per update.
+"""From backward to the owner's part of the gradient: added up before the reduction, or after it.
 
-The life of a gradient at stages 0 and 1 (`GradPerUpdate`; `grad_per_microbatch` has that of stages 2 and 3):
+before, at stages 0 and 1:
 
     backward -> p.grad --[1]--> arena (whole bucket) --[2]--> arena (owned part, master dtype) -> optimizer
 
-[1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones) into
-    its view of the bucket, and `p.grad` is dropped
-[2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
+    [1] as soon as autograd has finished a parameter, its gradient is copied (first microbatch) or added (later ones)
+        into its view of the bucket, and `p.grad` is dropped
+    [2] one reduce-scatter per bucket and update, started while backward runs where transfers progress alone
+
+after, at stages 2 and 3, once per microbatch:
+
+    backward -> p.grad --[1]--> bucket (whole, working dtype) --[2]--> part of the sum --[3]--> run (owned)
+
+    [1] the same, into one of a few buffers (`grad_buffers`); at stage 3 small gradients stay in `p.grad` to the end of
+        the backward of their unit
+    [2] one reduce-scatter per bucket and microbatch, in one order on all ranks
+    [3] written by the first microbatch, and added by the others, in the dtype of accumulation
+
+A tie between stages of a pipeline has its gradient together at the end of the update only (`StageTies`), so that its
+buckets are reduced as at stage 1.
 
 The order of the sums, where g01 is the gradient of rank 0 in microbatch 1. Float addition is not associative, so that
 with several microbatches the last bits of the two ways differ. Each is the same on all ranks and in every run.
 
-    stages 0 and 1   (g00 + g01) + (g10 + g11)     microbatches on each rank, then ranks in their order
-    stages 2 and 3   (g00 + g10) + (g01 + g11)     ranks for each microbatch, then microbatches
+    before   (g00 + g01) + (g10 + g11)     microbatches on each rank, then ranks in their order
+    after    (g00 + g10) + (g01 + g11)     ranks for each microbatch, then microbatches
 """
 
+import json
 import operator
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm import Channel, Work
+from shardwise.comm.agreement import a_list, texts_in, understood
 from shardwise.comm.device_sums import sums_of
 from shardwise.comm.local_tensors import torch_dtype
-from shardwise.engine.inventory import take_gradient, values_of
+from shardwise.engine.inventory import take_gradient, take_gradients, values_of
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.flat_params import Mark, Owned, Run
-from shardwise.engine.zero.grad_copies import GradCopies
+from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers, OwnedGradients
+from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
+from shardwise.engine.zero.grad_hooks import Collectors
+from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
-from shardwise.plan.memory import wire_dtype
-
-
-class Collectors:
-    """A hook on each parameter, which gives its gradient to the collector.
-
-    A model that is put under another plan keeps the hooks. They do nothing once the collector is gone, and do not keep
-    it alive.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], collector: "Collector") -> None:
-        # The collector itself in a hook would be kept, and with it all gradients, for as long as the model lives.
-        reference = weakref.ref(collector)
-        self._parameters = parameters
-        self._hooks = {name: _Giving(reference, name) for name in parameters}
-        self._had_hooks = [name for name, each in parameters.items() if each._post_accumulate_grad_hooks]
-        """Those whose list of hooks is torch's. Handles of its hooks know it, so it stays."""
-        self._handles = {name: self._put_on(name) for name in parameters}
-
-    def stay_last(self) -> None:
-        """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
-        # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
-        for name in self._had_hooks:
-            handle = self._handles[name]
-            if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
-                handle.remove()
-                self._handles[name] = self._put_on(name)
-
-    def _put_on(self, name: str) -> RemovableHandle:
-        parameter = self._parameters[name]
-        if not parameter._post_accumulate_grad_hooks:
-            parameter._post_accumulate_grad_hooks = _BeforeOurs()
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hooks[name])
-        return handle
-
-
-class _BeforeOurs(OrderedDict[int, Any]):
-    """The hooks of a parameter: those that users put there later come before ours, which takes the gradient away."""
-
-    def __setitem__(self, key: int, hook: Any) -> None:
-        ours = [(each, self.pop(each)) for each in list(self) if isinstance(self[each], _Giving)]
-        super().__setitem__(key, hook)
-        for each, held in ours:
-            super().__setitem__(each, held)
-
-
-class _Giving:
-    """The hook of one parameter."""
-
-    def __init__(self, reference: "weakref.ref[Collector]", name: str) -> None:
-        self.collector = reference
-        self._name = name
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if (collector := self.collector()) is not None:
-            collector.collect(self._name, parameter)
-
-
-def is_of_engine(parameter: torch.Tensor) -> bool:
-    """Whether an engine takes the gradients of a parameter."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(each, _Giving) and each.collector() is not None for each in hooks)
-
-
-class Collector(Protocol):
-    """Who takes gradients."""
-
-    def collect(self, name: str, parameter: torch.Tensor) -> None:
-        """Take a finished gradient over from autograd; outside of an update it is the user's."""
-
-
-class GradReduce(Collector, Protocol):
-    """The gradients of one rank."""
-
-    collectors: Collectors
-    """The hooks through which autograd gives finished gradients."""
-
-    @property
-    def touched(self) -> frozenset[str]:
-        """Parameters that got a gradient since `begin`."""
-
-    def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
-        """Forget the gradients of the last update and make room for those of `num_microbatches`.
-
-        Buckets without a parameter that is `trained` are left alone.
-        """
-
-    def expect_last(self) -> None:
-        """The next backward is the last of this update."""
-
-    def expect(self, touched: Collection[str]) -> None:
-        """Learn from an update. `touched`: what any rank had a gradient for, the same on all ranks."""
-
-    def view(self, name: str) -> torch.Tensor:
-        """The sum so far for a parameter of several stages, in its own shape."""
-
-    def place(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a sum made elsewhere for that of a parameter of several stages: after the last backward."""
-
-    def reduce(self) -> None:
-        """Sum the gradients over all data ranks and leave the owned parts in what `views_of` gives."""
-
-    def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
-        """The reduced gradients of all that is owned, by name, in the shapes of the masters; valid after `reduce`."""
-
-    def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
-        """The same in as few flat tensors as can be, and whether each counts; asked for after `views_of`."""
-
-    @property
-    def parts(self) -> Sequence[torch.Tensor]:
-        """The owned parts of all buckets with something trained, flat, valid after `reduce`."""
+from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype
 
 
 class PartsTaker(Protocol):
@@ -155,57 +62,60 @@ class PartsTaker(Protocol):
         """The owned part of a bucket has its last value."""
 
 
-class OwnedGradients:
-    """Views of the reduced gradients. They are made once: buffers serve many updates."""
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Pending:
+    """A bucket on its way through one microbatch, or through all of an update."""
 
-    def __init__(self) -> None:
-        self._parts: Sequence[torch.Tensor] = ()
-        """The owned parts of buckets that are viewed."""
-        self._views: dict[str, torch.Tensor] = {}
-        self._runs: dict[int, tuple[Sequence[Run[Any]], list[tuple[torch.Tensor, Any]]]] = {}
-        """By the list of runs that was asked for."""
-
-    def views(
-        self, owned: Sequence[Owned], parts: Sequence[torch.Tensor], part_of: Callable[[str], torch.Tensor]
-    ) -> Mapping[str, torch.Tensor]:
-        """The gradients of what is owned, by name. `parts`: the owned parts of all buckets. `part_of`: the one with a
-        parameter."""
-        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
-            self._views, self._runs = {}, {}
-            for each in owned:
-                segment = each.segment
-                span = slice(segment.start, segment.start + segment.run.num_elements)
-                self._views[segment.name] = part_of(segment.name)[span].view(each.parameter.shape)
-            self._parts = list(parts)
-        return self._views
-
-    def runs(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
-        """The same gradients as flat runs."""
-        known = self._runs.get(id(runs))
-        if known is None or known[0] is not runs:
-            made = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
-            known = self._runs[id(runs)] = runs, made
-        return known[1]
-
-    def forget(self) -> None:
-        """The buffers are given back: views would keep them."""
-        self._parts, self._views, self._runs = (), {}, {}
+    index: int
+    """Among those that are added up before their reduction, or among the others."""
+    bucket: Bucket
+    names: frozenset[str]
+    adds_before: bool
+    stage: int
+    wire: torch.dtype
+    master: torch.dtype
+    purpose: str
+    total: torch.Tensor
+    """The owned part of its sum: of the arena, or the run."""
+    reduced: torch.Tensor
+    """The same in the dtype of the master, valid after `reduce`."""
+    missing: set[str] = field(default_factory=set)
+    """Parameters that are waited for before the reduction starts."""
+    touched: set[str] = field(default_factory=set)
+    buffer: GradBuffer | None = None
+    flat: torch.Tensor | None = None
+    """Its place in the arena or in a buffer."""
+    views: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    quiet: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters without a hook: their gradients are taken when the reduction starts."""
+    is_launched: bool = False
+    is_left_out: bool = False
+    """Nothing of it is trained in this update."""
+    num_rounds: int = 0
+    """Reductions of this update so far."""
+    is_taken: bool = False
+    """Whether the reduced part has left for the host."""
 
 
-def twice_in_one_backward(name: str) -> str:
-    """What to say of a gradient that comes after the reduction of its bucket has begun."""
-    return (
-        f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
-        "non-reentrant activation checkpointing (use_reentrant=False)"
-    )
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Flight:
+    """A reduction that was started and not waited for."""
+
+    pending: _Pending
+    buffer: GradBuffer | None
+    target: torch.Tensor
+    work: Work | None
+    """None where all is on this rank."""
+    is_apart: bool
+    """Whether it takes memory besides: a copy in a narrower dtype, or a scratch for what is added."""
 
 
-class GradPerUpdate:
-    """All gradients of one rank, in one arena; laid out anew when the number of microbatches asks for it."""
+class GradReduce(Passes):
+    """All gradients of one rank; `microbatch_done` ends each microbatch, `reduce` the update."""
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         ownership: Ownership,
         precision: Precision,
         *,
@@ -213,66 +123,116 @@ class GradPerUpdate:
         replicas: Channel,
         counters: Counters,
         late: Collection[str] = (),
+        adds_after: bool = False,
+        stage_of: Mapping[str, int] | None = None,
+        starts_when_complete: bool = True,
         taker: PartsTaker | None = None,
     ) -> None:
-        """`late`: parameters whose gradient is not complete when the backward that finished them was the last."""
-        self._taker = taker
-        self._buckets = [bucket for bucket in ownership.buckets if bucket.trainable]
-        self._ownership = ownership
+        """`late`: parameters whose gradient is not complete when the backward that finished them was the last.
+        `adds_after`: reduce the others after each microbatch. `stage_of`: which backward finishes a parameter, where a
+        rank has several stages. `starts_when_complete`: reduce a bucket when its last gradient has come; False: when
+        the caller says so.
+        """
         self._precision = precision
-        self._owners = owners
-        # The arena is read by peers: it is allocated by the channel that moves it (at stage 0 owners are one rank).
-        self._memory = owners if owners.size > 1 else replicas
-        self._replicas = replicas
+        self._owners, self._replicas = owners, replicas
         self._counters = counters
         self._late = frozenset(late)
-        self._arena = torch.empty(0, dtype=torch.uint8, device=owners.device)
+        self.moves_in_step = adds_after
+        self._starts_when_complete = starts_when_complete
+        self._taker = taker
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=owners.device)
+        trainable = [each for each in ownership.buckets if each.trainable]
+        is_after = [adds_after and self._late.isdisjoint(slot.name for slot in each.slots) for each in trainable]
+        after = list(compress(trainable, is_after))
+        before = list(compress(trainable, map(operator.not_, is_after)))
+        self._ownership = replace(ownership, buckets=tuple(before))
+        """Of what is added up before."""
+        self.buffers = GradBuffers(
+            replace(ownership, buckets=tuple(after)), precision, owners, by_unit=not starts_when_complete
+        )
+        self._before = self._pendings(before, adds_before=True, stage_of={})
+        self._after = self._pendings(after, adds_before=False, stage_of=stage_of or {})
+        self._all = [*self._after, *self._before]
+        self._of = {name: pending for pending in self._all for name in pending.names}
+        self._by_stage: dict[int, list[_Pending]] = {}
+        """Those that are added up after, in the order in which they are reduced."""
+        for pending in self._after:
+            self._by_stage.setdefault(pending.stage, []).append(pending)
+        with torch._C.DisableTorchFunctionSubclass():  # what is at rest has a shape, and refuses the rest
+            self._shapes = {name: values_of(parameters[name]).shape for name in self._of}
+        self._parameters = [parameters[name] for name in self._of]
+        self._arena = self._nothing
         self._layout: Arena | None = None
-        self._shapes = {name: values_of(parameter).shape for name, parameter in parameters.items()}
-        self._buffers: list[torch.Tensor] = []
-        self._wire: list[torch.dtype] = []
-        self.reduced: list[torch.Tensor] = []
-        """The owned part of each trainable bucket, valid after `reduce`."""
-        self._places: dict[str, tuple[int, torch.Tensor]] = {}
-        """Parameter -> the number of its bucket, and its view of the arena."""
+        self._num_microbatches = 0
         self._touched: set[str] = set()
-        self._pending: list[set[str]] = []
-        self._is_collecting = False
-        self._works: list[Work | None] = []
-        self._num_complete = 0
-        self._starts_early = False
-        self._bucket_of = {slot.name: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots}
-        self._parameters = [parameters[name] for name in self._bucket_of]
+        self._is_collecting = self._trains = self._starts_early = False
+        """The last: whether buckets that are complete are reduced at once, and not at the end of a backward."""
+        self._flights: deque[_Flight] = deque()
+        self._most_flights = 0
+        """Those that go on while the next one is started."""
+        if owners.progresses_alone:
+            self._most_flights = len(ownership.buckets) if sums_of(owners) is None else 1
+        self._trained = ALL
+        self._unused: frozenset[str] = frozenset()
+        self._place: dict[int, int] = {}
+        """Buckets in the order in which their first backward on the first rank completed them, then the others."""
+        self._completed: list[int] = []
+        """Buckets in the order in which the first microbatch completed them."""
+        # The parameters that no rank used in the last update, alike on all ranks, are not waited for. If one is used
+        # again, its bucket may have left without it: such a gradient is a stray.
+        self._strays: dict[str, torch.Tensor] = {}
         self._copies = GradCopies()
         self._owned = OwnedGradients()
-        self._trained = ALL
-        self._left_out: frozenset[int] = frozenset()
-        """Buckets with nothing that is trained in this update."""
-        self.collectors = Collectors({name: parameters[name] for name in self._bucket_of}, self)
+        self._quiet: dict[int, dict[str, nn.Parameter]] = {at: {} for at in self._by_stage}
+        """Parameters without a hook, of all buckets of a stage."""
+        self.collectors = Collectors(self._with_hooks(parameters), self)
+        """The hooks through which autograd gives finished gradients."""
+
+    def _with_hooks(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        # A hook costs the host as much as a small gradient: where the caller says when all have come, small ones have
+        # none.
+        for pending in () if self._starts_when_complete else self._after:
+            pending.quiet = {name: parameters[name] for name in _small(pending.bucket)}
+            self._quiet[pending.stage] |= pending.quiet
+        quiet = set().union(*self._quiet.values())
+        return {name: parameters[name] for name in self._of if name not in quiet}
+
+    def _pendings(self, buckets: Sequence[Bucket], *, adds_before: bool, stage_of: Mapping[str, int]) -> list[_Pending]:
+        return [
+            _Pending(
+                index=index,
+                bucket=bucket,
+                names=frozenset(slot.name for slot in bucket.slots),
+                adds_before=adds_before,
+                stage=stage_of.get(bucket.slots[0].name, 0),
+                # Of one microbatch, whatever k, where nothing is added up before the gradient travels.
+                wire=torch_dtype(buffered_dtype(bucket, self._precision)),
+                master=torch_dtype(bucket.master),
+                purpose=f"gradients of bucket {index}"
+                + ("" if adds_before or self._starts_when_complete else f" of unit {bucket.unit!r}"),
+                total=self._nothing,
+                reduced=self._nothing,
+            )
+            for index, bucket in enumerate(buckets)
+        ]
+
+    # What the engine and ties across stages ask -------------------------------------------------------------------
 
     def views_of(self, owned: Sequence[Owned]) -> Mapping[str, torch.Tensor]:
-        """See `GradReduce`."""
-        return self._owned.views(owned, self.reduced, self.part_of)
+        """The reduced gradients of all that is owned, by name, in the shapes of the masters; valid after `reduce`."""
+        return self._owned.views(owned, [each.reduced for each in self._all], lambda name: self._of[name].reduced)
 
     def runs_of(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
-        """See `GradReduce`."""
+        """The same in as few flat tensors as can be, and whether each counts; asked for after `views_of`."""
         found = self._owned.runs(runs)
-        if not self._left_out:
+        if self._trained is ALL:
             return found
-        return [each for each, run in zip(found, runs, strict=True) if not self.leaves_out(run[0])]
-
-    def leaves_out(self, name: str) -> bool:
-        """Whether the bucket of a parameter has nothing that is trained in this update."""
-        return self._bucket_of[name] in self._left_out
-
-    def part_of(self, name: str) -> torch.Tensor:
-        """The owned part of the bucket of a parameter, valid after `reduce`."""
-        return self.reduced[self._bucket_of[name]]
+        return [each for each, run in zip(found, runs, strict=True) if not self._of[run[0]].is_left_out]
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """See `GradReduce`."""
-        return [each for at, each in enumerate(self.reduced) if at not in self._left_out]
+        """The owned parts of all buckets with something trained, flat, valid after `reduce`."""
+        return [each.reduced for each in self._all if not each.is_left_out]
 
     @property
     def touched(self) -> frozenset[str]:
@@ -280,190 +240,443 @@ class GradPerUpdate:
         return frozenset(self._touched)
 
     def view(self, name: str) -> torch.Tensor:
-        """The sum so far for a parameter that is `touched`, in its own shape."""
+        """The sum so far for a parameter of several stages, in its own shape."""
         self._copies.flush()
-        return self._places[name][1]
+        return self._of[name].views[name]
 
     def place(self, name: str, gradient: torch.Tensor) -> None:
-        """Take a sum made elsewhere for that of a parameter: before `reduce`, after the last backward."""
+        """Take a sum made elsewhere for that of a parameter of several stages: after the last backward."""
         view = self.view(name)
         # The sum may have been made in the view itself (`StageTies.collect`).
         if gradient is not view:
             view.copy_(gradient)
         self._touched.add(name)
+        self._of[name].touched.add(name)
 
     def begin(self, num_microbatches: int, trained: TrainedSet = ALL) -> None:
-        """See `GradReduce`."""
+        """Forget the gradients of the last update and make room for those of `num_microbatches`.
+
+        Buckets without a parameter that is `trained` are left alone.
+        """
         if trained is not self._trained:
             self._trained = trained
-            self._left_out = frozenset(
-                at for at, bucket in enumerate(self._buckets) if not trained.meets(slot.name for slot in bucket.slots)
-            )
-        layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
+            for pending in self._all:
+                pending.is_left_out = not trained.meets(pending.names)
+            self.buffers.expect([each.index for each in self._after if not each.is_left_out])
         self._copies.forget()
-        # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
-        if layout != self._layout:
-            self._lay_out(layout, num_microbatches)
+        if self._before:
+            self._lay_out_arena(num_microbatches)
+        if self._after:
+            self._lay_out_runs(num_microbatches)
+        self._num_microbatches = num_microbatches
         self._touched.clear()
+        self._strays.clear()
+        self._completed.clear()
+        # An update that raised may have left a transfer behind, which nobody needs.
+        self._flights.clear()
+        self.buffers.forget()
+        with torch._C.DisableTorchFunctionSubclass():  # at rest or not
+            for parameter in self._parameters:
+                parameter.grad = None  # of a backward of the user's own, which this update does not count
+        for pending in self._all:
+            pending.num_rounds, pending.is_taken = 0, False
+            if not pending.adds_before:
+                pending.buffer, pending.flat, pending.views = None, None, {}
+            self._open(pending)
+        self._starts_early = self.moves_in_step and self._starts_when_complete
         self._is_collecting = True
-        for parameter in self._parameters:
-            parameter.grad = None  # of a backward of the user's own, which this update does not count
-        self._starts_early = False
-        self._works = []
-        self._num_complete = 0
 
     def expect_last(self) -> None:
         """The next backward is the last of this update: buckets it completes may be reduced at once."""
+        if self.moves_in_step:
+            return
         # Alone there is nothing to wait for, and a taker wants parts as soon as they are there.
         is_alone = self._owners.size * self._replicas.size == 1
         self._starts_early = self._owners.progresses_alone or (is_alone and self._taker is not None)
-        self._pending = [{slot.name for slot in bucket.slots} for bucket in self._buckets]
-        if self._trained.names is not None:
-            self._pending = [names & self._trained.names for names in self._pending]
+        for pending in self._before:
+            pending.missing = self._expected(pending)
 
     def expect(self, touched: Collection[str]) -> None:
-        """`touched`: what any rank had a gradient for. Buckets are reduced at the end, and wait for nothing."""
+        """Learn from an update: what no rank had a gradient for is not waited for in the next one.
+
+        `touched`: the same on all ranks. After the first update buckets go in the order in which its backward completed
+            them on the first rank. That order may differ from the parameters' order in the model.
+        """
+        missed = set().union(*(each.names for each in self._after)).difference(touched)
+        if self._trained.names is not None:  # of the others nothing was learnt
+            missed = (missed & self._trained.names) | (self._unused - self._trained.names)
+        self._unused = frozenset(missed)
+        new = {each.index for each in self._after if not each.is_left_out}.difference(self._place)
+        if self._starts_when_complete and new:
+            # Autograd goes back through the forward, and the plan knows only the order of registration. A bucket that
+            # is complete early and stands late in the order waits, and holds a buffer. One exchange, in the first
+            # update, gives all ranks the order of rank 0: with orders of their own, they would sum unlike buckets.
+            self._counters.exchanges += 1
+            mine, purpose = json.dumps(self._completed).encode(), "order of gradients"
+            order = understood(self._owners.exchange(mine, purpose=purpose), a_list, purpose=purpose)[0]
+            for index in dict.fromkeys([*(each for each in order if each in new), *sorted(new)]):
+                self._place[index] = len(self._place)
+            for held in self._by_stage.values():
+                held.sort(key=lambda each: self._place.get(each.index, len(self._place)))
 
     def reduce(self) -> None:
-        """Sum the gradients over all data ranks and leave the owned parts in `reduced`."""
+        """Leave the sums over all microbatches and data ranks in the owned parts that `views_of` gives."""
         self.stop()
-        # All are started before the first is waited for, so that the wire never rests. Where a transfer progresses only
-        # while somebody waits for it, that gains nothing, and the results of one would overwrite the input of another.
-        if self._owners.progresses_alone:
-            while len(self._works) < len(self._buckets):
-                self._launch()
-        for index in range(len(self._buckets)):
-            if index == len(self._works):
-                self._launch()
-            self._complete(index)
+        self._add_strays()
+        self._land_all()
+        self.buffers.trim()
+        for pending in self._after:
+            if pending.is_left_out:
+                continue
+            if not pending.num_rounds:
+                pending.total.zero_()
+            # No copy where the dtypes agree: the engine takes the mean and clips in the run itself, which the first
+            # microbatch of the next update overwrites.
+            pending.reduced = pending.total.to(pending.master)
+            self._sum_over_replicas(pending, pending.reduced)
+            if self._taker is not None and not pending.is_taken:
+                self._taker.send(pending.bucket, pending.reduced)
+        for pending in self._before:
+            if not pending.is_launched:
+                self._launch(pending)
+        self._land_all()
 
     def stop(self) -> None:
         """From now on gradients are the user's again."""
         self._is_collecting = False
 
+    # Microbatches -------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, trains: bool, is_agreed: bool = True) -> None:
+        """See `Passes`."""
+        self._trains = trains
+
+    def begin_microbatch(self, *, is_joint: bool) -> None:
+        """See `Passes`."""
+        if self.moves_in_step:
+            # A backward of several stages at once may complete their buckets in any order, and who skips it knows one.
+            self._starts_early = self._starts_when_complete and (is_joint or len(self._by_stage) <= 1)
+
+    def end_pass(self, *, has_failed: bool = False) -> None:
+        """See `Passes`."""
+        self._trains = False
+
+    def skip_microbatch(self) -> None:
+        """See `Passes`."""
+        # With nothing collected each bucket is launched with zeros, in the same order as on the ranks that compute.
+        self.microbatch_done()
+
+    def microbatch_done(self, stage: int | None = None) -> None:
+        """See `Passes`: what is left of the microbatch is reduced."""
+        if not self._trains:
+            return
+        # As their backwards go, which is how ranks that skip the microbatch have to do it.
+        stages = sorted(self._by_stage, reverse=True) if stage is None else [stage]
+        for pending in [each for at in stages for each in self._by_stage.get(at, ())]:
+            if not pending.is_launched:
+                self._launch(pending)
+            self._open(pending)
+        # Of all buckets at once: there is seldom one.
+        for at in stages:
+            for name, gradient in take_gradients(self._quiet.get(at, {})).items():
+                self._touched.add(name)
+                self._stray(name, gradient)
+
+    def finish(self, indices: Sequence[int]) -> None:
+        """Reduce the buckets with these numbers now (`index_of`): nothing more comes in this microbatch."""
+        for index in indices:
+            if self._trains and not self._after[index].is_launched:
+                self._launch(self._after[index])
+                self._counters.early_reductions += 1
+
+    def index_of(self, name: str) -> int | None:
+        """The number of the bucket of a parameter; None for one that is not reduced by microbatch."""
+        pending = self._of.get(name)
+        return None if pending is None or pending.adds_before else pending.index
+
     def collect(self, name: str, parameter: torch.Tensor) -> None:
         """Take a finished gradient over from autograd; outside of an update it is the user's."""
         if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
             return
-        index, view = self._places[name]
-        # A reentrant checkpoint runs a backward of its own inside, and completes a shared parameter twice. The first
-        # part has left already; to add the second one to the buffer would change what a transfer reads.
-        if index < len(self._works):
-            raise ModelError(twice_in_one_backward(name))
-        # Copied, not added to zeros: that would cost a pass over the arena per update, and -0.0 its sign.
-        self._copies.put(view, gradient, adds=name in self._touched)
+        pending = self._of[name]
         self._touched.add(name)
-        # A `late` parameter gets parts of its gradient from other stages after this backward: it stays pending here,
-        # and its bucket waits for `reduce`.
-        if self._starts_early and name not in self._late:
-            pending = self._pending[index]
-            pending.discard(name)
-            if not pending:
-                self._launch_complete()
+        if pending.is_launched:
+            self._stray(name, gradient)
+            return
+        # Taken with the first gradient and not at `begin`, so that two buffers can serve all buckets.
+        if pending.flat is None:
+            self._give_buffer(pending)
+        # Copied, not added to zeros: that would cost a pass over memory, and -0.0 its sign.
+        self._copies.put(pending.views[name], gradient, adds=name in pending.touched)
+        pending.touched.add(name)
+        # A `late` parameter gets parts of its gradient from other stages after this backward: its bucket waits for
+        # `reduce`.
+        if name in self._late:
+            return
+        pending.missing.discard(name)
+        if not pending.missing:
+            if self.moves_in_step and pending.num_rounds == 0 and pending.index not in self._place:
+                self._completed.append(pending.index)
+            if self._starts_early:
+                self._launch_complete(self._before if pending.adds_before else self._by_stage[pending.stage])
 
-    def _launch_complete(self) -> None:
-        """Start the reductions whose turn it is."""
-        while len(self._works) < len(self._buckets) and not self._pending[len(self._works)]:
-            self._counters.early_reductions += len(self._works) not in self._left_out
-            self._launch()
+    def _launch_complete(self, turns: Sequence[_Pending]) -> None:
+        """Start the reductions whose turn it is: buckets go in one order on all ranks."""
+        for pending in turns:
+            if pending.is_launched:
+                continue
+            # The later ones may be complete; but another rank may have completed them in another order, and the
+            # collectives of one channel are matched by their order.
+            if pending.missing:
+                return
+            self._launch(pending)
+            self._counters.early_reductions += 1
 
-    def _lay_out(self, layout: Arena, num_microbatches: int) -> None:
+    def _expected(self, pending: _Pending) -> set[str]:
+        names = pending.names - self._unused
+        return set(names if self._trained.names is None else names & self._trained.names)
+
+    def _open(self, pending: _Pending) -> None:
+        pending.missing = self._expected(pending)
+        pending.touched.clear()
+        pending.is_launched = pending.is_left_out
+
+    def _give_buffer(self, pending: _Pending) -> None:
+        # A single bucket is still on its way from the last microbatch when the next one fills it: its buffer comes back
+        # with the wait. So does that of two others while a third is filled.
+        while self._flights and self.buffers.is_short(pending.index):
+            self._land()
+        buffer = self.buffers.give(pending.index)
+        pending.buffer = buffer
+        pending.flat, pending.views = self.buffers.views(
+            pending.index,
+            buffer,
+            lambda: self._views_in(self.buffers.part(pending.index, buffer, pending.wire), pending.bucket),
+        )
+
+    def _views_in(self, flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The place of a bucket, and those of its parameters by name."""
+        return flat, {
+            slot.name: flat[slot.run.start : slot.run.stop].view(self._shapes[slot.name]) for slot in bucket.slots
+        }
+
+    def _launch(self, pending: _Pending) -> None:
+        """Start the reduction of a bucket, after the one before it."""
+        assert not pending.is_taken, "it would add to a mean that has left"
+        self._copies.flush()
+        if pending.flat is None:
+            self._give_buffer(pending)
+        if gradients := take_gradients(pending.quiet):
+            with torch.no_grad():
+                torch._foreach_copy_([pending.views[name] for name in gradients], list(gradients.values()))
+            pending.touched.update(gradients)
+            self._touched.update(gradients)
+        flat, target = pending.flat, pending.total
+        assert flat is not None
+        if len(pending.touched) < len(pending.views):
+            for name, view in pending.views.items():
+                if name not in pending.touched:  # other ranks may have a gradient for it
+                    view.zero_()
+        # The first part of the sum is written where the sum is; later ones are added from a scratch, in the order of
+        # the microbatches, which is the order in which one process adds them.
+        is_scratch = pending.num_rounds > 0 or target.dtype != pending.master
+        is_apart = is_scratch or flat.dtype != pending.wire
+        self._make_way(is_apart=is_apart)
+        if is_scratch:
+            target = self.buffers.scratch(target.numel(), pending.master)
+        work = None
+        if self._owners.size > 1 or not pending.adds_before:
+            self._counters.reduce_scatters += 1
+            work = self._owners.reduce_scatter(
+                target, flat.to(pending.wire), counts=pending.bucket.counts, purpose=pending.purpose
+            )
+        self._flights.append(
+            _Flight(pending=pending, buffer=pending.buffer, target=target, work=work, is_apart=is_apart)
+        )
+        pending.is_launched = True
+        pending.num_rounds += 1
+        if pending.buffer is not None:
+            self.buffers.launched(pending.buffer)
+            pending.buffer, pending.flat, pending.views = None, None, {}
+        elif work is None and self._taker is not None and self._replicas.size == 1:
+            self._land_all()
+
+    def _make_way(self, *, is_apart: bool) -> None:
+        """Wait for reductions that the next one must not overtake; `is_apart`: it takes memory besides."""
+        # Where transfers go on alone, to wait here would hold up the backward. The two buffers limit how many go on.
+        # So does what a channel between devices holds until the wait, and a copy in a narrower dtype. There is one
+        # scratch. Elsewhere a transfer goes on while somebody waits: two at a time gain nothing, and in the arena the
+        # results of one would overwrite the input of another.
+        most = self._most_flights
+        if is_apart or any(each.is_apart for each in self._flights):
+            most = 0
+        while len(self._flights) > most:
+            self._land()
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
+    def _land(self) -> None:
+        """Wait for the reduction that was started first, and bring what it gave to the sum of the owner."""
+        flight = self._flights.popleft()
+        pending = flight.pending
+        total = pending.total
+        # Until then peers, or a kernel of the transfer, may read the buffer, which `landed` gives to the next bucket.
+        if flight.work is not None:
+            flight.work.wait()
+        if flight.buffer is None:
+            self._sum_in_arena(pending)
+        else:
+            self.buffers.landed(flight.buffer)
+            if flight.target is not total:
+                if pending.num_rounds > 1:
+                    total.add_(flight.target)
+                else:  # a run in the dtype of accumulation, where the sum comes in that of the master
+                    total.copy_(flight.target)
+        if self._taker is not None and self._is_last(pending):
+            pending.is_taken = True
+            self._taker.send(pending.bucket, total)
+
+    def _sum_in_arena(self, pending: _Pending) -> None:
+        """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""
+        assert pending.flat is not None
+        if self._owners.size > 1:
+            self._sum_over_replicas(pending, pending.total)
+        elif self._replicas.size > 1:
+            self._sum_over_replicas(pending, pending.flat.to(pending.wire))
+        elif pending.flat.dtype != pending.master:
+            pending.total.copy_(pending.flat)
+
+    def _sum_over_replicas(self, pending: _Pending, source: torch.Tensor) -> None:
+        """Leave in the reduced part, on every replica, the sum of what all of them have in `source`."""
+        reduced, replicas = pending.reduced, self._replicas
+        if replicas.size == 1:
+            return
+        # Two halves of an all-reduce: each element is summed on one rank, so that all replicas get the same bits. Parts
+        # are padded to a multiple of the replicas (`plan.buckets`).
+        share = reduced.numel() // replicas.size
+        mine = reduced[replicas.rank * share : (replicas.rank + 1) * share]
+        purpose = f"gradients of bucket {pending.index} over replicas"
+        self._counters.reduce_scatters += 1
+        replicas.reduce_scatter(mine, source, purpose=purpose).wait()
+        self._counters.all_gathers += 1
+        replicas.all_gather(reduced, mine, purpose=purpose).wait()
+
+    def _is_last(self, pending: _Pending) -> bool:
+        """Whether nothing changes the sum of a bucket any more: no microbatch, no stray, no replica, no cast."""
+        return pending.adds_before or (
+            pending.num_rounds == self._num_microbatches
+            and self._unused.isdisjoint(pending.names)
+            and self._replicas.size == 1
+            and pending.total.dtype == pending.master
+        )
+
+    # Memory -------------------------------------------------------------------------------------------------------
+
+    def _lay_out_arena(self, num_microbatches: int) -> None:
+        layout = plan_arena(self._ownership, self._owners.rank, self._precision, num_microbatches=num_microbatches)
+        # One microbatch needs no float32 sums, so that the arena of k = 1 is smaller: the size follows the step.
+        if layout == self._layout:
+            return
         self._layout = layout
-        self._places, self._buffers, self.reduced = {}, [], []
-        self._owned.forget()
         # Freed before the new one is taken. Both together would make the peak of a run at its first change of k.
-        self._arena = torch.empty(0, dtype=torch.uint8, device=self._owners.device)
-        self._arena = self._memory.allocate(layout.num_bytes)
-        for index, (bucket, region) in enumerate(zip(self._buckets, layout.regions, strict=True)):
-            dtype = torch_dtype(region.gradient_dtype)
+        self._owned.forget()
+        for pending in self._before:
+            pending.flat, pending.views = None, {}
+            pending.total = pending.reduced = self._nothing
+        self._arena = self._nothing
+        # Peers read it: it is allocated by the channel that moves it (at stage 0 owners are one rank).
+        self._arena = (self._owners if self._owners.size > 1 else self._replicas).allocate(layout.num_bytes)
+        for pending, region in zip(self._before, layout.regions, strict=True):
             # `reduced` may lie in the memory of other buckets: the arena is packed while it is reduced (see the figure
             # of `plan.memory.Arena`), so buckets are reduced in their order, whatever backward completes first.
-            buffer = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)
-            self._buffers.append(buffer)
-            for slot in bucket.slots:
-                view = buffer[slot.run.start : slot.run.stop].view(self._shapes[slot.name])
-                self._places[slot.name] = index, view
+            bucket, dtype = pending.bucket, torch_dtype(region.gradient_dtype)
+            flat = self._typed(region.gradient_start_bytes, bucket.num_elements, dtype)
+            pending.flat, pending.views = self._views_in(flat, bucket)
             own = bucket.counts[self._owners.rank]
-            self.reduced.append(self._typed(region.reduced_start_bytes, own, torch_dtype(bucket.master)))
-        self._wire = [
-            torch_dtype(wire_dtype(bucket, self._precision, num_microbatches=num_microbatches))
-            for bucket in self._buckets
-        ]
+            pending.total = pending.reduced = self._typed(region.reduced_start_bytes, own, pending.master)
+            pending.wire = torch_dtype(wire_dtype(bucket, self._precision, num_microbatches=num_microbatches))
 
     def _typed(self, start_bytes: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return self._arena[start_bytes : start_bytes + num_elements * dtype.itemsize].view(dtype)
 
-    def _launch(self) -> None:
-        """Start the reduction of the next bucket; buckets go in one order on all ranks, whatever backward did first."""
-        self._copies.flush()
-        index = len(self._works)
-        if index in self._left_out:
-            self._works.append(None)
+    def _lay_out_runs(self, num_microbatches: int) -> None:
+        # The runs have the dtype of accumulation, which one microbatch does not need: only that changes with k.
+        is_other = not self._num_microbatches or (num_microbatches == 1) != (self._num_microbatches == 1)
+        if is_other or any(each.reduced is not each.total for each in self._after):
+            self._owned.forget()  # given back, or copies in the dtype of the masters, made for one update
+        for pending in self._after:
+            pending.reduced = pending.total
+        if not is_other:
             return
-        bucket = self._buckets[index]
-        buffer = self._buffers[index]
-        # What is held until a wait is that of one or two buckets, and not of all: of one where a narrower copy travels
-        # than is summed, of two where a channel between devices holds what it has received.
-        if index and any(self._wire[at] != self._buffers[at].dtype for at in (index - 1, index)):
-            self._complete(index - 1)
-        elif index > 1 and sums_of(self._owners) is not None:
-            self._complete(index - 2)
-        # What this rank has no gradient for is zeros, because other ranks may have one: all reduce all buckets.
-        for slot in bucket.slots:
-            if slot.name not in self._touched:
-                buffer[slot.run.start : slot.run.stop].zero_()
-        if self._owners.size == 1:
-            self._works.append(None)
-            if self._taker is not None and self._replicas.size == 1:
-                self._complete(index)
-            return
-        self._counters.reduce_scatters += 1
-        self._works.append(
-            self._owners.reduce_scatter(
-                self.reduced[index],
-                buffer.to(self._wire[index]),
-                counts=bucket.counts,
-                purpose=f"gradients of bucket {index}",
+        for pending in self._after:
+            pending.total = pending.reduced = self._nothing  # free before taking the new ones
+        self.buffers.forget_scratch()
+        dtypes, counts, starts = [], [], [0]
+        for pending in self._after:
+            dtypes.append(torch_dtype(run_dtype(pending.bucket, self._precision, num_microbatches=num_microbatches)))
+            counts.append(pending.bucket.counts[self._owners.rank])
+            # Where torch would begin a new tensor: kernels round by that.
+            starts.append(starts[-1] + -(-counts[-1] * dtypes[-1].itemsize // 64) * 64)
+        # In one memory, so that few calls of torch divide them and take their norm.
+        memory = torch.zeros(starts[-1], dtype=torch.uint8, device=self._owners.device)
+        for pending, start, dtype, count in zip(self._after, starts, dtypes, counts, strict=False):
+            pending.total = pending.reduced = memory[start : start + count * dtype.itemsize].view(dtype)
+
+    # Gradients that come after their bucket -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _stray(self, name: str, gradient: torch.Tensor) -> None:
+        """Keep a gradient that comes after the reduction of its bucket: no rank had one for it in the last update."""
+        if name not in self._unused:
+            raise ModelError(self._too_late(name))
+        # Kept whole on this rank: other ranks may have none, and cannot join a reduction in the midst of backward. The
+        # sum over microbatches is taken here, before that over ranks, so that the last bit may differ.
+        if name in self._strays:
+            self._strays[name].add_(gradient)
+        else:
+            dtype = torch.promote_types(gradient.dtype, torch_dtype(self._precision.accumulate))
+            self._strays[name] = gradient.to(dtype if self._num_microbatches > 1 else gradient.dtype, copy=True)
+
+    def _too_late(self, name: str) -> str:
+        if self._starts_when_complete:
+            return (
+                f"parameter {name!r} got a gradient twice in one backward, after its bucket was reduced; use "
+                "non-reentrant activation checkpointing (use_reentrant=False)"
             )
+        return (
+            f"a backward came to parameter {name!r} once more, after the gradients of its unit "
+            f"{self._of[name].bucket.unit!r} had been summed over the ranks and freed (stage 3). Reentrant activation "
+            "checkpoints do so: give them use_reentrant=False. Or name the module around all uses of the unit in "
+            "sharding.units"
         )
 
-    def _complete(self, index: int) -> None:
-        """Wait for the buckets up to this one, in order, and finish what their owners do."""
-        # In order because `_finish` holds collectives over replicas, which all ranks call in one order.
-        for at in range(self._num_complete, index + 1):
-            if (work := self._works[at]) is not None:
-                work.wait()
-                self._works[at] = None
-            self._num_complete = at + 1
-            self._finish(at)
-            if self._taker is not None:
-                self._taker.send(self._buckets[at], self.reduced[at])
-
-    def _finish(self, index: int) -> None:
-        """Where owners hold a part again (replicas), add up their sums; where it stayed here, change its dtype."""
-        if index in self._left_out:
+    def _add_strays(self) -> None:
+        """One more reduction for the buckets of gradients that came late on some rank."""
+        # All ranks agreed on `_unused`, so that all of them exchange here or none does.
+        if not self._unused or not self._trained.meets(self._unused):
             return
-        reduced, buffer = self.reduced[index], self._buffers[index]
-        if self._replicas.size == 1:
-            if self._owners.size == 1 and reduced.dtype != buffer.dtype:
-                reduced.copy_(buffer)
-            return
-        source = buffer.to(self._wire[index]) if self._owners.size == 1 else reduced
-        purpose = f"gradients of bucket {index} over replicas"
-        sum_over_replicas(reduced, source, self._replicas, purpose=purpose, counters=self._counters)
+        self._counters.exchanges += 1
+        mine, purpose = json.dumps(sorted(self._strays)).encode(), "gradients of parameters that were not used before"
+        answers = self._owners.exchange(mine, purpose=purpose)
+        names = {name for given in understood(answers, texts_in, purpose=purpose) for name in given}
+        for pending in self._after:
+            if names.isdisjoint(pending.names):
+                continue
+            self._open(pending)
+            self._give_buffer(pending)
+            for name in self._strays.keys() & pending.names:
+                pending.views[name].copy_(self._strays[name])
+                pending.touched.add(name)
+            self._launch(pending)
 
 
-def sum_over_replicas(
-    reduced: torch.Tensor, source: torch.Tensor, replicas: Channel, *, purpose: str, counters: Counters
-) -> None:
-    """Leave in `reduced`, on every replica, the sum of what all of them have in `source`."""
-    if replicas.size == 1:
-        return
-    # Two halves of an all-reduce: each element is summed on one rank, so that all replicas get the same bits. Parts are
-    # padded to a multiple of the replicas (`plan.buckets`).
-    share = reduced.numel() // replicas.size
-    mine = reduced[replicas.rank * share : (replicas.rank + 1) * share]
-    counters.reduce_scatters += 1
-    replicas.reduce_scatter(mine, source, purpose=purpose).wait()
-    counters.all_gathers += 1
-    replicas.all_gather(reduced, mine, purpose=purpose).wait()
+def _small(bucket: Bucket) -> list[str]:
+    """Parameters of a bucket whose gradients may wait for all of it, in their own memory."""
+    found, num_elements = [], 0
+    for slot in bucket.slots:
+        if slot.num_elements <= MOST_ELEMENTS >> 2 and num_elements + slot.num_elements <= MOST_ELEMENTS:
+            found.append(slot.name)
+            num_elements += slot.num_elements
+    return found

@@ -19,7 +19,7 @@ from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.engine.norm import divide_on_device
 from shardwise.engine.zero.bucket_memory import page_locked
 from shardwise.engine.zero.flat_params import FlatParams, Mark, Owned, Run
-from shardwise.engine.zero.grad_reduce import OwnedGradients
+from shardwise.engine.zero.grad_buffers import OwnedGradients
 from shardwise.plan import Bucket
 
 

@@ -1,9 +1,9 @@
 """What a sharding stage holds where: the layout that is planned, and the buffers and gradients that follow it.
 
-stage   parameters                           gradients             around microbatches (`Passes`)
-0, 1    WholeBucket                          GradPerUpdate         nothing
-2       WholeBucket                          GradPerMicrobatch     the same object: reduces in each
-3       ShardedBucket; ties between stages   GradPerMicrobatch     Unshard: gathers units too
+stage   parameters                           gradients (`GradReduce`)   around microbatches (`Passes`)
+0, 1    WholeBucket                          added before reduction     nothing
+2       WholeBucket                          added after it             the same object: reduces in each
+3       ShardedBucket; ties between stages   added after it             Unshard: gathers units too
         of the pipeline: WholeBucket
 """
 
@@ -21,8 +21,7 @@ from shardwise.engine.reports import Counters
 from shardwise.engine.transformed_functions import see_transformations
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
-from shardwise.engine.zero.grad_reduce import GradPerUpdate, GradReduce, PartsTaker
+from shardwise.engine.zero.grad_reduce import GradReduce, PartsTaker
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
@@ -151,19 +150,7 @@ def install(
 
     taker: gets the owned part of each bucket as soon as it is reduced.
     """
-    if layout.stage < 2:
-        whole = GradPerUpdate(
-            inventory.parameters,
-            layout.ownership,
-            plan.precision,
-            owners=owners,
-            replicas=replicas,
-            counters=counters,
-            late=layout.late,
-            taker=taker,
-        )
-        return whole, Passes()
-    gradients = GradPerMicrobatch(
+    gradients = GradReduce(
         inventory.parameters,
         layout.ownership,
         plan.precision,
@@ -171,11 +158,12 @@ def install(
         replicas=replicas,
         counters=counters,
         late=layout.late,
+        adds_after=layout.stage >= 2,
         stage_of=layout.stage_of,
-        starts_when_complete=layout.stage == 2,
+        starts_when_complete=layout.stage < 3,
         taker=taker,
     )
-    if layout.stage == 2:
+    if layout.stage < 3:
         return gradients, gradients
     unshard = Unshard(
         params,

@@ -14,10 +14,10 @@ here all the time. In memory besides, in bytes:
     forward of 1 ends                         drop: close                      4000          0            0
     forward of 2 begins                       _make_room: free                    0          0            0
     gradient of an output of 1 is complete    begin_backward, use              4000          0            1
-    gradients of its parameters come          GradPerMicrobatch.collect        4000       4000            1
+    gradients of its parameters come          GradReduce.collect               4000       4000            1
     gradient of an input of 1 is complete     end_backward: drop, reduce       4000       4000            0
     backward of 0 begins                      _make_room: free                    0       4000            0
-    reduction of 0 begins                     GradPerMicrobatch._land             0          0            0
+    reduction of 0 begins                     GradReduce._land                    0          0            0
 
 The next unit, as the last pass had it, is gathered while this one runs, where transfers progress without help. In a
 backward the gather goes ahead of the gradients of the unit whose room it takes:
@@ -47,7 +47,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import understood
 from shardwise.engine.reports import Counters
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_per_microbatch import GradPerMicrobatch
+from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.sharded_params import Copy, sharded_class
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes
 from shardwise.engine.zero.unit_calls import Backward, GatheredUnit, Residence, UnitCall, unpack
@@ -74,7 +74,7 @@ class Unshard(Passes):
     def __init__(
         self,
         params: FlatParams,
-        gradients: GradPerMicrobatch,
+        gradients: GradReduce,
         units: Sequence[Unit],
         parameters: Mapping[str, nn.Parameter],
         *,
@@ -375,7 +375,7 @@ class Unshard(Passes):
         for unit in call.units:
             self.drop(unit, BACKWARD)
             # A tied or recurrent unit has several calls in a microbatch; its gradients are sums over all of them. If it
-            # were reduced after the first, the rest would come too late (`GradPerMicrobatch._stray`).
+            # were reduced after the first, the rest would come too late (`GradReduce._stray`).
             left = calls[unit.number] = calls.get(unit.number, 1) - 1
             if not left and self._trains:
                 self._reduce(unit)

@@ -1,0 +1,190 @@
+"""Memory for gradients that are reduced after every microbatch: some buffers in turn, and views of sums.
+
+Two of them, for four buckets that backward completes one after the other (stage 2; at stage 3 a buffer has all buckets
+of a unit). The first gradient of b2 waits for b0, which gives A back:
+
+    backward    | b0        | b1        | b2        | b3        |
+    buffer A    | fills b0  | reduce b0 | fills b2  | reduce b2 |
+    buffer B                | fills b1  | reduce b1 | fills b3  | reduce b3
+    waits                                 b0^         b1^           b2, b3 in `GradReduce.reduce`
+
+Where transfers go on only while somebody waits, or the sum needs the scratch, the launch of b1 waits for b0 already.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from shardwise.comm import Channel
+from shardwise.comm.local_tensors import torch_dtype
+from shardwise.engine.zero.flat_params import Mark, Owned, Run
+from shardwise.plan import Ownership, Precision
+from shardwise.plan.memory import buffer_bytes, places_in_buffers
+
+_NUM_KEPT = 2
+"""One fills while the other is reduced."""
+
+Views: TypeAlias = "tuple[torch.Tensor, Mapping[str, torch.Tensor]]"
+"""The flat place of a bucket in a buffer, and those of its parameters by name."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class GradBuffer:
+    """Memory for the gradients of buckets that come together: of one, or of those of a unit."""
+
+    group: int
+    memory: torch.Tensor
+    num_to_launch: int
+    num_to_land: int
+
+
+class GradBuffers:
+    """The buffers of one rank. A bucket has its number among the trainable ones of the ownership."""
+
+    def __init__(self, ownership: Ownership, precision: Precision, owners: Channel, *, by_unit: bool) -> None:
+        """`by_unit`: the gradients of a unit come together."""
+        self._places = places_in_buffers(ownership, precision, by_unit=by_unit)
+        self._num_bytes = buffer_bytes(ownership, precision, by_unit=by_unit)
+        self._sizes = Counter(place.group for place in self._places)
+        """Group -> its buckets that are reduced."""
+        self._num_kept = min(_NUM_KEPT, len(self._sizes))
+        self._num_taken = 0
+        """Buffers that are free or in use."""
+        self._owners = owners
+        self._held: dict[int, GradBuffer] = {}
+        """Group -> its buffer, until all of its buckets are launched."""
+        self.free: list[torch.Tensor] = []
+        self._largest_part = max(
+            (each.counts[owners.rank] * torch_dtype(each.master).itemsize for each in ownership.buckets), default=0
+        )
+        self.scratch_memory = torch.empty(0, dtype=torch.uint8, device=owners.device)
+        self._scratch_views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._views: dict[tuple[int, int], Views] = {}
+        """(bucket, address of a buffer) -> the views of the bucket there: buffers come again in every microbatch."""
+
+    def expect(self, buckets: Collection[int]) -> None:
+        """Only these are reduced from now on."""
+        self._sizes = Counter(self._places[each].group for each in buckets)
+
+    def is_short(self, bucket: int) -> bool:
+        """Whether `give` would take memory that is not kept."""
+        is_held = self._places[bucket].group in self._held
+        return not is_held and not self.free and self._num_taken >= self._num_kept
+
+    def give(self, bucket: int) -> GradBuffer:
+        """The buffer of a bucket: that of its group, if it has one."""
+        group = self._places[bucket].group
+        if (buffer := self._held.get(group)) is None:
+            # All buffers have the size of the largest group, so that any of them serves any group.
+            memory = self.free.pop() if self.free else self._take()
+            count = self._sizes[group]
+            buffer = self._held[group] = GradBuffer(group=group, memory=memory, num_to_launch=count, num_to_land=count)
+        return buffer
+
+    def part(self, bucket: int, buffer: GradBuffer, dtype: torch.dtype) -> torch.Tensor:
+        """The place of a bucket in its buffer."""
+        place = self._places[bucket]
+        return buffer.memory[place.start_bytes : place.stop_bytes].view(dtype)
+
+    def views(self, bucket: int, buffer: GradBuffer, make: Callable[[], Views]) -> Views:
+        """The views of a bucket in a buffer, as `make` made them once."""
+        key = bucket, buffer.memory.data_ptr()
+        if (found := self._views.get(key)) is None:
+            found = self._views[key] = make()
+        return found
+
+    def launched(self, buffer: GradBuffer) -> None:
+        """The reduction of one of its buckets has begun."""
+        buffer.num_to_launch -= 1
+        # The group is closed when all of it is on its way: the same unit in the next microbatch takes another buffer,
+        # as this one is still being read.
+        if not buffer.num_to_launch:
+            del self._held[buffer.group]
+
+    def landed(self, buffer: GradBuffer) -> None:
+        """The reduction of one of its buckets has ended."""
+        buffer.num_to_land -= 1
+        if not buffer.num_to_land:
+            self.free.append(buffer.memory)
+
+    def scratch(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for one part of a sum: one reduction that needs it is in flight."""
+        # Not allocated with one microbatch in the master's dtype, which needs none; then at once for the largest.
+        if (view := self._scratch_views.get((num_elements, dtype))) is not None:
+            return view
+        num_bytes = num_elements * dtype.itemsize
+        if self.scratch_memory.numel() < num_bytes:
+            self.scratch_memory = self.scratch_memory.new_empty(self._largest_part)
+        view = self._scratch_views[num_elements, dtype] = self.scratch_memory[:num_bytes].view(dtype)
+        return view
+
+    def forget_scratch(self) -> None:
+        """Perhaps nothing needs it any more."""
+        self._scratch_views.clear()
+        self.scratch_memory = self.scratch_memory.new_empty(0)
+
+    def forget(self) -> None:
+        """What is in use belongs to an update that was given up."""
+        # It does not go back to `free`: a transfer that nobody waited for may still read it.
+        self._held.clear()
+        self._num_taken = len(self.free)
+        self._forget_views()
+
+    def trim(self) -> None:
+        """Give back what is seldom needed."""
+        # Backward may fill several buckets side by side: those of a block and of the module around it, say. More so in
+        # the first update, where a bucket waits for parameters that no backward reaches (`expect`).
+        if len(self.free) > self._num_kept:
+            self._num_taken -= len(self.free[self._num_kept :])
+            del self.free[self._num_kept :]
+            self._forget_views()
+
+    def _take(self) -> torch.Tensor:
+        self._num_taken += 1
+        return self._owners.allocate(self._num_bytes)
+
+    def _forget_views(self) -> None:
+        """Of buffers that are given back: views keep the memory."""
+        kept = {each.data_ptr() for each in self.free}
+        self._views = {key: views for key, views in self._views.items() if key[1] in kept}
+
+
+class OwnedGradients:
+    """Views of the reduced gradients. They are made once: buffers serve many updates."""
+
+    def __init__(self) -> None:
+        self._parts: Sequence[torch.Tensor] = ()
+        """The owned parts of buckets that are viewed."""
+        self._views: dict[str, torch.Tensor] = {}
+        self._runs: dict[int, tuple[Sequence[Run[Any]], list[tuple[torch.Tensor, Any]]]] = {}
+        """By the list of runs that was asked for."""
+
+    def views(
+        self, owned: Sequence[Owned], parts: Sequence[torch.Tensor], part_of: Callable[[str], torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """The gradients of what is owned, by name. `parts`: the owned parts of all buckets. `part_of`: the one with a
+        parameter."""
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
+            self._views, self._runs = {}, {}
+            for each in owned:
+                segment = each.segment
+                span = slice(segment.start, segment.start + segment.run.num_elements)
+                self._views[segment.name] = part_of(segment.name)[span].view(each.parameter.shape)
+            self._parts = list(parts)
+        return self._views
+
+    def runs(self, runs: Sequence[Run[Mark]]) -> Sequence[tuple[torch.Tensor, Mark]]:
+        """The same gradients as flat runs."""
+        known = self._runs.get(id(runs))
+        if known is None or known[0] is not runs:
+            made = [(self._views[name].as_strided((size,), (1,)), counts) for name, size, counts in runs]
+            known = self._runs[id(runs)] = runs, made
+        return known[1]
+
+    def forget(self) -> None:
+        """The buffers are given back: views would keep them."""
+        self._parts, self._views, self._runs = (), {}, {}

@@ -1,0 +1,78 @@
+"""Hooks through which autograd gives the engine finished gradients, behind all hooks of users."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Collector(Protocol):
+    """Who takes gradients."""
+
+    def collect(self, name: str, parameter: torch.Tensor) -> None:
+        """Take a finished gradient over from autograd; outside of an update it is the user's."""
+
+
+class Collectors:
+    """A hook on each parameter, which gives its gradient to the collector.
+
+    A model that is put under another plan keeps the hooks. They do nothing once the collector is gone, and do not keep
+    it alive.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], collector: "Collector") -> None:
+        # The collector itself in a hook would be kept, and with it all gradients, for as long as the model lives.
+        reference = weakref.ref(collector)
+        self._parameters = parameters
+        self._hooks = {name: _Giving(reference, name) for name in parameters}
+        self._had_hooks = [name for name, each in parameters.items() if each._post_accumulate_grad_hooks]
+        """Those whose list of hooks is torch's. Handles of its hooks know it, so it stays."""
+        self._handles = {name: self._put_on(name) for name in parameters}
+
+    def stay_last(self) -> None:
+        """Let hooks that a model has put on its parameters since, in its first forward, see the gradient first."""
+        # Such a hook may sum the gradient over ranks, say. Ours drops `p.grad`, and a hook behind it would find None.
+        for name in self._had_hooks:
+            handle = self._handles[name]
+            if next(reversed(self._parameters[name]._post_accumulate_grad_hooks)) != handle.id:
+                handle.remove()
+                self._handles[name] = self._put_on(name)
+
+    def _put_on(self, name: str) -> RemovableHandle:
+        parameter = self._parameters[name]
+        if not parameter._post_accumulate_grad_hooks:
+            parameter._post_accumulate_grad_hooks = _BeforeOurs()
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hooks[name])
+        return handle
+
+
+class _BeforeOurs(OrderedDict[int, Any]):
+    """The hooks of a parameter: those that users put there later come before ours, which takes the gradient away."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        ours = [(each, self.pop(each)) for each in list(self) if isinstance(self[each], _Giving)]
+        super().__setitem__(key, hook)
+        for each, held in ours:
+            super().__setitem__(each, held)
+
+
+class _Giving:
+    """The hook of one parameter."""
+
+    def __init__(self, reference: "weakref.ref[Collector]", name: str) -> None:
+        self.collector = reference
+        self._name = name
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if (collector := self.collector()) is not None:
+            collector.collect(self._name, parameter)
+
+
+def is_of_engine(parameter: torch.Tensor) -> bool:
+    """Whether an engine takes the gradients of a parameter."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(each, _Giving) and each.collector() is not None for each in hooks)
