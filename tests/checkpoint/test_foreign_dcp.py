@@ -304,7 +304,7 @@ def reading(data: bytes) -> Callable[[int, int], bytes]:
 
 
 def test_what_torch_does_not_write_is_no_tensor() -> None:
-    for value in (5, torch.ones(2, dtype=torch.complex64).conj(), [torch.ones(1)], torch.ones(2).to_sparse()):
+    for value in (5, [torch.ones(1)], torch.ones(2).to_sparse()):
         file = io.BytesIO()
         torch.save(value, file)
         data = file.getvalue()

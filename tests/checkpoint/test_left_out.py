@@ -73,6 +73,10 @@ def places(value: Any) -> dict[str, tuple[Any, str]]:
     }
 
 
+RESOLVED = ("conjugated", "negated")
+"""Of these the values are read."""
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("kind", odd_values())
 def test_what_is_no_plain_tensor_is_named_wherever_it_is(tmp_path: Path, kind: str, legacy: bool) -> None:
@@ -81,10 +85,45 @@ def test_what_is_no_plain_tensor_is_named_wherever_it_is(tmp_path: Path, kind: s
         torch.save(held, tmp_path / f"{where}.pt", _use_new_zipfile_serialization=not legacy)
         contents = checkpoint.open(tmp_path / f"{where}.pt").contents
         assert "w" in contents.tensors
+        if kind in RESOLVED and where not in ("state", "setting"):
+            (name,) = (each for each in contents.tensors if each.endswith(("odd", "1")))
+            assert torch.equal(checkpoint.open(tmp_path / f"{where}.pt").read(name), value)
+            continue
         assert any(place in note for note in contents.notes), (where, contents.notes)
+    if kind in RESOLVED:
+        return
     torch.save(value, tmp_path / "whole.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(CheckpointError, match=r"whole\.pt: it "):
         checkpoint.open(tmp_path / "whole.pt")
+
+
+def _conjugates(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    values = torch.complex(torch.randn(shape), torch.randn(shape)).conj()
+    values.view(-1)[:1] = float("nan")
+    turned = values.movedim(0, -1)
+    both = torch.complex(torch.randn(shape), torch.randn(shape)).conj().imag
+    return {"plain": torch.ones(2), "a": values, "b": turned, "d": both, "e": values[1:], "f": values}
+
+
+@pytest.mark.parametrize("source", ["pt", "legacy", "dcp", "bin"])
+@pytest.mark.parametrize("shape", [(2,), (3, 4), (5, 1, 3), (0, 3)])
+def test_conjugated_and_negated_tensors_have_their_values(tmp_path: Path, source: str, shape: tuple[int, ...]) -> None:
+    held = _conjugates(shape)
+    if source == "dcp":
+        save_dcp(tmp_path / "from", held)
+        path = tmp_path / "from"
+    else:
+        path = tmp_path / ("pytorch_model.bin" if source == "bin" else "model.pt")
+        torch.save(held, path, _use_new_zipfile_serialization=source != "legacy")
+    checkpoint.convert(path, tmp_path / "save")
+    checkpoint.average([path, path], tmp_path / "mean")
+    assert checkpoint.diff(path, tmp_path / "mean").equal == checkpoint.diff(path, tmp_path / "save").equal is True
+    for name, tensor in held.items():
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        target = torch.empty_like(plain)
+        sw.load(path, {name: target}, strict=False)
+        for found in (target, checkpoint.open(tmp_path / "save").read(name)):
+            assert torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("way", ["convert", "hf", "average", "diff"])
@@ -190,6 +229,18 @@ def test_one_part_alone_says_that_it_is_one(tmp_path: Path) -> None:
     for kind in ("safetensors", "bin"):
         part = write_part(kind, tmp_path, 2, 3)
         assert "is part 2 of 3: name its folder" in checkpoint.open(part).contents.notes[0]
+
+
+@pytest.mark.parametrize(("num_ranks", "got"), [(1, [0]), (2, [0, 1]), (2, [0]), (2, [1])])
+def test_a_part_of_a_model_of_meta_says_that_it_is_one(tmp_path: Path, num_ranks: int, got: list[int]) -> None:
+    for rank in got:
+        state = {"layers.0.attention.wo.weight": torch.ones(4, 4 // num_ranks), "norm.weight": torch.ones(4)}
+        torch.save(state, tmp_path / f"consolidated.0{rank}.pth")
+    for rank in got:
+        notes = checkpoint.open(tmp_path / f"consolidated.0{rank}.pth").contents.notes
+        assert any("has the part of one rank of each tensor" in note for note in notes) == (num_ranks > 1)
+    with pytest.raises(CheckpointError, match=r"convert_llama_weights_to_hf\.py of transformers, or name the file"):
+        checkpoint.open(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])

@@ -20,6 +20,8 @@ from shardwise.cli import main
 from shardwise.errors import CheckpointError
 from tests.checkpoint.megatron.folders import folders as megatron_folders
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 RATE = 0.01
 Optimizers = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -80,6 +82,7 @@ ORDERS: dict[str, Callable[[nn.Module], list[Any]]] = {
 }
 OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": lambda given: torch.optim.AdamW(given, lr=RATE),
+    "a tensor as rate": lambda given: torch.optim.AdamW(given, lr=torch.tensor(RATE)),
     "momentum": lambda given: torch.optim.SGD(given, lr=RATE, momentum=0.9),
     "Adafactor": lambda given: torch.optim.Adafactor(given, lr=RATE),
     "Python numbers": lambda given: _PythonNumbers(given, lr=RATE),
@@ -131,8 +134,20 @@ def _converted(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return path / "save"
 
 
+def _dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    save_dcp({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _dcp_list(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    save_dcp({"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}, checkpoint_id=path, no_dist=True)
+    return path
+
+
 SOURCES = {
     "a file": _file,
+    "a folder of DCP": _dcp,
+    "a folder of DCP with a list": _dcp_list,
     "the Trainer's folder": _of_trainer,
     "accelerate's folder": _of_accelerate,
     "Lightning's file": _of_lightning,

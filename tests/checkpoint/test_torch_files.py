@@ -150,7 +150,6 @@ def test_tensors_that_cannot_be_read_are_named_and_left_out(tmp_path: Path) -> N
         "w": torch.ones(2),
         "sparse": torch.eye(3).to_sparse(),
         "csr": torch.eye(3).to_sparse_csr(),
-        "conj": torch.ones(2, dtype=torch.complex64).conj(),
         "meta": torch.ones(2, device="meta"),
         "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     }

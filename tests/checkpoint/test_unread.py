@@ -42,7 +42,7 @@ FOLDERS: dict[str, tuple[list[str], list[str]]] = {
     "ONNX": (["model.onnx"], ["ONNX, which is not read yet"]),
     "GGUF": (["q4.gguf"], ["a folder of models of llama.cpp (GGUF)", "name the file of one"]),
     "Lightning": (["epoch=1.ckpt"], ["a folder of files that torch.save may have written", "name the file"]),
-    "Llama": (["consolidated.00.pth", "params.json"], ["a folder of files that torch.save may have written"]),
+    "Llama": (["consolidated.00.pth", "params.json"], ["a model as Meta publishes it", "convert_llama_weights"]),
     "anything": (["a.txt", "b\n.txt", "c", "d"], [r"it has a.txt, b\n.txt, c and 1 more; name the folder or the file"]),
     "cache of the hub": (
         ["blobs/1a", "refs/main", "snapshots/0f/model.safetensors", "snapshots/0f/config.json"],

@@ -347,7 +347,7 @@ def prepare(
         settings=settings,
         extra=arguments.extra or {},
     )
-    compared = compared_replicas(channel, state, held, settings, became and became.checked)
+    compared = compared_replicas(channel, state, held, settings, None if became is None else became.checked)
     return Prepared(
         samples=samples_of(arrangement.shared if compared else (), channel.rank, compared),
         store=store,

@@ -100,11 +100,28 @@ def read_foreign(store: Store) -> Contents:
     raise CheckpointError(no_checkpoint(store))
 
 
+_OF_META = re.compile(r"consolidated\.(\d\d)\.pth")
+"""A model as Meta publishes it: a file for each rank, which has a part of each tensor."""
+_SQUARE = "layers.0.attention.wo.weight"
+"""A matrix of such a model that is square where it is whole."""
+_JOIN_THEM = "join all files with convert_llama_weights_to_hf.py of transformers"
+
+
 def _as_one_of(store: Store, contents: Contents) -> Contents:
-    """The contents of one file, which say so where its name has a number."""
-    if not isinstance(store, OneFile) or not (part := is_numbered(store.name)):
+    """The contents of one file, which say so where others belong to it."""
+    if not isinstance(store, OneFile):
         return contents
-    note = f"{store.name} is part {int(part['number'])} of {int(part['count'])}: name its folder to have all of them"
+    if part := is_numbered(store.name):
+        all_of_them = "name its folder to have all of them"
+        note = f"{store.name} is part {int(part['number'])} of {int(part['count'])}: {all_of_them}"
+    elif rank := _OF_META.fullmatch(store.name):
+        square = contents.tensors.get(_SQUARE)
+        others = os.path.exists(f"{store.location}/consolidated.01.pth")
+        if not (others or int(rank[1]) or (square and len(set(square.shape)) > 1)):
+            return contents
+        note = f"{store.name} has the part of one rank of each tensor: {_JOIN_THEM}"
+    else:
+        return contents
     return replace(contents, notes=(*contents.notes, note))
 
 
@@ -160,6 +177,11 @@ _KINDS = (
     ),
     _kind(r".*\.onnx", "a model of ONNX, which is not read yet", _AS_SAFETENSORS),
     _kind(r".*\.np[yz]", "arrays of numpy, which are not read yet", "write them as safetensors (safetensors.numpy)"),
+    _kind(
+        _OF_META.pattern,
+        "a folder of a model as Meta publishes it, a file for each rank",
+        f"{_JOIN_THEM}, or name the file of one rank",
+    ),
     _kind(
         r".*\.(?:pt|pth|ckpt|bin)", "a folder of files that torch.save may have written", "name the file of the model"
     ),

@@ -12,20 +12,27 @@ importing what it names. Its classes: torch/distributed/checkpoint/metadata.py, 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor, can_exist
-from shardwise.checkpoint.foreign.dcp_training import KeyPath, training_names
+from shardwise.checkpoint.foreign.dcp_training import KeyPath, is_setting, training_names
 from shardwise.checkpoint.foreign.huggingface import boxes_in, saved_offsets
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, parse
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
-from shardwise.checkpoint.foreign.torch_files import NotPlainError, find_tensor, ints, read_value
+from shardwise.checkpoint.foreign.torch_files import (
+    NotPlainError,
+    ResolvedTensor,
+    find_tensor,
+    ints,
+    number_of,
+    read_value,
+)
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, read_whole
+from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, is_value, open_data, read_whole, value_name
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Piece, check_cover
@@ -242,7 +249,8 @@ def read_contents(store: Store) -> Contents:
     for other, more in parts[1:]:
         contents = contents.joined(other, where="in the model and in the optimizer")
         paths = {**paths, **more}
-    named = training_names(contents.tensors, contents.aliases, contents.extra.get("objects", {}), paths)
+    values = {**contents.extra.get("objects", {}), **_settings_of(contents, paths, store)}
+    named = training_names(contents.tensors, contents.aliases, values, paths)
     if named is None:
         return contents
     of_trainer = named.values.get("train_state")
@@ -257,6 +265,19 @@ def read_contents(store: Store) -> Contents:
         step=step if type(step) is int else None,
         notes=(*contents.notes, *named.notes),
     )
+
+
+def _settings_of(contents: Contents, paths: Mapping[str, KeyPath], store: Store) -> dict[str, Any]:
+    """Settings of optimizers that are tensors without dims, by name: their numbers, which torch takes alike."""
+    found = {}
+    for name, tensor in contents.tensors.items():
+        if not tensor.shape and is_setting(paths.get(name, (name,))):
+            (piece,) = tensor.pieces
+            data = bytearray(piece.num_bytes)
+            with closing(open_data(store, piece.file)) as reader:
+                reader.read_into(memoryview(data), piece.start)
+            found[name] = number_of(bytes(data), tensor.dtype)
+    return {name: number for name, number in found.items() if number is not None}
 
 
 _PART = re.compile(r"((?:pytorch_model_fsdp|optimizer)(?:_\d+)?/)\.metadata")
@@ -307,6 +328,8 @@ def as_saved(metadata: Metadata, store: Store, folder: str = "") -> Contents:
         )
         problems += [f"{place}: {problem}" for problem in _unplaced(metadata)]
         sizes = {file.name: file.size for file in files.values()}
+        pieces = (each for tensor in tensors.values() for each in tensor.pieces)
+        sizes |= {each.file: each.num_bytes for each in pieces if is_value(each.file)}
     problems.check()
     return Contents(
         format="dcp", location=store.location, tensors=tensors, file_sizes=sizes, extra=extra, notes=tuple(notes)
@@ -388,7 +411,7 @@ def _stored(
             file = files[blob.file]
             where = f"{file.place}: tensor {name}, bytes {blob.start:,} to {blob.start + blob.num_bytes:,}"
             with problems.collecting(), about(where):
-                pieces += _pieces(name, saved, chunk, _place(name, chunk, blob, file), file.name)
+                pieces += _pieces(name, saved, chunk, *_place(name, chunk, blob, file))
     # What is missing is reported with its file; that the tensor then has holes would say it again.
     if not problems and not lost:
         held = [each.piece for each in pieces]
@@ -401,17 +424,18 @@ def _stored(
     return StoredTensor(name=name, dtype=saved.dtype, shape=saved.shape, pieces=tuple(pieces))
 
 
-def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
-    """Where the elements of a chunk are in its file."""
+def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> tuple[str, TensorPlace]:
+    """The file with the elements of a chunk, and where they are in it."""
     # Compressed or encrypted: the bytes in the file are not those of
     # the tensor, and which code makes them is for its owner to say.
     if blob.extensions:
         raise CheckpointError(f"it went through {', '.join(blob.extensions)}; save without extensions to read it here")
     # The metadata does not say which of the two formats was used, so the first bytes do.
     if file.read(blob.start, min(len(SIGNATURE), blob.num_bytes)) == SIGNATURE:
-        place = find_tensor(lambda at, num: file.read(blob.start + at, num), blob.num_bytes)
-        start = blob.start + place.start
-        return TensorPlace(dtype=place.dtype, shape=place.shape, strides=place.strides, start=start)
+        found = find_tensor(lambda at, num: file.read(blob.start + at, num), blob.num_bytes)
+        if isinstance(found, ResolvedTensor):
+            return value_name(found.data), found.place
+        return file.name, replace(found, start=blob.start + found.start)
     entries, boxes = file.header_at(blob.start)
     if name not in entries:
         raise CheckpointError("it is neither in the format of torch.save nor in that of safetensors")
@@ -420,15 +444,11 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> TensorPlace:
     if offset is not None and offset != chunk.offset:
         raise CheckpointError(f"it holds the chunk at {offset}, not that at {chunk.offset}")
     entry = entries[name]
-    return TensorPlace(
-        dtype=dtype_of(entry.code),
-        shape=entry.shape,
-        strides=row_major_strides(entry.shape),
-        start=blob.start + entry.start,
-    )
+    strides, start = row_major_strides(entry.shape), blob.start + entry.start
+    return file.name, TensorPlace(dtype=dtype_of(entry.code), shape=entry.shape, strides=strides, start=start)
 
 
-def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, place: TensorPlace, file: str) -> Iterator[StoredPiece]:
+def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, file: str, place: TensorPlace) -> Iterator[StoredPiece]:
     """The pieces of a chunk."""
     if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
         raise CheckpointError(

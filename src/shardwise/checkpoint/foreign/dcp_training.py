@@ -54,10 +54,11 @@ def training_names(
 ) -> TrainingNames | None:
     """Name the tensors of a folder by its model; None where nothing says which dict that is, or whose state is whose.
 
-    aliases: other names of tensors. objects: values that are no tensors. paths: of all names, as far as it has any.
+    aliases: other names of tensors. objects: values that are no tensors, and numbers in the place of tensors. paths: of
+        all names, as far as it has any.
     """
     places = {name: _stand_in(number, each) for number, (name, each) in enumerate(tensors.items())}
-    values: dict[str, Any] = {**objects, **places, **{alias: places[name] for alias, name in aliases.items()}}
+    values: dict[str, Any] = {**places, **objects, **{alias: places[name] for alias, name in aliases.items()}}
     saved = _SavedOptimizers(paths.values())
     rest: dict[Any, Any] = {}
     beside: dict[str, StoredTensor] = {}
@@ -82,12 +83,14 @@ def training_names(
     # Weights alone have names of a model where all are in one dict, which is not the outermost.
     dicts = {paths.get(name, (name,))[:-1] for name in places}
     is_model = bool(found.optimizers) or (len(dicts) == 1 and dicts != {()})
-    if not is_model or not all(each.names and each.is_whole for *_, each in found.optimizers):
+    if not is_model or not all(each.is_whole for *_, each in found.optimizers):
         return None
     stored = list(tensors.values())
     # Groups that are names alone say nothing of how they are updated.
     named = [
-        each.settings() for *_, each in found.optimizers if any(group.keys() != {"params"} for group in each.groups)
+        each.settings()
+        for *_, each in found.optimizers
+        if each.names and any(group.keys() != {"params"} for group in each.groups)
     ]
     numbered = numbered_settings((path, each) for path, _, each in found.optimizers)
     return TrainingNames(
@@ -98,10 +101,15 @@ def training_names(
         | beside,
         value_sizes=found.value_sizes,
         aliases=found.aliases,
-        settings={"ties": dict(found.aliases), "optimizers": named, **numbered} if named else {},
+        settings={"ties": dict(found.aliases), "optimizers": named, **numbered} if named or numbered else {},
         values=found.values,
         notes=tuple(found.notes),
     )
+
+
+def is_setting(path: KeyPath) -> bool:
+    """Whether a value is in the groups of an optimizer."""
+    return _GROUPS in path or str(path[-1]).startswith(f"{_GROUPS}.")
 
 
 def _stand_in(number: int, tensor: StoredTensor) -> TensorPlace:
@@ -158,6 +166,9 @@ class _SavedOptimizer:
     def value(self) -> dict[str, Any]:
         """As `state_dict()` of an optimizer has it, with names in the place of numbers."""
         groups = [self.groups[number] for number in sorted(self.groups)]
+        # Keys of dicts are texts in names, and groups have numbers.
+        numbers = {str(each): each for group in groups for each in group.get("params", ())}
+        state = {numbers.get(parameter, parameter): each for parameter, each in self.state.items()}
         if not groups:
             # Parameters with the same settings are a group: the flattened form does not say more.
             alike: dict[str, dict[str, Any]] = {}
@@ -165,4 +176,4 @@ class _SavedOptimizer:
                 key = json.dumps(settings, sort_keys=True, default=repr)
                 alike.setdefault(key, {**settings, "params": []})["params"].append(parameter)
             groups = list(alike.values())
-        return {_STATE: self.state, _GROUPS: groups}
+        return {_STATE: state, _GROUPS: groups}

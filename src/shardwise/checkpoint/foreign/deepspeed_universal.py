@@ -6,7 +6,6 @@ mp_rank_00_model_states.pt                         as before the conversion: the
 """
 
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from shardwise.checkpoint.foreign.deepspeed_settings import loss_scale_of
 from shardwise.checkpoint.foreign.optimizer_states import is_optimizer
 from shardwise.checkpoint.foreign.state_dicts import stored_tensor
 from shardwise.checkpoint.foreign.strided import TensorPlace
-from shardwise.checkpoint.foreign.torch_files import read_file
+from shardwise.checkpoint.foreign.torch_files import number_of, read_file
 from shardwise.checkpoint.stores import Findings, OpenFile, Store, about
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
@@ -27,7 +26,6 @@ _ZERO = "zero/"
 _STATE = "zero/optimizer_state.pt"
 _MAX_COUNT = 1 << 53
 """Floats count so far."""
-_NUMBERS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 
 
 def is_universal(store: Store, folder: str) -> bool:
@@ -37,9 +35,8 @@ def is_universal(store: Store, folder: str) -> bool:
 
 def number_at(opened: OpenFile, value: object) -> float | None:
     """A count of updates that a file has, as a tensor or as a number; None for all else."""
-    if isinstance(value, TensorPlace) and not value.shape and value.dtype in _NUMBERS:
-        data = opened.read(value.start, itemsize_bytes(value.dtype))
-        return float(struct.unpack(_NUMBERS[value.dtype], data)[0])
+    if isinstance(value, TensorPlace) and not value.shape:
+        value = number_of(opened.read(value.start, itemsize_bytes(value.dtype)), value.dtype)
     return float(value) if isinstance(value, int | float) and abs(value) < _MAX_COUNT else None
 
 

@@ -11,7 +11,7 @@ have their paths before them: "ema.w". Classes decide nothing: which library wro
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.checkpoint.contents import StoredPiece, StoredTensor
@@ -23,8 +23,8 @@ from shardwise.checkpoint.foreign.optimizer_states import (
     numbered_settings,
 )
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
-from shardwise.checkpoint.foreign.torch_files import UnknownObject
-from shardwise.checkpoint.stores import value_name
+from shardwise.checkpoint.foreign.torch_files import ResolvedTensor, UnknownObject
+from shardwise.checkpoint.stores import is_value, value_name
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.names import beside_name, is_beside_name, state_name
 from shardwise.plan.saved_settings import PYTHON_DTYPES
@@ -112,13 +112,21 @@ class FoundState:
         return tensors
 
     def _model(self) -> dict[str, TensorPlace]:
-        return {name: place for name, (_, place) in self.tensors.items() if not is_beside_name(name)}
+        return {
+            # Of each its own place, as no two are tied that are in no file.
+            name: replace(place, start=-number) if is_value(file) else place
+            for number, (name, (file, place)) in enumerate(self.tensors.items(), 1)
+            if not is_beside_name(name)
+        }
 
 
-def placed(value: TensorPlace | float, file: str, sizes: dict[str, int]) -> tuple[str, TensorPlace]:
-    """File and place of a tensor. A Python number is in the name of its file alone, whose size goes to `sizes`."""
+def placed(value: TensorPlace | ResolvedTensor | float, file: str, sizes: dict[str, int]) -> tuple[str, TensorPlace]:
+    """File and place of a tensor. What is in no file is in the name of its own alone, whose size goes to `sizes`."""
     if isinstance(value, TensorPlace):
         return file, value
+    if isinstance(value, ResolvedTensor):
+        sizes[value_name(value.data)] = len(value.data)
+        return value_name(value.data), value.place
     kind = type(value).__name__
     data = struct.pack({"bool": "?", "int": "<q", "float": "<d"}[kind], value)
     sizes[value_name(data)] = len(data)
@@ -138,7 +146,7 @@ def find_state(value: object, file: str, *, next_to_model: bool = False) -> Foun
     The optimizers are not named yet: see `name_optimizers`.
     """
     walk = _TensorSearch()
-    if isinstance(value, UnknownObject):
+    if isinstance(value, UnknownObject) and not isinstance(value, ResolvedTensor):
         raise CheckpointError(
             value.hint
             or f"it holds a {value.kind[:_MAX_NAME]} as a whole, and no objects are made here. Load it with the "
@@ -149,16 +157,18 @@ def find_state(value: object, file: str, *, next_to_model: bool = False) -> Foun
     models = [] if next_to_model else _models(walk)
     stem = f"{file.rpartition('.')[0]}." if next_to_model else ""
     inside = models[0] if len(models) == 1 else ()
-    ties: dict[TensorPlace, str] = {}
-    for path, place in walk.tensors.items():
+    ties: dict[tuple[str, TensorPlace], str] = {}
+    for path, held in walk.tensors.items():
+        place = placed(held, file, found.value_sizes)
         # A file without a model has nothing that other tensors could be beside.
         if next_to_model or (models and not any(path[: len(each)] == each for each in models)):
-            found.add(beside_name(stem + _dotted(path)), file, place)
+            found.add(beside_name(stem + _dotted(path)), *place)
             continue
         name = _dotted(path[len(inside) :]) or "tensor"
         first = ties.setdefault(place, name)
-        if first == name or 0 in place.shape:
-            found.add(name, file, place)
+        # Values alone tie nothing.
+        if first == name or 0 in place[1].shape or is_value(place[0]):
+            found.add(name, *place)
         else:
             found.aliases[name] = first
     several = len(walk.optimizers) > 1
@@ -175,7 +185,7 @@ class _TensorSearch:
     """All tensors and optimizers in a value, by path."""
 
     def __init__(self) -> None:
-        self.tensors: dict[_Path, TensorPlace] = {}
+        self.tensors: dict[_Path, TensorPlace | ResolvedTensor] = {}
         self.optimizers: dict[_Path, Mapping[str, Any]] = {}
         self.dicts: dict[_Path, Mapping[Any, Any]] = {}
         """Dicts that have tensors right in them."""
@@ -191,7 +201,7 @@ class _TensorSearch:
         self._left -= 1
         if self._left < 0:
             raise CheckpointError(f"it has more than {_MAX_NODES:,} values, which is no checkpoint")
-        if isinstance(value, TensorPlace):
+        if isinstance(value, TensorPlace | ResolvedTensor):
             self.tensors[path] = value
         elif isinstance(value, UnknownObject):
             what = f"it is a {value.kind[:_MAX_NAME]}, and tensors in such objects are not read; save them in dicts"
@@ -199,7 +209,7 @@ class _TensorSearch:
         elif is_optimizer(value):
             self.optimizers[path] = value
         elif isinstance(value, dict):
-            if any(isinstance(each, TensorPlace) for each in value.values()):
+            if any(isinstance(each, TensorPlace | ResolvedTensor) for each in value.values()):
                 self.dicts[path] = value
             for key, each in value.items():
                 self.visit((*path, key), each)
@@ -233,9 +243,10 @@ def _models(walk: _TensorSearch) -> list[_Path]:
 
 def _is_model(value: Mapping[Any, Any]) -> bool:
     """Whether a dict has tensors by name, and floats among them; random states have none."""
+    places = (each.place if isinstance(each, ResolvedTensor) else each for each in value.values())
     return all(isinstance(key, str) for key in value) and any(
         isinstance(each, TensorPlace) and each.shape and each.dtype.startswith(("float", "bfloat", "complex"))
-        for each in value.values()
+        for each in places
     )
 
 

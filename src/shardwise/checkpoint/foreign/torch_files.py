@@ -13,24 +13,32 @@ or, before torch 1.6, pickles with the storages behind them:
 Of a large tensor not a byte is read. The format: torch/serialization.py
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from shardwise.checkpoint.contents import can_exist
 from shardwise.checkpoint.foreign.pickles import CutShortError, MadeObject, Named, Persistent, parse, parse_first
 from shardwise.checkpoint.foreign.strided import TensorPlace
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE, Read, ZipParts
+from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, itemsize_bytes
+from shardwise.space.boxes import row_major_strides
 
 _PICKLE = "data.pkl"
 _MAX_VALUES = 1_000_000
 _MAX_DEPTH = 200
 _FIRST_BYTES = 1 << 20
 _MAX_PICKLE_BYTES = 1 << 28
+_MAX_RESOLVED_BYTES = 1 << 26
+"""Of conjugated and negated tensors of one file, whose values are kept in memory; more are named."""
+_GROUPS = "param_groups"
 STORAGES: Mapping[str, str] = MappingProxyType(
     {
         "BoolStorage": "bool",
@@ -74,12 +82,12 @@ _SETS = tuple(Named(module, name) for module in ("builtins", "__builtin__") for 
 _ENCODE = Named("_codecs", "encode")
 
 
-def find_tensor(read: Read, size: int) -> TensorPlace:
+def find_tensor(read: Read, size: int) -> "TensorPlace | ResolvedTensor":
     """Return the place of the one tensor whose save has `size` bytes; raises `CheckpointError` when it is none."""
     archive = _opened(read, size)
     value = parse(archive.part(_PICKLE), _may_be_in_tensor)
-    found = _Finder(lambda key: _part_of(archive, key)).tensor(value)
-    if isinstance(found, UnknownObject):
+    found = _Finder(lambda key: _part_of(archive, key), read, size).tensor(value)
+    if isinstance(found, UnknownObject) and not isinstance(found, ResolvedTensor):
         raise CheckpointError(found.hint)
     if found is None:
         raise CheckpointError("it is no tensor as torch.save writes them")
@@ -128,6 +136,16 @@ class UnknownObject:
     """For a tensor that cannot be read: what it is, and what to do."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedTensor(UnknownObject):
+    """A tensor whose bytes in the file stand for others: conjugated or negated. To some readers it is unknown."""
+
+    place: TensorPlace
+    """In `data`."""
+    data: bytes
+    """Its values."""
+
+
 def read_file(read: Read, size: int) -> Any:
     """Return what a file of `size` bytes holds: dicts, lists, tuples, plain values, each tensor as its `TensorPlace`.
 
@@ -145,7 +163,14 @@ def read_file(read: Read, size: int) -> Any:
         places = partial(_behind, storages)
     else:
         raise CheckpointError(_unlike_torch(first))
-    return _Finder(places).inert(value)
+    return _Finder(places, read, size).inert(value)
+
+
+def number_of(data: bytes, dtype: str) -> Any:
+    """The number that the bytes of one element are; None of a dtype that is no real number."""
+    if not dtype.startswith(("float", "bfloat", "int", "uint", "bool")) or dtype not in ITEMSIZE_BYTES:
+        return None
+    return torch.frombuffer(bytearray(data), dtype=torch_dtype(dtype))[0].item()
 
 
 def _unlike_torch(first: bytes) -> str:
@@ -293,8 +318,10 @@ def _anything(module: str, name: str) -> bool:
 class _Finder:
     """Makes inert values of what a pickle describes: places of tensors, records, plain values."""
 
-    def __init__(self, storage: Callable[[object], _Storage]) -> None:
+    def __init__(self, storage: Callable[[object], _Storage], read: Read, size: int) -> None:
         self._storage = storage
+        self._read = read
+        self._left_bytes = min(size, _MAX_RESOLVED_BYTES)
         # By id, with the objects themselves, so that no id is given anew: what is named twice is one object.
         self._done: dict[int, tuple[object, object]] = {}
         self._open: set[int] = set()
@@ -334,7 +361,16 @@ class _Finder:
             # With objects as keys: nothing in a name could stand for them.
             items = [(self.inert(key, depth), self.inert(each, depth)) for key, each in pairs]
             return UnknownObject(kind="dict", items=items)
-        return made
+        # Settings of optimizers: torch takes a tensor without dims and its number alike.
+        return {**made, _GROUPS: self._with_numbers(made[_GROUPS])} if _GROUPS in made else made
+
+    def _with_numbers(self, value: Any) -> Any:
+        if isinstance(value, TensorPlace) and not value.shape:
+            number = number_of(self._read(value.start, itemsize_bytes(value.dtype)), value.dtype)
+            return value if number is None else number
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._with_numbers, value))
+        return {key: self._with_numbers(each) for key, each in value.items()} if isinstance(value, dict) else value
 
     def _object(self, value: MadeObject, depth: int) -> Any:
         args = value.args
@@ -384,22 +420,38 @@ class _Finder:
         self, of: object, storage: _Storage, dtype: str | None, view: tuple[Any, Any, Any], flags: list[Any]
     ) -> TensorPlace | UnknownObject:
         """The place in the file of a tensor, once it is known to be within its storage."""
-        # The last argument, where there is one, has flags (conj, neg): the bytes then stand for other values.
-        if any(flags):
-            return _unread(of, "a tensor that is conjugated or negated: save it resolved (resolve_conj, resolve_neg)")
         (offset,), shape, strides = ints((view[0],)), ints(view[1]), ints(view[2])
         dtype = storage.dtype if dtype is None else dtype
         itemsize = itemsize_bytes(dtype)
         # The last element that the strides reach. A pickle may say any
         # strides, and a read past the storage would be other tensors.
         reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=False)) + 1
-        needed = (offset + (0 if 0 in shape else reach)) * itemsize
+        needed = 0 if 0 in shape else (offset + reach) * itemsize
         if len(shape) != len(strides) or needed > storage.num_bytes or not can_exist(shape, itemsize):
             raise CheckpointError(
                 f"its tensor of shape {_short(shape)}, strides {_short(strides)} and offset {offset} does not fit its "
                 f"storage of {storage.num_bytes:,} bytes"
             )
-        return TensorPlace(dtype=dtype, shape=shape, strides=strides, start=storage.start + offset * itemsize)
+        place = TensorPlace(dtype=dtype, shape=shape, strides=strides, start=storage.start + offset * itemsize)
+        # The last argument, where there is one, has flags (conj, neg): the bytes then stand for other values.
+        return self._resolved(of, place, flags[0], reach * itemsize) if any(flags) else place
+
+    def _resolved(self, of: object, place: TensorPlace, flags: Any, num_bytes: int) -> UnknownObject:
+        """The values of a tensor that is conjugated or negated."""
+        num_values_bytes = math.prod(place.shape) * itemsize_bytes(place.dtype)
+        self._left_bytes -= max(num_values_bytes, num_bytes)
+        if self._left_bytes < 0 or not (isinstance(flags, dict) and flags.keys() <= {"conj", "neg"}):
+            return _unread(of, "a tensor that is conjugated or negated: save it resolved (resolve_conj, resolve_neg)")
+        data = bytearray(self._read(place.start, num_bytes) if num_values_bytes else itemsize_bytes(place.dtype))
+        held = torch.frombuffer(data, dtype=torch_dtype(place.dtype)).as_strided(place.shape, place.strides)
+        held = held.conj() if flags.get("conj") else held
+        held = (-held if flags.get("neg") else held).resolve_conj().contiguous()
+        return ResolvedTensor(
+            kind=str(of),
+            hint="it is a tensor that is conjugated or negated; save it resolved (resolve_conj, resolve_neg)",
+            place=replace(place, strides=row_major_strides(place.shape), start=0),
+            data=bytes(bytes_of(held.view(-1).view(torch.uint8))),
+        )
 
 
 def _key(key: object) -> str | int | float | bool | None:

@@ -154,6 +154,7 @@ def _merge(together: FoundState, found: FoundState, key: str) -> None:
     for name, (file, place) in found.tensors.items():
         together.add(name, file, place)
     together.aliases |= found.aliases
+    together.value_sizes |= found.value_sizes
     together.optimizers += found.optimizers
     together.notes += found.notes
     if found.values:
