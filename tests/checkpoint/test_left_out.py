@@ -99,7 +99,7 @@ def test_what_is_no_plain_tensor_is_named_wherever_it_is(tmp_path: Path, kind: s
 
 def _conjugates(shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     values = torch.complex(torch.randn(shape), torch.randn(shape)).conj()
-    values.view(-1)[:1] = float("nan")
+    values.view(-1)[:1] = torch.tensor(complex("nan+nanj"))
     turned = values.movedim(0, -1)
     both = torch.complex(torch.randn(shape), torch.randn(shape)).conj().imag
     return {"plain": torch.ones(2), "a": values, "b": turned, "d": both, "e": values[1:], "f": values}
