@@ -181,7 +181,7 @@ def test_check_waits_for_no_disk_and_says_how_a_save_ended(breaks: bool, tmp_pat
             store.gate.set()
         assert saver._task is not None
         if not breaks or channel.rank == 1:
-            while saver._task.is_running:
+            while saver._task.is_alive():
                 # Rank 0 writes its manifest when rank 1 has reported, which another thread does.
                 saver._task.join(0.01)
             assert saver.has_failed == breaks  # rank 0 hears of it sooner or later

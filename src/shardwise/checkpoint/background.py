@@ -153,9 +153,9 @@ class AsyncSaver:
             while any(state != _ENDED for state in states):
                 task.join(pause_seconds)
                 pause_seconds = _MEETING_SECONDS
-                state = b"" if task.is_running else _ENDED
+                state = b"" if task.is_alive() else _ENDED
                 # Rank 0 is left out: its failure ends its task, and the others wait for nothing that it does.
-                failed = channel.rank > 0 and not task.is_running and task.refusal is not None
+                failed = channel.rank > 0 and not task.is_alive() and task.refusal is not None
                 states = channel.exchange(_FAILED if failed else state, purpose="a save in the background")
                 if all(states[1:]):
                     task.others_have_ended()
@@ -195,7 +195,7 @@ class AsyncSaver:
         task, channel = self._task, self._channel
         if task is None or channel is None:
             return None
-        state = b"" if task.is_running else (_ENDED if task.refusal is None else _FAILED)
+        state = b"" if task.is_alive() else (_ENDED if task.refusal is None else _FAILED)
         states = channel.exchange(state, purpose="whether a save in the background has ended")
         return self.wait() if _FAILED in states or all(states) else None
 
@@ -203,7 +203,7 @@ class AsyncSaver:
     def has_failed(self) -> bool:
         """Whether this rank knows that the save under way will not be made. No message: other ranks may not know it."""
         task = self._task
-        return task is not None and not task.is_running and task.refusal is not None
+        return task is not None and not task.is_alive() and task.refusal is not None
 
     def close(self) -> None:
         """Wait for the save under way, and give back the snapshot. The saver is of no use afterwards."""
@@ -264,10 +264,11 @@ class _EchoError(Exception):
     """A save was not made because another rank, which says more, has failed or has ended."""
 
 
-class _SaveTask:
+class _SaveTask(threading.Thread):
     """One save in the background, seen from one rank."""
 
     def __init__(self, prepared: Prepared, channel: Channel, snapshot: Snapshot, timeout_seconds: float) -> None:
+        super().__init__(name="shardwise-save")
         self.prepared = prepared
         self.refusal: ShardwiseError | None = None
         self.is_echo = False
@@ -282,20 +283,6 @@ class _SaveTask:
         self._collected = False
         # Not a daemon: the interpreter waits for it at exit, and an error that no call has raised by then is printed.
         atexit.register(self._tell)
-        self._thread = threading.Thread(target=self._run, name="shardwise-save")
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_seconds: float | None = None) -> None:
-        """Wait for the end, so long at most."""
-        self._thread.join(timeout_seconds)
 
     def collect(self) -> None:
         """The caller that started it knows how it ended."""
@@ -318,7 +305,8 @@ class _SaveTask:
         """Remove what `rank` (None: any rank) has written, unless it was committed."""
         discard(self._store, self.prepared.attempt, rank)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """On the thread: write, and leave a report or commit."""
         try:
             written = self._write()
             self._leave({"checksums": written.pack().hex()})

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, StoredPiece
+from shardwise.checkpoint.contents import Contents
 from shardwise.comm.local_tensors import bytes_of
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.space import Piece
@@ -24,10 +24,6 @@ class PassingDigests:
         self._sums = {name: hashlib.sha256() for name in contents.tensors}
         self._seen = dict.fromkeys(contents.tensors, 0)
         """Bytes of each tensor that its sum has."""
-
-    def see_blocks(self, stored: StoredPiece, first_block: int, elements: torch.Tensor) -> None:
-        """Take the elements of a stored piece from a block on, flat."""
-        self.see(stored.piece, elements, first_block * self._contents.block_bytes)
 
     def see(self, piece: Piece, elements: torch.Tensor, skipped: int = 0) -> None:
         """Take elements of a piece of a tensor, flat, behind so many bytes of it."""

@@ -33,7 +33,7 @@ _CHUNK_BYTES = 1 << 20
 """So much is summed and written at a time: it stays in the cache between the two."""
 _UNKNOWN = 0xFFFFFFFF
 """Stands for a number of 64 bits that is elsewhere."""
-_STORAGES = MappingProxyType({dtype: kind for kind, dtype in reversed(STORAGES.items())})
+_STORAGES = MappingProxyType({dtype: kind for kind, dtype in reversed([*STORAGES.items()])})
 """Newer dtypes have no class of storages: theirs are bytes."""
 _ORDERED = Named("collections", "OrderedDict")
 
@@ -182,7 +182,7 @@ class ArchiveFile:
         starts = []
         end = 0
         for each in self.archives:
-            starts.append(end + _gap(end))
+            starts.append(end + -end % _ALIGNMENT)
             end = starts[-1] + each.num_bytes
         return starts
 
@@ -195,11 +195,6 @@ class ArchiveFile:
     def pieces(self) -> tuple[Piece, ...]:
         """In the order of their bytes."""
         return tuple(piece for each in self.archives for piece in each.pieces)
-
-
-def _gap(num_bytes: int) -> int:
-    """Bytes up to the next multiple of the alignment."""
-    return -num_bytes % _ALIGNMENT
 
 
 class ArchiveFilling:

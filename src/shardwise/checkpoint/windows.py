@@ -401,7 +401,7 @@ class PieceReader:
                 for span, elements in reader.read(batch).items():
                     # Right after it was verified, so that the copy finds it in the cache.
                     if self._digests is not None:
-                        self._digests.see_blocks(stored[span.ordinal], span.first_block, elements)
+                        self._digests.see(stored[span.ordinal].piece, elements, span.first_block * block_bytes)
                     for index, moves in plan.transfers(span, 0):
                         targets[index].fill(moves, parts_of(elements, moves))
         finally:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from shardwise.errors import PeerError, PlanError
 _SHORT_WAIT_SECONDS = 0.001
 _LONG_WAIT_SECONDS = 0.05
 """The first and the longest pause between two looks for the other side."""
+
+_Found = TypeVar("_Found")
 
 
 class Communicator(Protocol):
@@ -142,12 +144,8 @@ class Communicators:
         # Not a blocking `get`, which would not notice that the channel ends.
         store.set(f"here/{rank}", "")
         everybody = [f"here/{each}" for each in range(size)]
-        pause_seconds = _SHORT_WAIT_SECONDS
-        while not store.check(everybody):
-            if self.has_ended:
-                raise _ended_before("all ranks came")
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONG_WAIT_SECONDS)
+        if not looked_for(lambda: store.check(everybody), lambda: self.has_ended):
+            raise _ended_before("all ranks came")
 
     def abort(self) -> None:
         """End all operations on the device, wherever they wait."""
@@ -165,6 +163,17 @@ class Communicators:
             self.has_ended = True
             taken, self._made = self._made, {}
         return [taken[name] for name in sorted(taken)]
+
+
+def looked_for(look: Callable[[], _Found], has_ended: Callable[[], bool]) -> _Found | None:
+    """What a look finds in the end, ever more seldom; None where the channel ends before."""
+    pause_seconds = _SHORT_WAIT_SECONDS
+    while not (found := look()):
+        if has_ended():
+            return None
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _LONG_WAIT_SECONDS)
+    return found
 
 
 def _ended_before(what: str) -> PeerError:

@@ -260,7 +260,7 @@ class DeviceChannel:
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`."""
-        if self._is_on_host(tensor):
+        if tensor.device.type == "cpu":
             return self.control.send(tensor, destination, purpose=purpose)
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         self.tally.count(signature, self.rank)
@@ -269,7 +269,7 @@ class DeviceChannel:
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
-        if self._is_on_host(tensor):
+        if tensor.device.type == "cpu":
             return self.control.receive(tensor, source, purpose=purpose)
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
         self.tally.count(signature, self.rank)
@@ -393,9 +393,6 @@ class DeviceChannel:
         if name not in self._lines:
             self._lines[name] = DeviceLine(lambda: self._communicators.connect(name, rank, size))
         return self._lines[name]
-
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu"
 
     def _event(self) -> torch.Event | None:
         """Where the current stream is; None where there is none, because the tensors are in the host's memory."""

@@ -25,20 +25,17 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from shardwise.comm.communicators import looked_for
 from shardwise.errors import in_words
 
 _TAGS = 1 << 31
 """Gloo takes tags below this."""
-
-_SHORT_WAIT_SECONDS = 0.001
-_LONG_WAIT_SECONDS = 0.05
-"""The first and the longest pause between two looks for the other side's address."""
 
 _GRACE_SECONDS = 3.0
 _GRACE_SHARE = 0.25
@@ -49,6 +46,9 @@ The connection of a rank that is lost says more.
 
 _CONNECT_SHARE = 0.75
 """Of the time limit: a connection that fails is reported before the wait for its tensors ends."""
+
+
+_Looked = TypeVar("_Looked")
 
 
 class _PairGroup(Protocol):
@@ -83,12 +83,7 @@ class _PatientStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         # Without a limit: the other rank may compute for long before it looks at its connections. A call that waits
         # for it has its own limit.
-        pause_seconds = _SHORT_WAIT_SECONDS
-        while not self._store.check(list(keys)):
-            if self._has_ended():
-                raise RuntimeError("the channel has ended")
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONG_WAIT_SECONDS)
+        _found(lambda: self._store.check(list(keys)), self._has_ended)
 
 
 class GlooPairs:
@@ -249,7 +244,9 @@ class GlooPair:
 
     def _run(self) -> None:
         try:
-            group = self._pairs.connect(self._rank, self._known_address())
+            # The connection of the two ranks may not be there yet, and it says which way leads to the other one.
+            address = _found(self._address, lambda: self._pairs.has_ended)
+            group = self._pairs.connect(self._rank, address)
             with self._lock:
                 while self._waiting:
                     self._waiting.popleft()(group)
@@ -266,15 +263,12 @@ class GlooPair:
         except RuntimeError as error:  # what the errors of torch.distributed have in common
             self._break(error)
 
-    def _known_address(self) -> str:
-        # The connection of the two ranks may not be there yet, and it says which way leads to the other one.
-        pause_seconds = _SHORT_WAIT_SECONDS
-        while not (address := self._address()):
-            if self._pairs.has_ended:
-                raise RuntimeError("the channel has ended")
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONG_WAIT_SECONDS)
-        return address
-
     def _break(self, error: RuntimeError) -> None:
         self._pairs.tell(partial(self._pairs.note_broken, self._rank, in_words(error)))
+
+
+def _found(look: Callable[[], _Looked], has_ended: Callable[[], bool]) -> _Looked:
+    found = looked_for(look, has_ended)
+    if not found:
+        raise RuntimeError("the channel has ended")
+    return found

@@ -148,6 +148,9 @@ def _line_in_words(frame: traceback.FrameSummary) -> str:
     return f"{os.path.basename(folder)}/{name}:{frame.lineno} in {frame.name}{text}".lstrip("/")
 
 
+_OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
 @functools.cache
 def _folders_of_others() -> tuple[str, ...]:
     """Where the interpreter, its packages and torch are."""
@@ -155,13 +158,8 @@ def _folders_of_others() -> tuple[str, ...]:
     return tuple(f"{path}{os.sep}" for path in {*paths, os.path.dirname(torch.__file__)} if path)
 
 
-@functools.cache
-def _own_folder() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
 def _is_ours(file: str) -> bool:
-    return file.startswith(_own_folder())
+    return file.startswith(_OWN_FOLDER)
 
 
 def _is_of_program(file: str) -> bool:

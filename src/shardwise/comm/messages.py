@@ -62,7 +62,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Stamp:
     """A signature as it travels: 64 bits with every message, the text once per link."""
 
-    signature: Signature
     digest: int
     text: str
 
@@ -71,7 +70,7 @@ class Stamp:
         """The stamp of a call; equal for the `send` and the `receive` that fit."""
         # Not `hash`: Python seeds it anew in every process.
         digest = int.from_bytes(hashlib.blake2b(repr(signature.compared).encode(), digest_size=8).digest(), "little")
-        return cls(signature=signature, digest=digest, text=str(signature))
+        return cls(digest=digest, text=str(signature))
 
 
 class MessageChunk:

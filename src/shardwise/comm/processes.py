@@ -272,14 +272,14 @@ class ProcessChannel:
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """See `Channel.allocate`: memory that ranks on this host read where it is."""
-        if num_bytes == 0 or not self._board.shares_memory_with(self._peers):
+        if num_bytes == 0 or not any(map(self._board.shares_memory_with, self._peers)):
             return torch.zeros(num_bytes, dtype=torch.uint8)
         return self._board.lend(num_bytes)
 
     def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
         """See `Channel.share`."""
         # All take the same way: a rank that returned None alone would leave the others in the next exchange.
-        reaches_all = num_bytes > 0 and self._board.shares_memory_with_all(self._peers)
+        reaches_all = num_bytes > 0 and all(map(self._board.shares_memory_with, self._peers))
         purpose = f"{num_bytes} bytes of shared memory"
         if not all(self.exchange(b"+" if reaches_all else b"", purpose=f"who has {purpose}")):
             return None
@@ -351,7 +351,8 @@ class ProcessChannel:
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
-            return self._board.start(signature, self._to_peers(as_bytes(input), signature), MessageFilling(places))
+            outbounds = self._board.send(as_bytes(input), self._peers, self._collectives, signature)
+            return self._board.start(signature, outbounds, MessageFilling(places))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -476,6 +477,3 @@ class ProcessChannel:
 
     def _expected(self, member: int, signature: Signature) -> Inbound:
         return self._board.expect(member, self._collectives, signature)
-
-    def _to_peers(self, source: torch.Tensor, signature: Signature) -> list[Outbound]:
-        return self._board.send(source, self._peers, self._collectives, signature) if self._peers else []

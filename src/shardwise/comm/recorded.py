@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.channel import Channel, Work
+from shardwise.comm.channel import Channel, Signature, Work
 from shardwise.comm.device_sums import Sums, summing, sums_of
 from shardwise.comm.hosts import hosts_of
-from shardwise.comm.tally import RankTally, tally_of
+from shardwise.comm.tally import RankTally, bytes_moved, tally_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +115,7 @@ class Recorded:
     def exchange(self, value: bytes, *, purpose: str) -> list[bytes]:
         """See `Channel.exchange`."""
         values = self._channel.exchange(value, purpose=purpose)
-        lengths = [len(each) for each in values]
-        self._record_collective("exchange", purpose, torch.uint8, lengths, sends_own=True)
+        self._record("exchange", purpose, torch.uint8, [len(each) for each in values])
         return values
 
     def all_gather(
@@ -125,7 +124,7 @@ class Recorded:
         """See `Channel.all_gather`."""
         work = self._channel.all_gather(output, input, purpose=purpose, counts=counts)
         filled = [input.numel()] * self.size if counts is None else counts
-        self._record_collective("all_gather", purpose, input.dtype, filled, sends_own=True)
+        self._record("all_gather", purpose, input.dtype, filled)
         return work
 
     def reduce_scatter(
@@ -134,20 +133,20 @@ class Recorded:
         """See `Channel.reduce_scatter`."""
         work = self._channel.reduce_scatter(output, input, purpose=purpose, counts=counts)
         filled = [output.numel()] * self.size if counts is None else counts
-        self._record_collective("reduce_scatter", purpose, input.dtype, filled, sends_own=False)
+        self._record("reduce_scatter", purpose, input.dtype, filled)
         return work
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`."""
         # Listed after the call: one that is refused has moved nothing.
         work = self._channel.send(tensor, destination, purpose=purpose)
-        self._record_message("send", purpose, tensor, destination, bytes_sent=tensor.nbytes)
+        self._record("send", purpose, tensor.dtype, [tensor.numel()], destination)
         return work
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
         work = self._channel.receive(tensor, source, purpose=purpose)
-        self._record_message("receive", purpose, tensor, source, bytes_received=tensor.nbytes)
+        self._record("receive", purpose, tensor.dtype, [tensor.numel()], source)
         return work
 
     def abort(self, reason: str) -> None:
@@ -169,45 +168,22 @@ class Recorded:
     def _wrapped(self, inner: Channel) -> "Recorded":
         return Recorded(inner)
 
-    def _record_collective(
-        self, operation: str, purpose: str, dtype: torch.dtype, counts: Sequence[int], *, sends_own: bool
+    def _record(
+        self, operation: str, purpose: str, dtype: torch.dtype, counts: Sequence[int], peer: int | None = None
     ) -> None:
-        # Gathering sends the own part to every peer and takes each peer's part; scattering does the reverse.
-        own_part = counts[self.rank] * dtype.itemsize
-        own_bytes = (self.size - 1) * own_part
-        peers_bytes = sum(counts) * dtype.itemsize - own_part
+        """peer: of a message; else the call is one of all ranks."""
+        call = Signature(operation=operation, purpose=purpose, dtypes=(dtype,), counts=tuple(counts))
+        bytes_sent, bytes_received = bytes_moved(call, self.rank)
+        others = [rank for rank in range(self.size) if rank != self.rank] if peer is None else [peer]
         self.calls.append(
             RecordedCall(
                 operation=operation,
                 purpose=purpose,
                 dtype=dtype,
                 num_elements=sum(counts),
-                counts=tuple(counts),
-                bytes_sent=own_bytes if sends_own else peers_bytes,
-                bytes_received=peers_bytes if sends_own else own_bytes,
-                peers=tuple(member for rank, member in enumerate(self._ranks) if rank != self.rank),
-            )
-        )
-
-    def _record_message(
-        self,
-        operation: str,
-        purpose: str,
-        tensor: torch.Tensor,
-        peer: int,
-        *,
-        bytes_sent: int = 0,
-        bytes_received: int = 0,
-    ) -> None:
-        self.calls.append(
-            RecordedCall(
-                operation=operation,
-                purpose=purpose,
-                dtype=tensor.dtype,
-                num_elements=tensor.numel(),
-                counts=(tensor.numel(),),
+                counts=call.counts,
                 bytes_sent=bytes_sent,
                 bytes_received=bytes_received,
-                peers=(self._ranks[peer],),
+                peers=tuple(self._ranks[rank] for rank in others),
             )
         )

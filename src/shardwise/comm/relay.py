@@ -33,7 +33,6 @@ from typing import NamedTuple
 from shardwise.comm.call_log import parsed_calls
 from shardwise.comm.connections import Connected
 from shardwise.comm.frames import ChannelVerdict, FrameKind, Header, Status, frame, garbled, gone
-from shardwise.comm.handshake import Caller
 from shardwise.comm.hang_report import Whereabouts
 from shardwise.comm.links import Payload, PeerLink, flush_until
 from shardwise.comm.reception import Reception
@@ -122,7 +121,12 @@ class Relay:
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
         self._reception = Reception(
-            self._listeners, connected.key, rank, self._poll, admits=self._admits, welcome=self._welcome
+            self._listeners,
+            connected.key,
+            rank,
+            self._poll,
+            admits=self._admits,
+            welcome=lambda of, caller: self._join(of, caller.connection),
         )
         # Two bells: the first one wakes the thread, the second one a call of the program.
         self._bell, self._ring_end = _pipe()
@@ -154,7 +158,7 @@ class Relay:
             self._wanted.add(rank)
             is_caller = rank < self._rank
             if is_caller:
-                self._calling.add(rank)  # from now on: see `_welcome`
+                self._calling.add(rank)  # from now on: see `_admits`
             pause_seconds = 0.0 if is_caller else _GRACE_SECONDS
             arguments = (rank, pause_seconds)
             threading.Thread(target=self._call, args=arguments, name="shardwise call", daemon=True).start()
@@ -300,9 +304,6 @@ class Relay:
     def _admits(self, rank: int) -> bool:
         # Where this rank calls too, both know which of the two calls counts: that of the higher rank.
         return rank not in self._linked and not (rank in self._calling and rank < self._rank)
-
-    def _welcome(self, rank: int, caller: Caller) -> None:
-        self._join(rank, caller.connection)
 
     def _join(self, rank: int, connection: socket.socket) -> None:
         self._linked.add(rank)

@@ -224,13 +224,9 @@ class Switchboard:
         self._links.leave()
         return transfer
 
-    def shares_memory_with(self, ranks: Sequence[int]) -> bool:
-        """Whether one of these world ranks can read the memory of this one."""
-        return any(map(self._links.is_local, ranks))
-
-    def shares_memory_with_all(self, ranks: Sequence[int]) -> bool:
-        """Whether all of these world ranks can read the memory of this one."""
-        return all(map(self._links.is_local, ranks))
+    def shares_memory_with(self, rank: int) -> bool:
+        """Whether a world rank can read the memory of this one."""
+        return self._links.is_local(rank)
 
     def tell_place(self, memory: torch.Tensor, ranks: Sequence[int]) -> bytes:
         """Let these ranks map the segment that holds lent memory; return its place in words for `memory_of`."""
@@ -405,7 +401,7 @@ class Switchboard:
                 last_movement = time.monotonic()
                 self.watch.activity.num_acts += 1
             elif time.monotonic() - last_movement >= self.timeout_seconds:
-                self._judge_stuck(transfer)
+                self.fail(self._known.stuck(transfer.awaited[0], self._links.problems()))
             elif not has_asked and time.monotonic() - last_movement >= notice_after:
                 self._say_status(transfer.signature, transfer.awaited)
                 has_asked = True
@@ -428,14 +424,11 @@ class Switchboard:
             if not transfer.is_done:
                 still_active.append(transfer)
         self._active = still_active
-        self._release_idle()
-        self._links.flush()
-        return moved
-
-    def _release_idle(self) -> None:
         for number in self._pool.release_idle():
             for link in self._links.values():
                 link.forget_segment(number)
+        self._links.flush()
+        return moved
 
     def _answer_asking(self) -> None:
         """Answer the peers that ask, although this rank waits itself and has not called what they ask about."""
@@ -468,7 +461,9 @@ class Switchboard:
         elif kind == FrameKind.CONSUMED:
             self._take_consumed(link.rank, segment, slot)
         elif kind == FrameKind.CREDIT:
-            self._take_credit(link.rank, lane, number)
+            self._was_read = True
+            if self._credited[link.rank, lane, number].credit(link.rank):
+                del self._credited[link.rank, lane, number]
         elif kind == FrameKind.SIGNATURE:
             link.texts[digest] = bytes(payload).decode()
         elif kind == FrameKind.ANSWER:
@@ -539,11 +534,6 @@ class Switchboard:
             slot.outbound.num_on_the_way -= 1
             self._pool.give_back(slot)
 
-    def _take_credit(self, rank: int, lane: int, number: int) -> None:
-        self._was_read = True
-        if self._credited[rank, lane, number].credit(rank):
-            del self._credited[rank, lane, number]
-
     def _inbound(self, source: int, lane: int, number: int) -> Inbound:
         key = (source, lane, number)
         if key not in self._inbounds:
@@ -611,9 +601,6 @@ class Switchboard:
             if self._links.sends_no_more(rank) or (self._pairs is not None and self._pairs.is_lost(rank)):
                 return True
         return False
-
-    def _judge_stuck(self, transfer: TransferInFlight) -> None:
-        self.fail(self._known.stuck(transfer.awaited[0], self._links.problems()))
 
     def _say_where(self, idle_seconds: float) -> None:
         if words := self.watch.words(idle_seconds):

@@ -13,7 +13,7 @@ has to move at least, as in `recorded`.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -44,16 +44,29 @@ class DeviceSpan:
             return float("nan")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Counted:
     """What a tally has counted since somebody took it last."""
 
-    waited: Mapping[int, float]
+    waited: dict[int, float] = field(default_factory=dict)
     """Seconds of the host, by the world rank that came last."""
-    spans: list[DeviceSpan]
+    spans: list[DeviceSpan] = field(default_factory=list)
     """Waits of the device."""
-    sent_bytes: int
-    received_bytes: int
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+def bytes_moved(signature: Signature, rank: int) -> tuple[int, int]:
+    """What a rank of the channel has to send and to receive at least in a call; of an `exchange` with its counts."""
+    size, counts = signature.dtypes[0].itemsize, signature.counts
+    if signature.operation in ("send", "receive"):
+        sends = signature.operation == "send"
+        own, others = counts[0] * size, 0
+    else:
+        # Gathering sends the own part to every peer and takes each peer's part; scattering does the reverse.
+        sends = signature.operation != "reduce_scatter"
+        own, others = (len(counts) - 1) * counts[rank] * size, (sum(counts) - counts[rank]) * size
+    return (own, others) if sends else (others, own)
 
 
 @dataclass(slots=True)
@@ -64,10 +77,7 @@ class RankTally:
     last: int | None = None
     """The world rank for which the host waited last."""
     _thread: int | None = None
-    _waited: dict[int, float] = field(default_factory=dict)
-    _spans: list[DeviceSpan] = field(default_factory=list)
-    _sent_bytes: int = 0
-    _received_bytes: int = 0
+    _counted: Counted = field(default_factory=Counted)
 
     def open(self) -> None:
         """Begin to count, anew, and only the waits of this thread: others may wait too."""
@@ -85,40 +95,26 @@ class RankTally:
 
     def take(self) -> Counted:
         """The counts so far; they begin anew."""
-        taken = Counted(
-            waited=self._waited, spans=self._spans, sent_bytes=self._sent_bytes, received_bytes=self._received_bytes
-        )
-        self._waited, self._spans, self._sent_bytes, self._received_bytes = {}, [], 0, 0
+        taken, self._counted = self._counted, Counted()
         return taken
 
     def waited(self, rank: int, seconds: float) -> None:
         """The host has waited, and this world rank came last."""
         self.last = rank
         if self._thread == threading.get_ident():
-            self._waited[rank] = self._waited.get(rank, 0.0) + seconds
+            self._counted.waited[rank] = self._counted.waited.get(rank, 0.0) + seconds
 
     def moved(self, *, sent_bytes: int, received_bytes: int) -> None:
         """An exchange has been made."""
         if self._thread is not None:
-            self._sent_bytes += sent_bytes
-            self._received_bytes += received_bytes
+            self._counted.sent_bytes += sent_bytes
+            self._counted.received_bytes += received_bytes
 
     def count(self, signature: Signature, rank: int) -> None:
         """A call of a tensor has been made. rank: of the channel."""
-        if self._thread is None:
-            return
-        size = signature.dtypes[0].itemsize
-        counts = signature.counts
-        if signature.operation == "send":
-            self._sent_bytes += counts[0] * size
-        elif signature.operation == "receive":
-            self._received_bytes += counts[0] * size
-        else:
-            own = (len(counts) - 1) * counts[rank] * size
-            others = (sum(counts) - counts[rank]) * size
-            gathers = signature.operation == "all_gather"
-            self._sent_bytes += own if gathers else others
-            self._received_bytes += others if gathers else own
+        if self._thread is not None:
+            sent_bytes, received_bytes = bytes_moved(signature, rank)
+            self.moved(sent_bytes=sent_bytes, received_bytes=received_bytes)
 
     def event(self, device: torch.device) -> torch.Event:
         """An event of the current stream of a device; one that has a time while the tally is open."""
@@ -132,7 +128,7 @@ class RankTally:
     def waited_on_device(self, reached: torch.Event, passed: torch.Event, rank: int | None) -> None:
         """The current stream of a device waits between two events that `event` gave."""
         if self._thread is not None:
-            self._spans.append(DeviceSpan(reached, passed, rank))
+            self._counted.spans.append(DeviceSpan(reached, passed, rank))
 
 
 @runtime_checkable

@@ -246,23 +246,12 @@ class SampledRows:
             for start in count(first, settings.global_batch):
                 yield indices(range(start + of_rank.start, start + of_rank.stop))
 
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=_Endless(batches),
-            collate_fn=settings.collate,
-            num_workers=settings.num_workers,
-            worker_init_fn=_leave_signals_to_rank,
-            generator=_generator(begin, place, settings),
-        )
-        self._batches = _Reading(loader)
+        self._batches = _Reading(dataset, begin, place, settings, batch_sampler=batches(), collate_fn=settings.collate)
+        self.end = self._batches.end
 
     def epoch(self) -> int:
         """See `Rows`."""
         return self.begin.epoch
-
-    def end(self) -> None:
-        """See `Rows`."""
-        self._batches.end()
 
     def take(self) -> Any:
         """See `Rows`."""
@@ -272,9 +261,20 @@ class SampledRows:
 
 
 class _Reading:
-    """The batches of a DataLoader, whose workers end with it, and at the latest before Python does."""
+    """The batches of torch's DataLoader, whose workers end with it, and at the latest before Python does."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, dataset: Any, begin: Cursor, place: DataPlace, settings: Settings, **options: Any) -> None:
+        """options: what the DataLoader is told besides."""
+        # torch draws the seeds of workers from here; else it would draw from the generator of the program. They depend
+        # on the cursor too: workers of a run that goes on shall not draw again what they have drawn.
+        word = epoch_key(settings.seed, begin.epoch) ^ np.uint64(begin.position) ^ np.uint64(place.data_rank << 40)
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=settings.num_workers,
+            worker_init_fn=_leave_signals_to_rank,
+            generator=torch.Generator().manual_seed(int(word[0]) >> 1),
+            **options,
+        )
         self._batches = iter(loader)
         # Not left to the iterator's `__del__`. In a cycle (that of an error and its frames) its queues may be gone by
         # then, and at the end of Python it does nothing: Python would wait forever for workers that leave SIGTERM to
@@ -291,16 +291,6 @@ def _end_workers(batches: Any) -> None:
         for worker in workers:
             if worker.is_alive():
                 worker.kill()
-
-
-class _Endless:
-    """Lists of indices, as torch's DataLoader takes them: an object that can be iterated."""
-
-    def __init__(self, batches: Callable[[], Iterator[list[int]]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._batches()
 
 
 class OpenedSamples:
@@ -331,15 +321,10 @@ class OpenedRows:
 
     def __init__(self, dataset: Any, begin: Cursor, place: DataPlace, settings: Settings) -> None:
         self.begin = begin
-        loader: DataLoader[Any] = DataLoader(
-            _BatchesInTurn(dataset, begin, place, settings),
-            batch_size=None,  # whole batches come
-            collate_fn=_as_given,
-            num_workers=settings.num_workers,
-            worker_init_fn=_leave_signals_to_rank,
-            generator=_generator(begin, place, settings),
-        )
-        self._batches = _Reading(loader)
+        in_turn = _BatchesInTurn(dataset, begin, place, settings)
+        # Whole batches come.
+        self._batches = _Reading(in_turn, begin, place, settings, batch_size=None, collate_fn=_as_given)
+        self.end = self._batches.end
         self._next: _Opened | None = None
 
     def epoch(self) -> int:
@@ -348,10 +333,6 @@ class OpenedRows:
         if self._next is None:
             self._next = next(self._batches)
         return self._next.epoch
-
-    def end(self) -> None:
-        """See `Rows`."""
-        self._batches.end()
 
     def take(self) -> Any:
         """See `Rows`."""
@@ -416,10 +397,3 @@ def _leave_signals_to_rank(_: int) -> None:
 
 def _as_given(batch: Any) -> Any:
     return batch
-
-
-def _generator(begin: Cursor, place: DataPlace, settings: Settings) -> torch.Generator:
-    """From which torch draws the seeds of workers; without it, torch would draw from the generator of the program."""
-    # Of the cursor too: workers of a run that goes on shall not draw again what they have drawn.
-    word = epoch_key(settings.seed, begin.epoch) ^ np.uint64(begin.position) ^ np.uint64(place.data_rank << 40)
-    return torch.Generator().manual_seed(int(word[0]) >> 1)

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class _Files:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._files: dict[str, mmap.mmap | bytes] = {}
-        self._num_bytes = 0
-        self.peak_bytes = 0
+        self.num_bytes = self.peak_bytes = 0
 
     def names(self) -> list[str]:
         with self._lock:
@@ -74,62 +73,34 @@ class _Files:
                 raise _refusal(errno.ENOENT)
             return self._files[name]
 
-    def room(self, name: str, num_bytes: int) -> "_Room":
-        """Memory for a new file. It is given back unless the file is kept."""
+    @contextlib.contextmanager
+    def room(self, name: str, num_bytes: int) -> Iterator[mmap.mmap | bytes]:
+        """Memory for a new file, which is there once the caller has filled it. Else the memory is given back."""
         with self._lock:
             if name in self._files:
                 raise _refusal(errno.EEXIST)
             # The kernel promises more memory than there is, and kills a process when it is used. So it is asked first.
             if num_bytes > (free := _available_bytes()):
                 raise _refusal(errno.ENOMEM, f"{num_bytes:,} bytes do not fit in {free:,} bytes of free memory")
-            self._num_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
-        return _Room(self, name, num_bytes)
-
-    def keep(self, name: str, memory: mmap.mmap | bytes) -> None:
-        with self._lock:
-            if name in self._files:
-                raise _refusal(errno.EEXIST)
-            self._files[name] = memory
+            self.num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        try:
+            # Private: shared memory without a name would count as that of /dev/shm, which containers often bound.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, num_bytes, flags=flags) if num_bytes else b""
+            yield memory
+            with self._lock:
+                if name in self._files:
+                    raise _refusal(errno.EEXIST)
+                self._files[name] = memory
+        except BaseException:
+            with self._lock:
+                self.num_bytes -= num_bytes
+            raise
 
     def delete(self, name: str) -> None:
         with self._lock:
-            memory = self._files.pop(name, b"")
-            self._num_bytes -= len(memory)
-
-    def give_back(self, num_bytes: int) -> None:
-        with self._lock:
-            self._num_bytes -= num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        with self._lock:
-            return self._num_bytes
-
-
-class _Room:
-    """Memory of a file that is being written."""
-
-    def __init__(self, files: _Files, name: str, num_bytes: int) -> None:
-        self._files, self._name, self._num_bytes = files, name, num_bytes
-        # Private: shared memory without a name would count as that of /dev/shm, which containers often bound.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        try:
-            self._memory: mmap.mmap | bytes = mmap.mmap(-1, num_bytes, flags=flags) if num_bytes else b""
-        except OSError:
-            files.give_back(num_bytes)
-            raise
-
-    def fill(self, connection: socket.socket) -> None:
-        """Take the bytes from a caller, and make them a file."""
-        try:
-            if self._num_bytes:
-                with memoryview(self._memory) as view:
-                    receive_into(connection, view)
-            self._files.keep(self._name, self._memory)
-        except BaseException:
-            self._files.give_back(self._num_bytes)
-            raise
+            self.num_bytes -= len(self._files.pop(name, b""))
 
 
 def _available_bytes() -> int:
@@ -341,9 +312,11 @@ class _Conversation:
 
     def write(self, head: dict[str, Any]) -> None:
         """Take a new file."""
-        room = self._keeper.files.room(str(head["name"]), _size(head["bytes"]))
-        send_head(self._connection, {})
-        room.fill(self._connection)
+        with self._keeper.files.room(str(head["name"]), _size(head["bytes"])) as memory:
+            send_head(self._connection, {})
+            if memory:
+                with memoryview(memory) as view:
+                    receive_into(self._connection, view)
         send_head(self._connection, {})
 
     def delete(self, head: dict[str, Any]) -> None:

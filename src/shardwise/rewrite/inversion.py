@@ -218,11 +218,8 @@ class _Undone:
         self.last: dict[tuple[StatementOperation, ...], list[Expanded]] = {}
         """What is done afterwards, with tensors that are treated differently."""
         self.added: list[Expanded] = []
+        """What was added is let go, where the target had it."""
         self._alike: dict[CompiledOps, list[Expanded] | None] = {}
-
-    def drop_added(self, names: tuple[str, ...]) -> None:
-        """Let go what was added, where the target had it."""
-        self.added += [Expanded((name,), ()) for name in names]
 
     def drop(self, names: tuple[str, ...]) -> None:
         """Let results go that nothing is made of."""
@@ -299,7 +296,7 @@ def _undone(
         if applied.along:
             continue
         if not applied.left:
-            undone.drop_added(tuple([variable.name for variable in applied.right]))
+            undone.added += [Expanded((variable.name,), ()) for variable in applied.right]
             continue
         # Of several instances that read a variable the first makes it again. The others make copies.
         counts = [graph.route.get(variable) is applied for variable in applied.left]

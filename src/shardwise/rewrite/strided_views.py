@@ -575,7 +575,7 @@ def _boxes(
         dim = _dim_of(loop.stride, shape, strides)
         # Steps that skip indices: a box has no holes, so each index is a box of its own.
         if loop.stride != strides[dim]:
-            cut = _singly(loop)
+            cut: Iterable[tuple[int, list[_Loop]]] = ((at, []) for at in range(loop.size))
         # Steps that run past the end of a row go on in the next one, which a box cannot do.
         elif index[dim] + loop.size > shape[dim]:
             cut = _at_rows(loop, index[dim], shape[dim])
@@ -599,11 +599,6 @@ def _dim_of(stride: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> in
     # Row-major strides fall from the first dim to the last. A dim of size 1 may have the stride of its neighbour, and
     # no step can go along it.
     return next(dim for dim, each in enumerate(strides) if shape[dim] > 1 and each <= stride)
-
-
-def _singly(loop: _Loop) -> Iterator[tuple[int, list[_Loop]]]:
-    """Cut a loop whose steps skip indices of the source: one index at a time."""
-    return ((index, []) for index in range(loop.size))
 
 
 def _at_rows(loop: _Loop, index: int, row: int) -> Iterator[tuple[int, list[_Loop]]]:

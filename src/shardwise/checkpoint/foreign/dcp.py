@@ -35,7 +35,7 @@ from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_h
 from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, is_value, open_data, read_whole, value_name
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
-from shardwise.space import Piece, check_cover
+from shardwise.space import Box, Piece, check_cover
 from shardwise.space.boxes import row_major_strides
 
 _RECORDS = frozenset(
@@ -75,20 +75,12 @@ _OTHERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class DcpChunk:
-    """A box of a tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class SavedTensor:
     """A tensor and the boxes that were saved of it."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[DcpChunk, ...]
+    chunks: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +177,7 @@ def _tensor(name: str, fields: Mapping[object, object]) -> SavedTensor:
         )
         if not inside:
             raise CheckpointError(f"tensor {name} of shape {shape} has a chunk outside, of shape {size} at {offset}")
-        boxes.append(DcpChunk(offset, size))
+        boxes.append(Box(offset, size))
     return SavedTensor(dtype.name, shape, tuple(boxes))
 
 
@@ -424,7 +416,7 @@ def _stored(
     return StoredTensor(name=name, dtype=saved.dtype, shape=saved.shape, pieces=tuple(pieces))
 
 
-def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> tuple[str, TensorPlace]:
+def _place(name: str, chunk: Box, blob: Blob, file: _File) -> tuple[str, TensorPlace]:
     """The file with the elements of a chunk, and where they are in it."""
     # Compressed or encrypted: the bytes in the file are not those of
     # the tensor, and which code makes them is for its owner to say.
@@ -448,7 +440,7 @@ def _place(name: str, chunk: DcpChunk, blob: Blob, file: _File) -> tuple[str, Te
     return file.name, TensorPlace(dtype=dtype_of(entry.code), shape=entry.shape, strides=strides, start=start)
 
 
-def _pieces(name: str, saved: SavedTensor, chunk: DcpChunk, file: str, place: TensorPlace) -> Iterator[StoredPiece]:
+def _pieces(name: str, saved: SavedTensor, chunk: Box, file: str, place: TensorPlace) -> Iterator[StoredPiece]:
     """The pieces of a chunk."""
     if (place.dtype, place.shape) != (saved.dtype, chunk.shape):
         raise CheckpointError(
