@@ -20,7 +20,8 @@ from shardwise.comm.switchboard import Switchboard
 T = TypeVar("T")
 
 
-def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection, as between hosts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
@@ -37,7 +38,7 @@ def boards(
     for low in range(size):
         for high in range(low + 1, size):
             local = not {low, high} & set(remote)
-            ends = socket.socketpair() if local else _tcp_pair()
+            ends = socket.socketpair() if local else tcp_pair()
             links[low][high] = PeerLink(ends[0], rank=high, local=local)
             links[high][low] = PeerLink(ends[1], rank=low, local=local)
     first = min(set(range(size)) - set(remote), default=0)

@@ -9,11 +9,12 @@ import torch
 
 from shardwise.comm.frames import FORMAT, IN_PLACE, IN_SLOT, FrameKind
 from shardwise.comm.links import PeerLink
+from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import boards, on_threads
+from tests.comm.boards import boards, on_threads, tcp_pair
 
 kinds = pytest.mark.parametrize("remote", [(), (0, 1)], ids=["shared", "bytes"])
 LARGE = 40 << 20
@@ -119,6 +120,67 @@ def test_a_rank_that_dies_is_noticed_at_once(remote: tuple[int, ...]) -> None:
     assert caught.value.rank == 1
     assert time.monotonic() - begun < 20
     channel.close()
+
+
+def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that sends to a connection that is closed there gets a reset, and nothing more of what is on its way."""
+    monkeypatch.setattr("shardwise.comm.switchboard._LAST_WORDS_SECONDS", 0.0)
+    ours, theirs = tcp_pair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 128 << 10)
+    asked: list[int] = []
+    num_left = PeerLink._num_unacknowledged_bytes
+    monkeypatch.setattr(PeerLink, "_num_unacknowledged_bytes", lambda link: asked.append(num_left(link)) or asked[-1])
+    near, far = (
+        ProcessChannel(Switchboard(rank, {1 - rank: link}, timeout_seconds=60.0), (0, 1), owns_board=True)
+        for rank, link in enumerate((PeerLink(ours, rank=1, local=False), PeerLink(theirs, rank=0, local=False)))
+    )
+    sent = torch.arange(INLINE_BYTES_BETWEEN_HOSTS // 4, dtype=torch.int32)
+    for purpose in ("warm up", "parting"):
+        near.send(sent, 1, purpose=purpose)
+    leaving = threading.Thread(target=near.close, daemon=True)
+    leaving.start()
+    while leaving.is_alive() and len(asked) < 2:
+        time.sleep(0.001)
+    assert asked[0] > 0
+    far.send(torch.zeros(1), 0, purpose="what nobody reads")
+    got = torch.empty_like(sent)
+    for purpose in ("warm up", "parting"):
+        far.receive(got, 0, purpose=purpose).wait()
+        assert torch.equal(got, sent)
+    with pytest.raises(PeerError, match="rank 0 has closed its channel"):
+        far.receive(got, 0, purpose="more").wait()
+    leaving.join(60)
+    far.close()
+
+
+@pytest.mark.parametrize("num_bytes", [8, 4 * INLINE_BYTES_BETWEEN_HOSTS], ids=["frame", "gloo"])
+def test_what_a_rank_does_not_want_that_has_closed_disturbs_no_other(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.comm.gloo_pairs._GRACE_SECONDS", 0.0)
+    group = boards(3, remote=(0, 1, 2))
+    leaver, sender, other = (ProcessChannel(board, (0, 1, 2), owns_board=True) for board in group)
+    sent, got = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+
+    def receive_and_leave() -> None:
+        leaver.receive(got, 1, purpose="wanted").wait()
+        leaver.close()
+
+    leaving = threading.Thread(target=receive_and_leave, daemon=True)
+    leaving.start()
+    sender.send(sent, 0, purpose="wanted").wait()
+    while leaving.is_alive() or not group[1].has_closed([0]):
+        sender.has_failed()
+    pairs = group[1]._pairs
+    assert pairs is not None
+    sender.send(sent, 0, purpose="wanted")
+    while num_bytes > INLINE_BYTES_BETWEEN_HOSTS and not pairs.is_lost(0):
+        sender.has_failed()
+    sender.send(sent[:1], 2, purpose="for the other")
+    other.receive(got[:1], 1, purpose="for the other").wait()
+    sender.close()
+    other.close()
 
 
 def test_closing_twice_is_harmless_and_calls_after_it_are_refused() -> None:

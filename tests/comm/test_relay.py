@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.relay import Relay
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import on_threads, relayed_boards
+from tests.comm.boards import on_threads, relayed_boards, tcp_pair
 from tests.comm.test_value_exchange import Sent, count
 
 RANKS_OF_A_HOST = 4
@@ -267,13 +267,56 @@ def test_words_that_mean_nothing_are_passed_on_to_nobody(garbage: bytes) -> None
         each.close()
 
 
-def relay_of(*connections: socket.socket) -> Relay:
+BYE = frame(FrameKind.BYE, lane=1, number=1)
+
+
+def test_a_rank_that_closes_calls_no_other_one_lost_that_closes_meanwhile() -> None:
+    """What a rank reads once it has said goodbye it drops, with the goodbye of others."""
+    ours, theirs = tcp_pair()
+    further, listening = socket.socketpair()
+    relay = relay_of(ours, further, remote={1})
+    relay.end(frame(FrameKind.BYE))
+    relay.spread(FrameKind.BYE)
+    with relay.lock:  # before its thread reads what comes now
+        theirs.sendall(BYE)
+        theirs.shutdown(socket.SHUT_WR)
+        relay.linger(time.monotonic() + PATIENCE_SECONDS)
+    until(lambda: len(relay._by_descriptor) == 1)
+    relay.drop()
+    listening.settimeout(PATIENCE_SECONDS)
+    assert listening.recv(1 << 10) == frame(FrameKind.BYE, number=1)
+    assert listening.recv(1 << 10) == b""
+    for each in (theirs, listening):
+        each.close()
+
+
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_a_rank_that_has_said_goodbye_is_lost_to_nobody(says_goodbye: bool) -> None:
+    """Rank 2 has not heard the goodbye."""
+    ours, theirs = socket.socketpair()
+    further, speaking = socket.socketpair()
+    relay = relay_of(ours, further)
+    board = Switchboard(0, {}, timeout_seconds=PATIENCE_SECONDS, kernels=(0, 0, 0), relay=relay)
+    if says_goodbye:
+        theirs.sendall(BYE)
+        until(lambda: not board.has_failed() and board._known[1].said_bye)
+    lost = ChannelVerdict(fact="rank 1 is gone", culprit=1).packed()
+    status = frame(FrameKind.STATUS, lane=2, number=2, payload=b'["exchange", "x", [0]]')
+    speaking.sendall(frame(FrameKind.LOST, lane=2, number=1, payload=lost) + status)
+    until(lambda: board.has_failed() or board._known[2].status is not None)
+    assert board.has_failed() is not says_goodbye
+    board.drop()
+    for each in (theirs, speaking):
+        each.close()
+
+
+def relay_of(*connections: socket.socket, remote: Collection[int] = ()) -> Relay:
     """Of rank 0, with ranks 1 and more for neighbours, and without listeners."""
 
     def call(rank: int, deadline: float) -> Any:
         raise ConnectionError("nobody is there")
 
-    links = {rank: PeerLink(each, rank=rank, local=True) for rank, each in enumerate(connections, 1)}
+    links = {rank: PeerLink(each, rank=rank, local=rank not in remote) for rank, each in enumerate(connections, 1)}
     size = len(connections) + 1
     connected = Connected(
         links=links, hosts=("node",) * size, kernels=(0,) * size, key=bytes(32), listeners=(), call=call

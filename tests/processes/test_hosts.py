@@ -78,15 +78,24 @@ class Rank:
     connection: Connection
 
     def says(self) -> Any:
-        """The next thing that it has to say."""
+        """The next thing that it has to say, which may be an error; an EOFError where it has ended without one."""
         assert self.connection.poll(PATIENCE_SECONDS), "a rank says nothing"
-        said = self.connection.recv()
-        assert not isinstance(said, BaseException), said
-        return said
+        try:
+            return self.connection.recv()
+        except EOFError as error:
+            return error
 
     def goes_on(self) -> None:
         """Let it out of `pause`."""
         self.connection.send("go on")
+
+
+def all_say(ranks: Sequence[Rank]) -> list[Any]:
+    """The next thing that each has to say; where some fail, all errors are shown: one is the cause of the others."""
+    said = [rank.says() for rank in ranks]
+    errors = {at: each for at, each in enumerate(said) if isinstance(each, BaseException)}
+    assert not errors, errors
+    return said
 
 
 def pause(connection: Connection) -> None:
@@ -175,19 +184,18 @@ def listens(channel: Channel, connection: Connection) -> set[str]:
 
 def test_nothing_listens_on_other_interfaces_than_the_one_between_the_hosts() -> None:
     with allowed(2) as made, ranks_on(made, 1, listens, by_torchrun) as ranks:
-        for rank, host in zip(ranks, made.hosts, strict=True):
-            assert rank.says() == {f"{int.from_bytes(socket.inet_aton(host.address), sys.byteorder):08X}"}
+        for said, host in zip(all_say(ranks), made.hosts, strict=True):
+            assert said == {f"{int.from_bytes(socket.inet_aton(host.address), sys.byteorder):08X}"}
 
 
 def test_a_pulled_cable_is_told_on_both_sides_with_a_rank_of_the_other_one() -> None:
     with allowed(2) as made, ranks_on(made, 2, until_the_end, by_srun) as ranks:
-        for rank in ranks:
-            assert rank.says() == "paused"
+        assert set(all_say(ranks)) == {"paused"}
         made.cut(1)
         cut = time.monotonic()
         for rank in ranks:
             rank.goes_on()
-        told = [rank.says() for rank in ranks]
+        told = all_say(ranks)
     for here, (text, culprit, end) in enumerate(told):
         others = (2, 3) if here < 2 else (0, 1)
         assert culprit in others, text
@@ -198,14 +206,13 @@ def test_a_pulled_cable_is_told_on_both_sides_with_a_rank_of_the_other_one() -> 
 
 def test_a_host_without_power_is_named_by_all_others() -> None:
     with allowed(3) as made, ranks_on(made, 1, until_the_end, by_kubernetes) as ranks:
-        for rank in ranks:
-            assert rank.says() == "paused"
+        assert set(all_say(ranks)) == {"paused"}
         made.cut(2)  # first: no connection must hear of its end
         os.kill(ranks[2].process.pid, signal.SIGKILL)
         cut = time.monotonic()
         for rank in ranks[:2]:
             rank.goes_on()
-        told = [rank.says() for rank in ranks[:2]]
+        told = all_say(ranks[:2])
     for text, culprit, end in told:
         assert culprit == 2, text
         assert re.match(rf"rank 2\b.* made no progress for {LIMIT_SECONDS:g} s", text)
@@ -235,13 +242,11 @@ def slowly(channel: Channel, connection: Connection) -> tuple[bool, float]:
 
 def test_a_message_may_take_longer_than_the_limit_on_a_slow_link() -> None:
     with allowed(2) as made, ranks_on(made, 1, slowly, by_mpirun) as ranks:
-        for rank in ranks:
-            assert rank.says() == "paused"
+        assert set(all_say(ranks)) == {"paused"}
         made.shape(SLOW_MEGABITS)
         for rank in ranks:
             rank.goes_on()
-        for rank in ranks:
-            arrived, taken = rank.says()
+        for arrived, taken in all_say(ranks):
             assert arrived
             assert taken > LIMIT_SECONDS
 
@@ -277,8 +282,7 @@ def train_across(channel: Channel, connection: Connection) -> Trained:
 
 def test_a_cable_that_is_plugged_in_again_in_time_changes_nothing() -> None:
     with allowed(2) as made, ranks_on(made, 2, train_across, by_torchrun, limit=PATIENCE_SECONDS) as ranks:
-        for rank in ranks:
-            assert rank.says() == "paused"
+        assert set(all_say(ranks)) == {"paused"}
         made.cut(0)
         for rank in ranks:
             rank.goes_on()
@@ -286,5 +290,5 @@ def test_a_cable_that_is_plugged_in_again_in_time_changes_nothing() -> None:
         assert not ranks[0].connection.poll(1.0)
         assert not any(rank.connection.poll() for rank in ranks)
         made.restore(0)
-        trained = [rank.says() for rank in ranks]
+        trained = all_say(ranks)
     assert trained == sw.simulate(4, train)

@@ -131,9 +131,10 @@ class GlooPairs:
         grace_seconds = min(_GRACE_SECONDS, _GRACE_SHARE * self.timeout_seconds)
         return rank in self.broken and time.monotonic() - self.broken[rank][1] > grace_seconds
 
-    def lost(self) -> tuple[int, str] | None:
-        """A rank whose pair broke a while ago, and what gloo says of it."""
-        return next(((rank, text) for rank, (text, _) in self.broken.items() if self.is_lost(rank)), None)
+    def lost(self, has_closed: Callable[[int], bool]) -> tuple[int, str] | None:
+        """A rank whose pair broke a while ago, and not since it has closed its channel; and what gloo says of it."""
+        broken = ((rank, text) for rank, (text, _) in self.broken.items() if self.is_lost(rank))
+        return next((each for each in broken if not has_closed(each[0])), None)
 
     def tell(self, event: Callable[[], None]) -> None:
         """For the threads of pairs: let the program call this in its next look."""

@@ -251,7 +251,8 @@ class Relay:
             if link.ended:
                 self._poll.unregister(descriptor)
                 del self._by_descriptor[descriptor]
-                if link.rank not in self._ended:
+                # A rank that closes drops what it reads (`PeerLink.linger`), and with it the other side's goodbye.
+                if link.rank not in self._ended and self._last_words is None:
                     verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
                     self._spread(FrameKind.LOST, verdict.packed())
                     self._note(News(FrameKind.LOST, self._rank, verdict))

@@ -64,7 +64,7 @@ _INTERRUPT_SECONDS = 0.5
 """How soon a Ctrl-C is noticed that comes just before the poll blocks: Python handles it when the poll returns."""
 
 _LAST_WORDS_SECONDS = 1.0
-"""How long a rank that ends tries to tell peers that do not read."""
+"""How long a rank that has failed, or ends without `close`, tries to tell peers that do not read."""
 
 
 class Switchboard:
@@ -494,9 +494,11 @@ class Switchboard:
                 if texts is not None:
                     self.fail(different(texts))
         elif isinstance(content, ChannelVerdict):
+            ended = rank if kind == FrameKind.FAILED else content.culprit
+            if kind == FrameKind.LOST and ended is not None and self._known[ended].said_bye:
+                return  # it has closed its channel, and `rank` has not heard it
             # Noted, not raised: this rank may be in a transfer that it can complete (see the note on failures).
             self.verdict = self.verdict or content
-            ended = rank if kind == FrameKind.FAILED else content.culprit
             if ended is not None:
                 self._known[ended].has_ended = True
         elif isinstance(content, Whereabouts):
@@ -590,7 +592,7 @@ class Switchboard:
             has_said = link.said_bye or link.has_failed or known.said_bye or known.has_ended
             if not has_said and self.verdict is None:
                 self.verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
-        if self.verdict is None and self._pairs is not None and (lost := self._pairs.lost()):
+        if self.verdict is None and self._pairs is not None and (lost := self._pairs.lost(self._links.said_bye)):
             self.verdict = unreachable(*lost)
 
     def _is_hopeless(self, transfer: TransferInFlight) -> bool:
@@ -625,7 +627,9 @@ class Switchboard:
             if not self._has_ended:
                 self._links.end(frame(FrameKind.BYE))
                 self._links.tell_all(FrameKind.BYE)
-            self._links.linger(time.monotonic() + _LAST_WORDS_SECONDS)
+            # As long as any transfer may take, where all is well: to a peer whose goodbye is lost, this rank has died.
+            patience_seconds = self.timeout_seconds if self.verdict is None else _LAST_WORDS_SECONDS
+            self._links.linger(time.monotonic() + patience_seconds)
             self.verdict = self.verdict or ChannelVerdict(
                 fact=f"rank {self.rank} has closed this channel", culprit=self.rank
             )
