@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.engine.held_meanwhile import attributes_set, kept_attributes
 from shardwise.engine.inventory import with_values
 from shardwise.errors import ModelError, in_words
 
@@ -212,11 +213,8 @@ class _CallTrace(TorchDispatchMode):
     def one_draw(self) -> Iterator[None]:
         """What is drawn in the body counts as one draw, however much it is."""
         self.begin_draw()
-        self._is_in_draw = True
-        try:
+        with attributes_set(self, {"_is_in_draw": True}):
             yield
-        finally:
-            self._is_in_draw = False
 
     def _seed_for(self, draw: int | str) -> None:
         # A seed per draw, not one per call: a draw for a tensor without memory takes nothing from the generator, and
@@ -418,13 +416,12 @@ class Initialisation:
     def _run(self, initialiser: _Initialiser, targets: Iterable[_TwinTensor]) -> _CallTrace:
         """Make a call, and follow it. `targets`: where the twin may hold another tensor afterwards."""
         trace = _CallTrace(initialiser, self._seed, self._held, self._foreign)
-        attributes = dict(vars(initialiser.module))
+        put_back = kept_attributes([initialiser.module])
         try:
             with trace.following():
                 initialiser.call()
         finally:  # a method may have noted that it need not run again
-            vars(initialiser.module).clear()
-            vars(initialiser.module).update(attributes)
+            put_back()
         for target in targets:
             storage = _storage(target.current())
             # The call put another tensor in the place: a write of all of it, and a read where that tensor is the

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.wrapping import Forward, OfEngine, wrap
 from shardwise.plan import Plan
 
@@ -34,16 +35,9 @@ class _ZeroPadding(OfEngine):
         valid = _valid_places(module, *args, **kwargs)
         if valid is None:
             return forward(*args, **kwargs)
-        norm, uses = module.norm, module.use_nested_tensor
-        module.use_nested_tensor = False
-        if norm is not None:
-            module._modules["norm"] = None
-        try:
+        norm = module.norm
+        with attributes_set(module, {"use_nested_tensor": False, "norm": None}):
             output = forward(*args, **kwargs)
-        finally:
-            module.use_nested_tensor = uses
-            if norm is not None:
-                module._modules["norm"] = norm
         output = output.masked_fill(valid.logical_not().unsqueeze(-1), 0.0)
         return output if norm is None else norm(output)
 

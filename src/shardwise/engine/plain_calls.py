@@ -10,7 +10,7 @@ Each would go on in silence. What is whole on every rank is left as torch has it
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.comm.local_tensors import is_dtensor
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.master_states import follow_states
 from shardwise.errors import ModelError, OptimizerError
 
@@ -102,14 +103,9 @@ class PlainCalls:
                 if hooks is not None and not self.owns_all:
                     getattr(optimizer, f"register_{kind}_pre_hook")(_OptimizerParts(kind))
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """The engine refuses to go on inside: see `is_whole`."""
-        self.is_whole = True
-        try:
-            yield
-        finally:
-            self.is_whole = False
+        return attributes_set(self, {"is_whole": True})
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -122,14 +118,9 @@ class PlainCalls:
         finally:
             self.refuse()
 
-    @contextmanager
-    def engine_step(self) -> Iterator[None]:
+    def engine_step(self) -> AbstractContextManager[None]:
         """Let the engine step the optimizers."""
-        self.is_engine_step = True
-        try:
-            yield
-        finally:
-            self.is_engine_step = False
+        return attributes_set(self, {"is_engine_step": True})
 
     def check_left(self) -> None:
         """Raise ModelError inside of `Engine.whole`."""

@@ -24,7 +24,7 @@ On the CPU torch seeds a generator with the lower 32 bits of a seed: streams may
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn.modules import module as _module_hooks
 
 from shardwise.comm.accelerators import random_sources
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.transformed_functions import is_transformed, outside_of_transformations
 from shardwise.engine.wrapping import in_backward
 from shardwise.errors import ModelError
@@ -127,14 +128,9 @@ class KeyedRandom:
         stream = self._active
         return stream is not None and bool(stream.frames) and type(stream.frames[-1][0]) in _DRAW_IN_TRAINING
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Module calls in the body split nothing: they compute no values (shape inference)."""
-        before, self.is_suspended = self.is_suspended, True
-        try:
-            yield
-        finally:
-            self.is_suspended = before
+        return attributes_set(self, {"is_suspended": True})
 
     @contextmanager
     def in_this_thread(self) -> Iterator[None]:

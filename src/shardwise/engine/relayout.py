@@ -24,6 +24,7 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import aborting, agreed
 from shardwise.comm.local_tensors import is_dtensor, torch_dtype
 from shardwise.engine.engine import Engine
+from shardwise.engine.held_meanwhile import kept_attributes
 from shardwise.engine.inventory import exchange, named_places, take_over, with_values
 from shardwise.engine.kept_objects import aliases_in, take_along
 from shardwise.engine.optimizers import of_no_parameter
@@ -216,7 +217,7 @@ def _going_back(handed: HandOver, swapped: Swapped) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
     # this snapshot costs.
-    modules = [(module, dict(vars(module)), _contents(module)) for module in handed.model.modules()]
+    put_back = kept_attributes(handed.model.modules(), contents=(dict,))
     optimizers = [
         (
             known.optimizer,
@@ -230,20 +231,10 @@ def _going_back(handed: HandOver, swapped: Swapped) -> Iterator[None]:
     except ShardwiseError:
         for parameter, before in reversed(swapped):
             exchange(parameter, before)
-        for module, attributes, contents in modules:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for key, content in contents.items():
-                attributes[key].clear()  # the same object: handles of hooks know it
-                attributes[key].update(content)
+        put_back()
         for optimizer, state, groups in optimizers:
             optimizer.state.clear()
             optimizer.state.update(state)
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
         raise
-
-
-def _contents(module: nn.Module) -> dict[str, dict[Any, Any]]:
-    """What is in the dicts of a module: its parameters, buffers, modules and hooks."""
-    return {key: dict(value) for key, value in vars(module).items() if isinstance(value, dict)}

@@ -11,10 +11,13 @@ Under `module.compile()` the compiled call replaces the innermost forward, and i
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from shardwise.engine.held_meanwhile import attributes_set
 
 Forward = Callable[..., Any]
 
@@ -77,15 +80,16 @@ class _Wrapped:
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         """The call as it was compiled: of the module with its own forward, whose hooks have been called already."""
         assert self.compiled is not None
-        attributes = vars(self.module)
-        # What was compiled is `_call_impl`, which runs hooks and `self.forward`: with both in place hooks would run
-        # twice, and this wrapper would call itself.
-        saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
-        attributes |= {"forward": self.original, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
-        try:
+        with as_compiled(self.module, self.original):
             return self.compiled(*args, **kwargs)
-        finally:
-            attributes |= saved
+
+
+def as_compiled(module: nn.Module, forward: Forward) -> AbstractContextManager[None]:
+    """The module as it was when it was compiled: with its own forward. Its hooks have been called already."""
+    # What was compiled is `_call_impl`, which runs hooks and `self.forward`: with both in place hooks would run twice,
+    # and what stands around the forward would be called, or traced, inside of itself.
+    bare: dict[str, object] = {"forward": forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
+    return attributes_set(module, bare)
 
 
 def wrap(module: nn.Module, wrapper: Wrapper) -> None:

@@ -23,6 +23,7 @@ from shardwise.comm.agreement import a_table, understood
 from shardwise.engine.activations.recomputation import Recomputed
 from shardwise.engine.activations.saved_meter import SavedMeter
 from shardwise.engine.activations.saved_on_host import HostTransfers, Offloaded
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.wrapping import Forward, OfEngine
@@ -83,11 +84,10 @@ class BudgetedModule(OfEngine):
         def measured(*args: Any, **kwargs: Any) -> Any:
             return meter.run(record, forward, args, kwargs)
 
-        meter.is_inside = True
         try:
-            return wrapper.run(module, measured, args, kwargs)
+            with attributes_set(meter, {"is_inside": True}):
+                return wrapper.run(module, measured, args, kwargs)
         finally:
-            meter.is_inside = False
             if self.recomputed is not None:
                 record.kept_bytes = self.recomputed.kept_bytes
 

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.held_meanwhile import kept_attributes
 from shardwise.engine.pipeline.nested import is_plain, token_of
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
-from shardwise.engine.wrapping import is_ours, structures_of
+from shardwise.engine.wrapping import as_compiled, is_ours, structures_of
 from shardwise.errors import ModelError
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -294,28 +295,15 @@ class PlacedModule:
         with self._recording() as records:
             if self._compiled is None:
                 return self.forward(*args, **kwargs), tuple(records)
-            with self._bare():
+            with as_compiled(self.module, self.forward):
                 return self._compiled(*args, **kwargs), tuple(records)
-
-    @contextmanager
-    def _bare(self) -> Iterator[None]:
-        """The module as it was compiled: with its own forward. Its hooks have been called already."""
-        attributes = vars(self.module)
-        saved = {key: attributes[key] for key in ("forward", "_forward_hooks", "_forward_pre_hooks")}
-        # Compiled code calls the module as it was when it was traced. With our forward in place it would trace our
-        # machinery.
-        attributes |= {"forward": self.forward, "_forward_hooks": OrderedDict(), "_forward_pre_hooks": OrderedDict()}
-        try:
-            yield
-        finally:
-            attributes |= saved
 
     def try_on_fakes(self, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `StagedCall`. Writes of forward into the module itself are taken back."""
         whole = [self.module, *self.inner]
         # All attributes, not tensors alone: a forward may count its calls or fill a cache, and the trial is no call.
         # A shallow copy puts back what was rebound; what a module does inside of an object that it keeps stays.
-        saved = [dict(vars(each)) for each in whole]
+        put_back = kept_attributes(whole)
         made: dict[torch.Tensor, torch.Tensor] = {}
         try:
             for each in whole:
@@ -329,9 +317,7 @@ class PlacedModule:
             with self._recording() as records:
                 return (self.forward if eager is None else eager)(*args, **kwargs), tuple(records)
         finally:
-            for each, attributes in zip(whole, saved, strict=True):
-                vars(each).clear()
-                vars(each).update(attributes)
+            put_back()
 
     @contextmanager
     def _recording(self) -> Iterator[list[Any]]:

@@ -12,8 +12,8 @@ every input and parameter shows how a module amplifies an error. Right plans dif
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, MutableSet, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import random_numbers_kept, random_states, rounds_convolutions
 from shardwise.comm.nested_values import tensors_in, transform
+from shardwise.engine.held_meanwhile import kept_attributes
 from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.nested import is_plain
@@ -131,7 +132,7 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
     precision = _PrecisionWatch()
     given = inputs.changed(widened if way.is_wide else _same)
     with (
-        _left_alone(module),
+        ExitStack() as stack,
         torch.no_grad(),
         # The streams go on after a proof as before it. And since all ranks along tp draw from one stream, whole and cut
         # runs begin with the same numbers on every rank: what is drawn for a whole value is alike in both.
@@ -141,6 +142,8 @@ def run_apart(module: nn.Module, forward: Forward, inputs: CopiedInputs, paramet
         NoDropout(),
         precision,
     ):
+        # A forward may write into the modules, their lists and dicts.
+        stack.callback(kept_attributes(module.modules(), contents=(list, dict, set)))
         _prepare(module, parameters, way)
         if way.is_cut:
             # Not what module.compile() made of it: it would be compiled anew for these parameters.
@@ -213,26 +216,6 @@ def _prepare(module: nn.Module, parameters: Parameters, way: Way) -> None:
     if way.is_wide:
         # The casts of inputs to the dtype of parameters would undo the widening.
         stop_following(module)
-
-
-@contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
-    """Put back what a forward writes into the modules, their lists and dicts."""
-    saved = []
-    for each in module.modules():
-        attributes = dict(vars(each))
-        # Lists and dicts are emptied and filled again, not replaced: others may hold the same object.
-        contents = [(held, copy.copy(held)) for held in attributes.values() if isinstance(held, list | dict | set)]
-        saved.append((each, attributes, contents))
-    try:
-        yield
-    finally:
-        for each, attributes, contents in saved:
-            vars(each).clear()
-            vars(each).update(attributes)
-            for held, content in contents:
-                held.clear()
-                held.extend(content) if isinstance(held, list) else held.update(content)
 
 
 class _PrecisionWatch(TorchDispatchMode):

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values, understood
 from shardwise.comm.nested_values import tensors_in
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.packed_tensors import first_tensor, is_packed
 from shardwise.engine.tensor.isolated_runs import (
     CopiedInputs,
@@ -497,13 +498,9 @@ class Proof:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        self.is_at_work = True
-        try:
-            # A mode that counts operations must not see those of a proof, which is made once.
-            with torch.no_grad(), _disable_current_modes():
-                yield
-        finally:
-            self.is_at_work = False
+        # A mode that counts operations must not see those of a proof, which is made once.
+        with attributes_set(self, {"is_at_work": True}), torch.no_grad(), _disable_current_modes():
+            yield
 
 
 class _RegionWatch:

@@ -20,12 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.accelerators import random_states
+from shardwise.engine.held_meanwhile import parameters_set
 from shardwise.engine.inventory import named_places
 from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.packed_tensors import is_packed
 from shardwise.engine.pipeline.module_placement import unchanged
 from shardwise.engine.tensor.isolated_runs import NoDropout, has_drawn
-from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module, parameters_set
+from shardwise.engine.tensor.styles import STYLES, SharedInputs, innermost_module
 from shardwise.engine.tensor.tp_collectives import taken
 from shardwise.engine.wrapping import Forward, unwrap, wrap
 from shardwise.errors import in_words

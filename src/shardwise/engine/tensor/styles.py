@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm import Channel
+from shardwise.engine.held_meanwhile import attributes_set, parameters_set
 from shardwise.engine.tensor.tp_collectives import TpCollectives, is_fake, uncompiled
 from shardwise.engine.wrapping import Forward, at_end_of_backward, in_backward, structures_of, unwrap, wrap
 from shardwise.errors import ModelError, ShardwiseError
@@ -101,14 +102,14 @@ class Styled(ABC):
     def run(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `forward` on what this rank has, and give what the modules around expect."""
         if self._own is None:
-            return self.compute(module, forward, args, kwargs)
-        # A recomputation that goes through this wrapper finds the module with what a backward gave it. `compute` starts
-        # from the module's own: else heads, say, would be divided by the ranks twice.
+            return self._compute(module, forward, args, kwargs)
+        # A recomputation that goes through this wrapper finds the module with what a backward gave it. It starts from
+        # the module's own: else heads, say, would be divided by the ranks twice.
         with _holding(module, self._own):
-            return self.compute(module, forward, args, kwargs)
+            return self._compute(module, forward, args, kwargs)
 
     @abstractmethod
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`run`, of a module that holds its own attributes and parameters."""
 
     def run_with(self, module: nn.Module, held: "_Held", run: Callable[[], Any]) -> Any:
@@ -184,8 +185,7 @@ class Styled(ABC):
 class ColumnStyle(Styled):
     """A whole input, outputs of this rank."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style, collectives = self.style, self.collectives
         dim = style.gather
         if dim is None:
@@ -212,8 +212,7 @@ class ColumnStyle(Styled):
 class RowStyle(Styled):
     """Inputs of this rank, outputs summed; the bias is added once, after the sum."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style, collectives = self.style, self.collectives
         if style.splits:
             args, kwargs = on_input(args, kwargs, lambda x: collectives.scatter(x, x.dim() - 1, style.ranges))
@@ -242,8 +241,7 @@ class Vocabulary(RowStyle):
                                      foreign   x   -   -         given            0  r7  r10  + rank 0: r3  0  0
     """
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ((start, stop),) = self.style.ranges[self.collectives.rank]
         foreign: list[torch.Tensor] = []
 
@@ -273,8 +271,7 @@ class Vocabulary(RowStyle):
 class Channels(Styled):
     """An embedding whose columns are cut, and may be gathered."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = forward(*args, **kwargs)
         if not self.style.gathers:
             return output
@@ -284,8 +281,7 @@ class Channels(Styled):
 class Sum(Styled):
     """Any module that computes a term of a sum from bare parameters: experts, each cut over all ranks."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         copy = self.collectives.copy_to_ranks
         # All tensors, not only the first: the weights of the router reach every rank's term, too.
         args = tuple(copy(each) if isinstance(each, torch.Tensor) else each for each in args)
@@ -300,8 +296,7 @@ class Uncut(Styled):
     All ranks compute the same with it, so its gradients are complete on each, without a sum.
     """
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ranges = self.style.ranges
         if self.style.kind == "taken":
             return self.on_output(forward(*args, **kwargs), lambda y: self.collectives.scatter(y, y.dim() - 1, ranges))
@@ -312,16 +307,14 @@ class Uncut(Styled):
 class Once(Styled):
     """A module that all ranks compute alike, and that counts once in the sum around it."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.on_output(forward(*args, **kwargs), self.collectives.on_first_rank)
 
 
 class Hide(Styled):
     """Single parameters that count once in the sum: zeros on all ranks but the first."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen: dict[str, torch.Tensor | None] = {}
         for attribute in self.style.attributes:
             parameter = module._parameters[attribute]
@@ -339,8 +332,7 @@ class Tail(Styled):
     `copy_to_ranks`. All heads read the 2 last ones as they are, so only those 2 have their gradient summed here.
     """
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.on_output(forward(*args, **kwargs), self._copy_last)
 
     def _copy_last(self, output: torch.Tensor) -> torch.Tensor:
@@ -356,8 +348,7 @@ class Tail(Styled):
 class Positions(Styled):
     """A module that treats each position alike: each rank computes its positions, which are gathered again."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dim = self.style.dim
         found: list[Sequence[tuple[tuple[int, int], ...]]] = []
 
@@ -373,8 +364,7 @@ class Positions(Styled):
 class SplitStyle(Styled):
     """The module and what follows it work on this rank's positions."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dim = self.style.dim
         taken: list[torch.Tensor] = []
 
@@ -395,8 +385,7 @@ class SplitStyle(Styled):
 class Heads(Styled):
     """A module that works with heads and counts them itself: it has as many as this rank."""
 
-    def compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See `Styled`."""
+    def _compute(self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         style = self.style
         ((start, stop),) = style.ranges[self.collectives.rank]
         # Every attribute is a multiple of the number of groups (the planner refuses others): 6 heads in 3 groups, of
@@ -445,33 +434,6 @@ def span_outside(values: torch.Tensor, size: int) -> tuple[int, int] | None:
         return None
     lowest, highest = int(values.min()), int(values.max())
     return None if 0 <= lowest <= highest < size else (lowest, highest)
-
-
-@contextmanager
-def attributes_set(module: nn.Module, values: Mapping[str, object]) -> Iterator[None]:
-    """The module has these plain attributes meanwhile."""
-    saved = {key: getattr(module, key) for key in values}
-    try:
-        for key, value in values.items():
-            setattr(module, key, value)
-        yield
-    finally:
-        for key, value in saved.items():
-            setattr(module, key, value)
-
-
-@contextmanager
-def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """The module holds these tensors in the place of parameters meanwhile."""
-    # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter. In a rehearsal, and for the
-    # zeros of a bias, plain tensors are what the forward has to see.
-    held: dict[str, Any] = module._parameters
-    saved = {key: held[key] for key in values}
-    held.update(values)
-    try:
-        yield
-    finally:
-        held.update(saved)
 
 
 @contextmanager

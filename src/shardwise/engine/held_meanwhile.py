@@ -1,0 +1,55 @@
+"""What objects hold for a while, and what they held before: a module that runs aside has no trace of it afterwards."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def attributes_set(holder: object, values: Mapping[str, object]) -> Iterator[None]:
+    """The object, a module say, has these attributes meanwhile."""
+    saved = {key: getattr(holder, key) for key in values}
+    try:
+        for key, value in values.items():
+            setattr(holder, key, value)
+        yield
+    finally:
+        for key, value in saved.items():
+            setattr(holder, key, value)
+
+
+@contextmanager
+def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+    """The module holds these tensors in the place of parameters meanwhile."""
+    # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter. In a rehearsal, and for the
+    # zeros of a bias, plain tensors are what the forward has to see.
+    held: dict[str, Any] = module._parameters
+    saved = {key: held[key] for key in values}
+    held.update(values)
+    try:
+        yield
+    finally:
+        held.update(saved)
+
+
+def kept_attributes(modules: Iterable[nn.Module], *, contents: tuple[type, ...] = ()) -> Callable[[], None]:
+    """What puts back all attributes that modules have now. contents: lists, dicts, sets, whose items come back too."""
+    saved: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = [
+        (each, dict(vars(each)), [(held, copy(held)) for held in vars(each).values() if isinstance(held, contents)])
+        for each in modules
+    ]
+
+    def put_back() -> None:
+        for each, attributes, kept in saved:
+            vars(each).clear()
+            vars(each).update(attributes)
+            # Emptied and filled again, not replaced: others may hold the same object, as handles of hooks do.
+            for held, content in kept:
+                held.clear()
+                held.extend(content) if isinstance(held, list) else held.update(content)
+
+    return put_back
