@@ -72,11 +72,11 @@ class Ours:
     def do(self, batch: Batch) -> Taken:
         """One update."""
         spans: list[TimeSpan] = []
-        self.runner.spans = spans
+        self.runner.recorder.spans = spans
         start_s = time.perf_counter()
         report = self.engine.step(batch)
         stop_s = time.perf_counter()
-        self.runner.spans = None
+        self.runner.recorder.spans = None
         return Taken(
             start_s=start_s,
             passes_start_s=self._passes[0],

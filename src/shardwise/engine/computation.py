@@ -11,13 +11,14 @@ meanwhile.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.comm import Channel
 from shardwise.engine.activations.kept_activations import KeptActivations
 from shardwise.engine.autocast_regions import AutocastRegions
 from shardwise.engine.batch_statistics import synchronised_in
@@ -30,6 +31,7 @@ from shardwise.engine.batches import (
     See,
 )
 from shardwise.engine.generation import Generation, GenerationCall
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.loss_parameters import LossParameters
 from shardwise.engine.loss_scaling import LossScale
 from shardwise.engine.pipeline.runner import PipelineRunner
@@ -42,7 +44,7 @@ from shardwise.engine.tensor.styles import module_noted
 from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.zero.uneven_microbatches import Joint, Passes, UnevenMicrobatches
 from shardwise.errors import ModelError
-from shardwise.plan import Precision
+from shardwise.plan import Plan
 
 _ADVICE_ON_CHUNKS = (
     "with several stages per rank, data ranks reduce gradients in the order of their schedules. Forwards that read "
@@ -65,37 +67,35 @@ class Computation:
         loss: LossOfModel,
         random: KeyedRandom,
         runner: PipelineRunner | None,
-        device: torch.device,
-        rank: int,
-        data_rank: int,
-        precision: Precision,
+        plan: Plan,
+        channel: Channel,
         passes: Passes,
         on_loss: Sequence[Callable[[torch.Tensor], None]] = (),
         proof: Proof,
         activations: KeptActivations,
         loss_parameters: LossParameters,
     ) -> None:
-        """`runner`: runs the stages of this rank; None: the whole model is here. `rank`: for errors. `passes`: what the
-        data ranks do together around microbatches. `on_loss`: see each loss before its backward, where the whole model
-        is here. `proof`: of the plan of tensor parallelism."""
+        """`runner`: runs the stages of this rank; None: the whole model is here. `passes`: what the data ranks do
+        together around microbatches. `on_loss`: see each loss before its backward, where the whole model is here.
+        `proof`: of the plan of tensor parallelism."""
         self.random = random
         self.step = 0
         """The steps begun so far."""
         self.runner = runner
-        self.recorder = SpanRecorder(rank, device) if runner is None else runner.recorder
+        self.recorder = SpanRecorder(channel.rank, channel.device) if runner is None else runner.recorder
         """Records forwards, backwards and updates of this rank, while somebody wants to know."""
         self._model = model
         self.loss = loss
-        self.autocast = AutocastRegions(device)
+        self.autocast = AutocastRegions(channel.device)
         """The caller's region of torch.autocast. Forwards and losses run in one like it."""
         self._loss_inside = self.autocast.inside(loss.measured)
-        self._device = device
-        self._rank = rank
-        self._data_rank = data_rank
-        self._precision = precision
-        self._meeting = MeetingDtypes(model, precision)
-        scale = precision.loss_scale
-        self.loss_scale = None if scale is None else LossScale(scale, device)
+        self._device = channel.device
+        self._rank = channel.rank
+        self._data_rank = plan.mesh.data_rank(channel.rank)
+        self._precision = plan.precision
+        self._meeting = MeetingDtypes(model, plan.precision)
+        scale = plan.precision.loss_scale
+        self.loss_scale = None if scale is None else LossScale(scale, channel.device)
         """What losses are multiplied by before their backward."""
         self._passes = passes
         self.advice = passes.advice
@@ -105,9 +105,9 @@ class Computation:
         self._on_loss = on_loss
         self.proof = proof
         self.activations = activations
+        """What becomes of the tensors that forwards save for backward."""
         self.loss_parameters = loss_parameters
         """What is trained and is not the model's."""
-        """What becomes of the tensors that forwards save for backward."""
         self._running = ""
         """The call of the engine that goes on."""
 
@@ -141,14 +141,9 @@ class Computation:
                 if stream is not None:
                     stream.__enter__()
 
-    @contextmanager
-    def _during(self, call: str) -> Iterator[None]:
+    def _during(self, call: str) -> AbstractContextManager[None]:
         """The call goes on in the body."""
-        around, self._running = self._running, call
-        try:
-            yield
-        finally:
-            self._running = around
+        return attributes_set(self, {"_running": call})
 
     def train(
         self,

@@ -15,13 +15,13 @@ guess would train, and badly. So what a plan needs is tried:
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isclose, isfinite, prod
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ from shardwise.engine.packed_tensors import is_shell
 from shardwise.engine.update_work import counted_work, is_sum
 from shardwise.errors import OptimizerError
 
+Found = TypeVar("Found")
+
 STAGE_0 = "Use sw.Sharding(stage=0) (sharding.stage), where each rank updates everything"
 """What to do with an optimizer that no rank can update a part of."""
 
@@ -55,35 +57,27 @@ _MOST_ELEMENTS = 1 << 14
 _MOST_VERDICTS = 256
 
 
-def check_steps(optimizers: Sequence[torch.optim.Optimizer], device: torch.device, *, is_alone: bool) -> None:
-    """Raise OptimizerError for an optimizer that asks for the loss again, or that talks to other ranks, if any."""
-    check_closures(optimizers, device)
-    if not is_alone:
-        check_silent(optimizers, device)
-
-
 def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
     """Raise OptimizerError for an optimizer that sends something to other ranks in its step."""
     for optimizer in optimizers:
         for case in cases_of(optimizer, device):
-            known = _all_of(case, [])
-            of_silence = None if known is None else (check_silent, known)
-            if _verdicts.get(of_silence):
-                continue
-            watch = _Operations()
-            with random_numbers_kept(device), watch:
-                try:
-                    run_double(case, [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
-                except Exception as error:  # other reasons are found where they matter
-                    *_, (frame, _) = walk_tb(error.__traceback__)
-                    if frame.f_globals.get("__name__", "").startswith("torch.distributed"):  # it wants a process group
-                        watch.collective = watch.collective or "torch.distributed"
-            if watch.collective:
+            if collective := _remembered(_collective_of, case, []):
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} talks to other ranks in its step ({watch.collective}), and shardwise "
+                    f"{type(optimizer).__name__} talks to other ranks in its step ({collective}), and shardwise "
                     "does that. Use its class for one process: each matrix is then updated on one rank, for all"
                 )
-            _keep_verdict(of_silence, True)
+
+
+def _collective_of(case: Case) -> str:
+    watch = _Operations()
+    with random_numbers_kept(case.device), watch:
+        try:
+            run_double(case, [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
+        except Exception as error:  # other reasons are found where they matter
+            *_, (frame, _) = walk_tb(error.__traceback__)
+            if frame.f_globals.get("__name__", "").startswith("torch.distributed"):  # it wants a process group
+                return watch.collective or "torch.distributed"
+    return watch.collective
 
 
 def check_closures(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
@@ -160,7 +154,7 @@ def is_elementwise(
     """
     for case in cases_of(optimizer, device, [group]):
         with random_numbers_kept(device):
-            verdict = _is_elementwise(case)
+            verdict = _remembered(_is_elementwise, case, _own_shapes(case))
         if verdict is None:
             raise _refusal_of_coupled(optimizer, instead)
         if not verdict:
@@ -170,28 +164,27 @@ def is_elementwise(
 
 _UNKNOWN: Any = object()
 _verdicts: dict[object, Any] = {}
-"""Of `_is_elementwise` and `check_apart`, by what decides: 10 ms for AdamW, which many an engine of a process has."""
+"""Of functions of cases, by what decides: 10 ms for AdamW, which many an engine of a process has."""
+
+
+def _remembered(find: Callable[[Case], Found], case: Case, shapes: Sequence[tuple[int, ...]]) -> Found:
+    """`find(case)`, or what it found for a case that is alike. shapes: of its parameters, as far as they decide."""
+    known = _all_of(case, shapes)
+    if known is None:
+        return find(case)
+    found: Any = _verdicts.get((find, known), _UNKNOWN)  # other threads may clear them at any time
+    if found is _UNKNOWN:
+        if len(_verdicts) > _MOST_VERDICTS:
+            _verdicts.clear()
+        found = _verdicts[find, known] = find(case)
+    return found  # type: ignore[no-any-return]
 
 
 def _is_elementwise(case: Case) -> bool | None:
     """Whether halves are updated as a whole is; None where the update of one half depends on the other."""
-    shapes = _own_shapes(case)
-    known = _all_of(case, shapes)
-    # Other threads may clear the verdicts at any time.
-    verdict: Any = _verdicts.get(known, _UNKNOWN)
-    if verdict is _UNKNOWN:
-        verdict = _found_elementwise(case, shapes)
-        # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
-        verdict = verdict and not _keeps_blocks(case)
-        _keep_verdict(known, verdict)
-    return None if verdict is None else bool(verdict)
-
-
-def _keep_verdict(known: object, verdict: Any) -> None:
-    if len(_verdicts) > _MOST_VERDICTS:
-        _verdicts.clear()
-    if known is not None:
-        _verdicts[known] = verdict
+    verdict = _found_elementwise(case, _own_shapes(case))
+    # Only what is element-wise updates a long vector in no time: Shampoo has a square of its length.
+    return verdict and not _keeps_blocks(case)
 
 
 def _all_of(case: Case, shapes: Sequence[tuple[int, ...]]) -> object:
@@ -292,26 +285,24 @@ def check_apart(
     instead: what to do then. groups: those that are tried; None: all.
     """
     for case in (case for optimizer in optimizers for case in cases_of(optimizer, device, groups)):
-        known = _all_of(case, [tuple(parameter.shape) for parameter in case.group["params"]])
-        of_updates_apart = None if known is None else (check_apart, known)
-        if _verdicts.get(of_updates_apart):
-            continue
-        one, other, third = (trial_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
-        third[1:] = [100 * each for each in third[1:]]
-        with random_numbers_kept(device):
-            if _keeps_sums(case):
-                raise _refusal_of_coupled(case.optimizer, instead)
-            try:
-                runs = alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
-            except Exception:  # it wants other shapes than these
-                if _needs_others(case):
-                    raise _refusal_of_coupled(case.optimizer, instead) from None
-                continue
-        with_other, with_third, alone = ([move[: one[0].numel()] for move in moves] for moves in runs)
-        # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
-        if not _same(with_other, with_third) or not _same(with_other, alone, 0.05):
+        if _remembered(_is_coupled, case, [tuple(parameter.shape) for parameter in case.group["params"]]):
             raise _refusal_of_coupled(case.optimizer, instead)
-        _keep_verdict(of_updates_apart, True)
+
+
+def _is_coupled(case: Case) -> bool:
+    """Whether the update of one parameter depends on the others."""
+    one, other, third = (trial_tensors(_SMALL, _STEPS, seed=seed) for seed in range(3))
+    third[1:] = [100 * each for each in third[1:]]
+    with random_numbers_kept(case.device):
+        if _keeps_sums(case):
+            return True
+        try:
+            runs = alike_runs(case, [[one, other], [one, third], [one]], _STEPS)
+        except Exception:  # it wants other shapes than these
+            return _needs_others(case)
+    with_other, with_third, alone = ([move[: one[0].numel()] for move in moves] for moves in runs)
+    # Matrices of one shape may be updated in one call, which rounds otherwise: in bfloat16, as a rule.
+    return not _same(with_other, with_third) or not _same(with_other, alone, 0.05)
 
 
 def _needs_others(case: Case) -> bool:
@@ -456,31 +447,25 @@ def _find_whole_keys(
 
 def made_by_steps(optimizer: torch.optim.Optimizer, device: torch.device) -> frozenset[str]:
     """Settings that its steps put into a group, as a count of them; also those that are there already."""
-    every: set[str] = set()
     # A step of one that wraps another steps that one.
     if any(isinstance(each, torch.optim.Optimizer) for each in vars(optimizer).values()):
         return frozenset()
     with random_numbers_kept(device):
-        for case in cases_of(optimizer, device):
-            known = _all_of(case, [])
-            of_settings = None if known is None else (made_by_steps, known)
-            every.update(_verdicts.get(of_settings, ()))
-            if of_settings in _verdicts:
-                continue
-            found: set[str] = set()
-            given = {key for key in case.group if key in optimizer.defaults or key == "params"}
-            # What a step makes it makes again; what the user gave is missed, or stays away.
-            for left_out in (None, *(case.group.keys() - given)):
-                group = {key: value for key, value in case.group.items() if key != left_out}
-                without = replace(case, group=group)
-                try:
-                    double, _ = run_double(without, [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
-                except Exception:  # it needs the setting, or other shapes
-                    continue
-                found |= double.param_groups[0].keys() - group.keys()
-            every |= found
-            _keep_verdict(of_settings, found)
-    return frozenset(every)
+        return frozenset().union(*(_remembered(_made_by_steps, case, []) for case in cases_of(optimizer, device)))
+
+
+def _made_by_steps(case: Case) -> set[str]:
+    found: set[str] = set()
+    given = {key for key in case.group if key in case.optimizer.defaults or key == "params"}
+    # What a step makes it makes again; what the user gave is missed, or stays away.
+    for left_out in (None, *(case.group.keys() - given)):
+        group = {key: value for key, value in case.group.items() if key != left_out}
+        try:
+            double, _ = run_double(replace(case, group=group), [trial_tensors(_SMALL, 1)], num_steps=1, late=False)
+        except Exception:  # it needs the setting, or other shapes
+            continue
+        found |= double.param_groups[0].keys() - group.keys()
+    return found
 
 
 def _own_shapes(case: Case) -> list[tuple[int, ...]]:

@@ -17,7 +17,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -52,7 +51,8 @@ from shardwise.engine.norm_parts import clipped_parts
 from shardwise.engine.optimizer_trials import (
     STAGE_0,
     check_apart,
-    check_steps,
+    check_closures,
+    check_silent,
     tried_keys,
     work_of_wholes,
 )
@@ -81,11 +81,11 @@ from shardwise.engine.rank_parts import ModelNames, RankParts
 from shardwise.engine.relayout import refit
 from shardwise.engine.reports import Counters
 from shardwise.engine.tensor.region_proof import Proof
+from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import TensorParallel
 from shardwise.engine.tensor.summed_gradients import SummedGradients
 from shardwise.engine.tensor.tensor_decision import (
     NO_CUTS,
-    TensorDecision,
     agree_on_tensor_plan,
     keep_portions,
     portion_of,
@@ -244,7 +244,9 @@ def _inspect(
     home, at_home = _home(plan, channel.device, optimizers)
     work: Mapping[str, int] = {}
     with at_home:
-        check_steps(optimizers, home, is_alone=channel.size == 1)
+        check_closures(optimizers, home)
+        if channel.size > 1:
+            check_silent(optimizers, home)
         if _shares_updates(plan):
             work = work_of_wholes(optimizers, inventory, home, instead=_alone(plan))
         elif plan.mesh.pp > 1:  # stages have parameters of their own
@@ -458,7 +460,7 @@ def _build(
             chains=chains_of(inventory.specs, tensors.stages),
             kinds=GradientKinds(summed, tied, channels.pipeline) if decision.plan.styles else None,
         )
-        passes.number_by(partial(_microbatch_of, runner))
+        passes.number_by(runner.microbatch)
     activations.follow(passes, runner)
     # Each loss's graph is looked at before its backward: whether a gradient is whole or a term of a sum is read
     # there, not from the rules.
@@ -483,10 +485,8 @@ def _build(
             loss=loss,
             random=random,
             runner=runner,
-            device=channel.device,
-            rank=channel.rank,
-            data_rank=plan.mesh.data_rank(channel.rank),
-            precision=plan.precision,
+            plan=plan,
+            channel=channel,
             passes=passes,
             on_loss=watchers,
             proof=proof,
@@ -527,11 +527,6 @@ def _tied_wholes(inventory: Inventory, stages: StageParameters) -> list[str]:
     """TrainedSet parameters of several stages that are whole along `tp`; alike on all ranks of a pipeline."""
     specs = [spec for spec in inventory.specs if spec.trainable and spec.portion is None]
     return [spec.name for spec in specs if len(stages.users(spec.name)) > 1]
-
-
-def _microbatch_of(runner: PipelineRunner) -> int:
-    """The microbatch that calls of modules belong to now; -1 outside of all."""
-    return -1 if runner.flow is None else runner.flow.number
 
 
 def _is_within(name: str, other: str) -> bool:

@@ -14,8 +14,8 @@ from shardwise.engine.optimizers import KnownOptimizer
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.reports import Counters
+from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.tensor.tensor_decision import TensorDecision
 from shardwise.engine.trained_parameters import Groups
 from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.zero.flat_params import FlatParams

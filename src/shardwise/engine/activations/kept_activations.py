@@ -95,7 +95,7 @@ class KeptActivations:
         """What is built after forwards were wrapped."""
         self._passes = passes
         if runner is not None:
-            self._microbatch = lambda: -1 if runner.flow is None else runner.flow.number
+            self._microbatch = runner.microbatch
             self._in_flight = lambda: runner.peak_in_flight
         if self.transfers is not None:
             self.transfers.passes = passes

@@ -43,7 +43,6 @@ from shardwise.plan import Pipeline
 from shardwise.plan.schedule_check import adapt, one_by_one_after
 from shardwise.plan.schedules import Action, Schedule, make_schedule
 from shardwise.plan.stages import Placement
-from shardwise.plan.timeline import TimeSpan
 
 
 class PipelineRunner:
@@ -117,14 +116,9 @@ class PipelineRunner:
         """The microbatch that this rank works on."""
         return self._glue.flow
 
-    @property
-    def spans(self) -> list[TimeSpan] | None:
-        """The recorded spans of this rank, while it is a list."""
-        return self.recorder.spans
-
-    @spans.setter
-    def spans(self, spans: list[TimeSpan] | None) -> None:
-        self.recorder.spans = spans
+    def microbatch(self) -> int:
+        """The number of the one that calls of modules belong to now; -1 outside of all."""
+        return -1 if self.flow is None else self.flow.number
 
     @staticmethod
     def take_off(model: nn.Module) -> None:

@@ -34,16 +34,22 @@ _MOST_REHEARSALS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inferred:
-    """A plan, the rules that it follows, and what it leaves whole."""
+class TensorDecision:
+    """How a model is cut, and where that comes from."""
 
     plan: TensorPlan
-    rules: Mapping[str, str]
-    left: Mapping[str, str]
-    """Linear map or embedding -> why it is whole on every rank."""
+    inferred: Mapping[str, str] = field(default_factory=dict)
+    """The rules that "auto" inferred; they may be given as `tensor.rules` as they are."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """What "auto" left whole, and modules whose adapters cannot be cut as a rule says -> why."""
+
+    def text(self) -> str:
+        """What "auto" inferred and what it left whole, a line each; "" where it inferred nothing."""
+        lines = [f"{name}: {rule}" for name, rule in self.inferred.items()]
+        return "\n".join([*lines, *(f"{name}: whole, {why}" for name, why in self.left.items())])
 
 
-def infer_plan(model: nn.Module, outline: TensorOutline, call: Callable[[], Any], *, num_ranks: int) -> Inferred:
+def infer_plan(model: nn.Module, outline: TensorOutline, call: Callable[[], Any], *, num_ranks: int) -> TensorDecision:
     """The plan that one forward of the model allows; it has been rehearsed. `call()` runs the model.
 
     Raises PlanError, with the reasons, where nothing can be cut.
@@ -82,7 +88,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.modules: dict[str, TensorModule] = {each.name: each for each in self.outline.modules}
 
-    def run(self) -> Inferred:
+    def run(self) -> TensorDecision:
         # Each turn begins anew from the trace, with what has been given up left out: without one map another family may
         # fit that was refused before.
         for _ in range(_MOST_REHEARSALS):
@@ -103,7 +109,7 @@ class _Search:
             except RehearsalError as wrong:
                 self._learn(inference, wrong)
                 continue
-            return Inferred(plan=plan, rules=rules, left=inference.left)
+            return TensorDecision(plan=plan, inferred=rules, left=inference.left)
         raise PlanError(_nothing(infer_rules(self.trace, num_ranks=self.num_ranks, without=self.without).left))
 
     # Heads --------------------------------------------------------------------------------------------------------
