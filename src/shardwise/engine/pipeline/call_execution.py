@@ -8,9 +8,9 @@ are inputs or views of inputs, and the inputs that were written to.
     flow.enter: count the call                      alike                  alike                  alike
     flow.to_stage(h, 1)                             sends                  receives               counts the transfer
     _outcome                                        looks up               looks up and runs      looks up
-    account_for_writes, _wrap, _deliver             y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
+    _account_for_writes, _wrap, _deliver             y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
 
-In-place writes, in `account_for_writes` (every case is decided on all ranks alike, from the entry):
+In-place writes, in `_account_for_writes` (every case is decided on all ranks alike, from the entry):
 
     to a value on its own stage          counted; its copies on other stages are behind and cross anew when used
     to a copy on the call's stage        the program's object is that copy from now on; views on the old stage are stale
@@ -44,6 +44,18 @@ from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import PlacedModule, StagedCall, storage_of
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
+
+
+class _Begun(NamedTuple):
+    """A call that all ranks have counted, and whose inputs have come to its stage."""
+
+    flow: MicrobatchFlow
+    call: StagedCall
+    stage: int
+    given: Sequence[torch.Tensor]
+    """The tensors among its inputs."""
+    moved: dict[int, StageValue]
+    """The values of stages among these, on the stage of the call."""
 
 
 class _Here(NamedTuple):
@@ -80,23 +92,22 @@ class Executor:
         if seen is not None and known is not None:
             return self._replay(flow, call, stage, seen, known, args, kwargs)
         inputs = _inputs_of(flow, call, stage, args, kwargs)
-        stage, moved = _begin(flow, call, stage, inputs)
-        return self._infer(flow, call, stage, inputs, moved, seen)
+        return self._infer(_begin(flow, call, stage, inputs), inputs, seen)
 
     def answer(self, flow: MicrobatchFlow, call: StagedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call reads from values, on all ranks: numbers, texts, and containers of these."""
         inputs = _inputs_of(flow, call, None, args, kwargs)
-        stage, moved = _begin(flow, call, None, inputs)
+        begun = _begin(flow, call, None, inputs)
 
         def read() -> Any:
-            real_args, real_kwargs = inputs.filled(_tensors_here(inputs.tensors, moved), inputs.objects)
+            real_args, real_kwargs = inputs.filled(_tensors_here(begun), inputs.objects)
             with self.aside():
                 return call.run_plainly(real_args, real_kwargs)
 
         try:
-            return flow.answer(stage, read)
+            return flow.answer(begun.stage, read)
         except Exception as error:
-            _note_place(error, flow, call, stage)
+            _note_place(error, begun)
             raise
 
     def _replay(
@@ -110,14 +121,13 @@ class Executor:
         kwargs: dict[str, Any],
     ) -> Any:
         """The result of a call whose outcome is known."""
-        inputs_stage = stage
-        stage, moved = _begin(flow, call, stage, seen)
+        begun = _begin(flow, call, stage, seen)
         # The key has the shapes of the values; a copy on another stage may have come there when its was not known yet.
-        if not _all_known(known.entry, moved):
-            return self._infer(flow, call, stage, _inputs_of(flow, call, inputs_stage, args, kwargs), moved, None)
+        if not _all_known(known.entry, begun):
+            return self._infer(begun, _inputs_of(flow, call, stage, args, kwargs), None)
         made: list[torch.Tensor] | None = None
-        if flow.stages.is_local(stage):
-            used = _tensors_here(seen.tensors, moved)
+        if flow.stages.is_local(begun.stage):
+            used = _tensors_here(begun)
             versions = [each._version for each in used]
             try:
                 with self.aside():
@@ -125,79 +135,63 @@ class Executor:
                     result = call.run_plainly(real_args, real_kwargs)
             except Exception as error:
                 flow.ended = error
-                _note_place(error, flow, call, stage)
+                _note_place(error, begun)
                 raise
             made = fits(known, result, used, versions)
             if made is None:
                 # Whether it is refused, and how, is decided where it always is.
                 self.replay.num_unlike += 1
                 here = _Here((result, (), ()), used, tensors_in(result))
-                _check(call, known.entry, used, here.made, flow, is_example=False)
+                _check(begun, known.entry, here, is_example=False)
                 check_writes(call, known.entry, used, versions)
-                inputs = _inputs_of(flow, call, inputs_stage, args, kwargs)
-                return self._finish(flow, call, stage, inputs, moved, known.entry, here, None)
+                return self._finish(begun, _inputs_of(flow, call, stage, args, kwargs), known.entry, here, None)
         self.replay.num_replayed += 1
         if known.entry.writes_kept and isinstance(call, PlacedModule):
             flow.touch(f"{call.name}.")
         if known.gives_one_new:
-            return _wrapped_one(flow, call, stage, seen.tensors, known.entry.outputs[0].spec, moved, made)
-        return filled_template(known.template, _wrap(flow, call, stage, seen.tensors, known.entry, moved, made))
+            return _wrapped_one(begun, known.entry.outputs[0].spec, made)
+        return filled_template(known.template, _wrap(begun, known.entry, made))
 
-    def _infer(
-        self,
-        flow: MicrobatchFlow,
-        call: StagedCall,
-        stage: int,
-        inputs: CallInputs,
-        moved: dict[int, StageValue],
-        seen: SeenCall | None,
-    ) -> Any:
+    def _infer(self, begun: _Begun, inputs: CallInputs, seen: SeenCall | None) -> Any:
         """The result of a call whose outcome is looked up."""
-        if isinstance(call, PlacedModule) and not flow.stages.is_local(stage):
+        flow, call = begun.flow, begun.call
+        if isinstance(call, PlacedModule) and not flow.stages.is_local(begun.stage):
             self.random.catch_up()  # hooks on modules inside are called here too, and may draw
-        entry, here = self._outcome(flow, call, stage, inputs, moved)
+        entry, here = self._outcome(begun, inputs)
         if call.draws:
             self._draw_alike(flow, call, inputs, is_local=here is not None)
-        return self._finish(flow, call, stage, inputs, moved, entry, here, seen)
+        return self._finish(begun, inputs, entry, here, seen)
 
     def _finish(
-        self,
-        flow: MicrobatchFlow,
-        call: StagedCall,
-        stage: int,
-        inputs: CallInputs,
-        moved: dict[int, StageValue],
-        entry: CallOutcome,
-        here: "_Here | None",
-        seen: SeenCall | None,
+        self, begun: _Begun, inputs: CallInputs, entry: CallOutcome, here: _Here | None, seen: SeenCall | None
     ) -> Any:
         """The result of a call with this outcome, which is replayed for the key of `seen` from now on."""
-        account_for_writes(flow, call, inputs, entry, moved)
-        wrapped = _wrap(flow, call, stage, inputs.tensors, entry, moved, None if here is None else here.made)
-        known = plain_outcome(entry) if seen is not None and _all_known(entry, moved) else None
+        call = begun.call
+        _account_for_writes(begun, entry)
+        wrapped = _wrap(begun, entry, None if here is None else here.made)
+        known = plain_outcome(entry) if seen is not None and _all_known(entry, begun) else None
         if here is not None:
             # Comparing storages of all inputs and outputs costs more than a look-up, so it is done once per entry, and
             # once per key. Where shapes are examples only, the next call may share memory otherwise: then it is done
             # every time. So it is for modules, which may share otherwise by what they keep in Python.
             is_compared = known is None and not call.is_user_code and id(entry) in self.inference.alike
-            is_compared = is_compared and _all_known(entry, moved)
-            if not is_compared and note_doubts(call, entry, here.used, here.made, moved, wrapped):
+            is_compared = is_compared and _all_known(entry, begun)
+            if not is_compared and _note_doubts(begun, entry, here, wrapped):
                 if not call.is_user_code:
                     self.inference.alike[id(entry)] = entry
             elif not is_compared:
                 known = None
-            _note_opaque(flow, inputs, here.result)
+            _note_opaque(begun.flow, inputs, here.result)
         if seen is not None and known is not None:
             self.replay.record(seen, known)
         return _deliver(call, inputs, entry, None if here is None else here.result, wrapped)
 
-    def _outcome(
-        self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
-    ) -> tuple[CallOutcome, _Here | None]:
+    def _outcome(self, begun: _Begun, inputs: CallInputs) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call, and its tensors where it is executed."""
+        flow, call, stage = begun.flow, begun.call, begun.stage
         if call.is_user_code and inputs.objects:
             if flow.purpose == "generation":
-                return self._outcome_with_objects(flow, call, stage, inputs, moved)
+                return self._outcome_with_objects(begun, inputs)
             flow.give(call.name, inputs.objects)
         signature, entry = self.inference.look_up(call, inputs)
         if not flow.stages.is_local(stage):
@@ -207,10 +201,10 @@ class Executor:
             elif entry.announces:
                 entry = entry.announcing(flow.announce(stage, _nothing))
             return entry, None
-        used = _tensors_here(inputs.tensors, moved)
+        used = _tensors_here(begun)
         # Autograd's count of writes: it shows a write in place also where the trial saw none.
         versions = [each._version for each in used]
-        result = self._run(flow, call, stage, inputs, used, is_described=entry is not None)
+        result = self._run(begun, inputs, used, is_described=entry is not None)
         if entry is None:
             written = [at for at, each in enumerate(used) if each._version != versions[at]]
             made_known = describe(
@@ -221,18 +215,17 @@ class Executor:
             self.inference.learn(signature, made_known)
         elif entry.announces:
             flow.announce(stage, lambda: numbers_and_texts_in(result))
-        made = tensors_in(result)
-        _check(call, entry, used, made, flow, is_example=not _all_known(entry, moved))
+        here = _Here(result, used, tensors_in(result))
+        _check(begun, entry, here, is_example=not _all_known(entry, begun))
         check_writes(call, entry, used, versions)
-        return entry, _Here(result, used, made)
+        return entry, here
 
-    def _outcome_with_objects(
-        self, flow: MicrobatchFlow, call: StagedCall, stage: int, inputs: CallInputs, moved: Mapping[int, StageValue]
-    ) -> tuple[CallOutcome, _Here | None]:
+    def _outcome_with_objects(self, begun: _Begun, inputs: CallInputs) -> tuple[CallOutcome, _Here | None]:
         """The outcome of a call that may change objects which it is given, and which outlive it: a cache that grows.
 
         It depends on all that they hold, so nothing of it is remembered. The rank of the stage says what it gave.
         """
+        flow, call, stage = begun.flow, begun.call, begun.stage
         # Those that a placed module made are on one rank only.
         objects = [each for each in inputs.objects if not isinstance(each, Opaque) and id(each) not in flow.opaque]
         if not flow.stages.is_local(stage):
@@ -249,9 +242,9 @@ class Executor:
                 )
             return entry, None
         before = ObjectContents(objects)
-        used = _tensors_here(inputs.tensors, moved)
+        used = _tensors_here(begun)
         versions = [each._version for each in used]
-        result = self._run(flow, call, stage, inputs, used, is_described=False)
+        result = self._run(begun, inputs, used, is_described=False)
         written = [at for at, each in enumerate(used) if each._version != versions[at]]
         entry = describe(result, used, inputs.objects, call, written=written, writes_kept=True, has_known_shapes=True)
         changes = ObjectContents(objects).changes_since(before)
@@ -259,17 +252,9 @@ class Executor:
         flow.announce(stage, lambda: (entry, changes, held))
         return entry, _Here(result, used, tensors_in(result))
 
-    def _run(
-        self,
-        flow: MicrobatchFlow,
-        call: StagedCall,
-        stage: int,
-        inputs: CallInputs,
-        tensors: Sequence[torch.Tensor],
-        *,
-        is_described: bool,
-    ) -> Any:
+    def _run(self, begun: _Begun, inputs: CallInputs, tensors: Sequence[torch.Tensor], *, is_described: bool) -> Any:
         """The result of a call that is executed here."""
+        flow, call = begun.flow, begun.call
         args, kwargs = inputs.filled(tensors, inputs.objects)
         # What a generation does to objects goes to the other ranks.
         writes = Writes(call, args, kwargs, () if flow.purpose == "generation" else inputs.objects)
@@ -281,7 +266,7 @@ class Executor:
                 return answer, records, writes.found()
         except Exception as error:
             flow.ended = error
-            _note_place(error, flow, call, stage)
+            _note_place(error, begun)
             raise
 
     def _draw_alike(self, flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, *, is_local: bool) -> None:
@@ -315,10 +300,8 @@ def _inputs_of(
     return inputs
 
 
-def _begin(
-    flow: MicrobatchFlow, call: StagedCall, stage: int | None, given: CallInputs | SeenCall
-) -> tuple[int, dict[int, StageValue]]:
-    """The stage of a call, and the values among its inputs on that stage."""
+def _begin(flow: MicrobatchFlow, call: StagedCall, stage: int | None, given: CallInputs | SeenCall) -> _Begun:
+    """Count a call; stage: None for the latest among its inputs."""
     staged = [(at, each) for at, each in enumerate(given.tensors) if type(each) is StageTensor]
     if stage is None:
         # The latest: values go on to later stages anyway. The earliest would send them back, and stages that get
@@ -328,13 +311,13 @@ def _begin(
         _refuse_custom_function(each)
     flow.enter(call.name, stage, given.numbers)
     # On all ranks and before the look-up: each counts the transfer, and what crosses brings its real shape along.
-    return stage, {at: flow.to_stage(each, stage) for at, each in staged}
+    return _Begun(flow, call, stage, given.tensors, {at: flow.to_stage(each, stage) for at, each in staged})
 
 
-def _note_place(error: Exception, flow: MicrobatchFlow, call: StagedCall, stage: int) -> None:
+def _note_place(error: Exception, begun: _Begun) -> None:
     error.add_note(
-        f"shardwise: in {call.name!r} on stage {stage} (rank {flow.stages.rank} of the pipeline), microbatch "
-        f"{flow.number}"
+        f"shardwise: in {begun.call.name!r} on stage {begun.stage} (rank {begun.flow.stages.rank} of the pipeline), "
+        f"microbatch {begun.flow.number}"
     )
 
 
@@ -352,9 +335,10 @@ def _note_opaque(flow: MicrobatchFlow, inputs: CallInputs, result: Any) -> None:
     transform(result[0], note)
 
 
-def _tensors_here(given: Sequence[torch.Tensor], moved: Mapping[int, StageValue]) -> list[torch.Tensor]:
+def _tensors_here(begun: _Begun) -> list[torch.Tensor]:
     """The tensors that a call takes where it is executed."""
-    tensors = [moved[at].local if at in moved else each for at, each in enumerate(given)]
+    moved = begun.moved
+    tensors = [moved[at].local if at in moved else each for at, each in enumerate(begun.given)]
     assert all(each is not None for each in tensors)
     return tensors  # type: ignore[return-value]
 
@@ -363,20 +347,13 @@ def _nothing() -> Any:
     raise AssertionError("only the owner of a stage has news of it")
 
 
-def _all_known(entry: CallOutcome, moved: Mapping[int, StageValue]) -> bool:
-    return entry.has_known_shapes and all(value.has_known_shape for value in moved.values())
+def _all_known(entry: CallOutcome, begun: _Begun) -> bool:
+    return entry.has_known_shapes and all(value.has_known_shape for value in begun.moved.values())
 
 
-def _check(
-    call: StagedCall,
-    entry: CallOutcome,
-    used: Sequence[torch.Tensor],
-    made: Sequence[torch.Tensor],
-    flow: MicrobatchFlow,
-    *,
-    is_example: bool,
-) -> None:
+def _check(begun: _Begun, entry: CallOutcome, here: _Here, *, is_example: bool) -> None:
     """Check that the outputs are as all other ranks assume."""
+    flow, call, used, made = begun.flow, begun.call, here.used, here.made
     if any(each.is_meta for each in made):
         raise ModelError(OF_ANOTHER_STAGE.format(name=call.name, site=user_site()))
     fits = len(entry.outputs) == len(made) and all(
@@ -412,18 +389,11 @@ def _described(specs: Sequence[Spec]) -> str:
     return ", ".join(each) or "no tensors"
 
 
-def _wrap(
-    flow: MicrobatchFlow,
-    call: StagedCall,
-    stage: int,
-    given: Sequence[torch.Tensor],
-    entry: CallOutcome,
-    moved: dict[int, StageValue],
-    made: Sequence[torch.Tensor] | None,
-) -> list[torch.Tensor]:
+def _wrap(begun: _Begun, entry: CallOutcome, made: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
     """The outputs as values of the stage."""
-    known = _all_known(entry, moved)
-    lineages, module = _lineages(given, moved), _module_of(call, given, stage)
+    flow, call, stage, given, moved = begun
+    known = _all_known(entry, begun)
+    lineages, module = _lineages(begun), _module_of(begun)
     wrapped: list[torch.Tensor] = []
     for at, output in enumerate(entry.outputs):
         local = None if made is None else made[at]
@@ -450,38 +420,32 @@ def _wrap(
     return wrapped
 
 
-def _wrapped_one(
-    flow: MicrobatchFlow,
-    call: StagedCall,
-    stage: int,
-    given: Sequence[torch.Tensor],
-    spec: Spec,
-    moved: dict[int, StageValue],
-    made: Sequence[torch.Tensor] | None,
-) -> StageTensor:
+def _wrapped_one(begun: _Begun, spec: Spec, made: Sequence[torch.Tensor] | None) -> StageTensor:
     """What `_wrap` gives for one output that has a known shape and shares no memory: the most frequent one."""
+    flow, call, stage = begun.flow, begun.call, begun.stage
     value = StageValue(
         stage,
         spec,
         None if made is None else made[0],
         call.name,
-        lineage=flow.lineage_of(call.name, 0, _lineages(given, moved)),
-        module=_module_of(call, given, stage),
+        lineage=flow.lineage_of(call.name, 0, _lineages(begun)),
+        module=_module_of(begun),
     )
     return StageTensor(flow, value)
 
 
-def _lineages(given: Sequence[torch.Tensor], moved: dict[int, StageValue]) -> list[int]:
+def _lineages(begun: _Begun) -> list[int]:
     """That of each input; 0 for those that are no values of a stage."""
-    return [moved[at].lineage if at in moved else 0 for at in range(len(given))]
+    moved = begun.moved
+    return [moved[at].lineage if at in moved else 0 for at in range(len(begun.given))]
 
 
-def _module_of(call: StagedCall, given: Sequence[torch.Tensor], stage: int) -> str:
+def _module_of(begun: _Begun) -> str:
     """The placed module from which a result comes; for an operation, that of its first input on the stage."""
-    if call.is_user_code:
-        return call.name
-    values = [each.value for each in given if isinstance(each, StageTensor)]
-    return next((each.module for each in values if each.stage == stage), values[0].module)
+    if begun.call.is_user_code:
+        return begun.call.name
+    values = [each.value for each in begun.given if isinstance(each, StageTensor)]
+    return next((each.module for each in values if each.stage == begun.stage), values[0].module)
 
 
 def _same(flow: MicrobatchFlow, tensor: torch.Tensor, value: StageValue | None, spec: Spec) -> torch.Tensor:
@@ -536,16 +500,15 @@ def _refuse_custom_function(tensor: StageTensor) -> None:
         )
 
 
-def account_for_writes(
-    flow: MicrobatchFlow, call: StagedCall, inputs: CallInputs, entry: CallOutcome, moved: dict[int, StageValue]
-) -> None:
+def _account_for_writes(begun: _Begun, entry: CallOutcome) -> None:
     """Account for writes in place to inputs, and to the parameters and buffers of a module."""
+    flow, call, moved = begun.flow, begun.call, begun.moved
     if entry.writes_kept and isinstance(call, PlacedModule):
         flow.touch(f"{call.name}.")
     for at, spec in entry.written:
-        tensor = inputs.tensors[at]
+        tensor = begun.given[at]
         if not isinstance(tensor, StageTensor):
-            _write_to_plain(flow, call, tensor, spec, moved)
+            _write_to_plain(begun, tensor, spec)
             continue
         value = moved[at]
         if value.memory.doubt:
@@ -586,10 +549,9 @@ def _refuse_views_left_behind(call: StagedCall, value: StageValue, moved: Mappin
             )
 
 
-def _write_to_plain(
-    flow: MicrobatchFlow, call: StagedCall, tensor: torch.Tensor, spec: Spec, moved: dict[int, StageValue]
-) -> None:
+def _write_to_plain(begun: _Begun, tensor: torch.Tensor, spec: Spec) -> None:
     """A tensor that all ranks have was written to on one: from now on it stands for a value of that stage."""
+    flow, call, moved = begun.flow, begun.call, begun.moved
     if flow.stages.is_buffer_of_all(tensor):
         raise ModelError(
             f"{user_site()}: {call.name} writes values of a stage to a buffer of a module of all ranks; place that "
@@ -616,20 +578,14 @@ def check_writes(call: StagedCall, entry: CallOutcome, used: Sequence[torch.Tens
         )
 
 
-def note_doubts(
-    call: StagedCall,
-    entry: CallOutcome,
-    used: Sequence[torch.Tensor],
-    made: Sequence[torch.Tensor],
-    moved: Mapping[int, StageValue],
-    wrapped: Sequence[torch.Tensor],
-) -> bool:
+def _note_doubts(begun: _Begun, entry: CallOutcome, here: _Here, wrapped: Sequence[torch.Tensor]) -> bool:
     """Note where a result shares memory otherwise than all ranks assume.
 
     Strides, which decide it, depend on kernels that fake tensors may not know, and on shapes that only the owner knows.
     Reading is right all the same; only a write in place would be seen elsewhere than in one process. Returns whether
     there is no such place.
     """
+    call, moved, used, made = begun.call, begun.moved, here.used, here.made
     places = {storage_of(each): at for at, each in reversed(list(enumerate(used)))}
     earlier: dict[int, int] = {}
     is_alike = True

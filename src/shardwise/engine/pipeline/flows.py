@@ -381,8 +381,8 @@ class MicrobatchFlow:
             message,
             f"for transfer {crossing.number} stage {crossing.target} expects {value.maker!r} {list(value.spec.shape)} "
             f"of stage {crossing.source}, and got {message.maker!r} {list(content.shape)} of stage "
-            f"{message.source_stage}",
-            fits=(message.source_stage, message.target_stage) == (crossing.source, crossing.target)
+            f"{message.stages[0]}",
+            fits=message.stages == (crossing.source, crossing.target)
             and content.dtype == value.spec.dtype
             and (not value.has_known_shape or tuple(content.shape) == value.spec.shape),
         )

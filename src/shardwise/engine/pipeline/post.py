@@ -82,8 +82,8 @@ class ReceivedMessage:
     """A message as it was received."""
 
     key: Key
-    source_stage: int
-    target_stage: int
+    stages: tuple[int, int]
+    """From which it comes, and for which it is."""
     progress: int
     """A checksum over the calls of the sender's forward so far."""
     maker: str
@@ -195,7 +195,9 @@ class Post:
         # and the stages of one rank must not share memory that stages of two ranks would not share.
         if rank == self._channel.rank:
             content = None if kept is None else _flagged(_copied(_bare(kept)), _flags(kept))
-            self._box[rank, key] = _message(key, stages, progress, maker, content, note)
+            self._box[rank, key] = ReceivedMessage(
+                key=key, stages=stages, progress=progress, maker=maker, content=content, note=note
+            )
             return
         flat = None if kept is None else _flat(_bare(kept))
         record = self._outgoing[rank]
@@ -212,7 +214,9 @@ class Post:
         # Header and content follow each other on one channel, which keeps their order. So the receiver can make room
         # of the right size before the content comes, and an empty tensor needs no second message.
         self._send(packed, rank, "the next message of the pipeline")
-        place = None if kept is None else _place_of(kept, purpose)
+        # Listed is what travels apart from its header, to a device.
+        is_listed = kept is not None and kept.device.type != "cpu" and kept.numel() > 0
+        place = _place_of(kept, purpose) if kept is not None and is_listed else None
         self._fill_expected(rank, place)
         self._outgoing_contents[rank].note(place)
         if flat is not None and flat.numel() and not is_joined:
@@ -307,7 +311,7 @@ class Post:
         if form.has_content:
             purpose = f"{_PURPOSES[kind]} of stage {source} for stage {target}"
             place = ContentPlace(purpose, form.shape, form.stride, lead, form.dtype)
-        # One on the host, or without elements, is not listed: see `_place_of`.
+        # One on the host, or without elements, is not listed: see `send`.
         listed = None if place is None or on_host or 0 in place.shape else place
         works: list[Work] = []
         posted = self._ahead.pop(rank, None)
@@ -331,7 +335,7 @@ class Post:
         if content is not None and flat is not None:
             content = _flagged(_filled(content, flat), flags)
         record.note(key, flat)
-        return _message(key, stages, progress, form.maker, content, note)
+        return ReceivedMessage(key=key, stages=stages, progress=progress, maker=form.maker, content=content, note=note)
 
 
 class _Extent(NamedTuple):
@@ -353,36 +357,27 @@ def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> _Extent:
     return _Extent(num_elements, _is_dense(compact, stride) or not _is_apart(compact, stride), compact)
 
 
-def _room(
-    shape: Sequence[int], stride: Sequence[int], lead: int, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of this shape and these strides, and flat memory for the result of `_flat`: its own where that fits.
+def _room_for(place: ContentPlace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for a content, and flat memory for the result of `_flat`: its own where that fits.
 
     It begins `lead` elements behind an aligned address, as the one that was sent.
     """
-    extent = _extent(tuple(shape), tuple(stride))
+    _, shape, stride, lead, dtype = place
+    extent = _extent(shape, stride)
     memory = torch.empty(lead + extent.num_elements, dtype=dtype, device=device)
     room = torch.empty(0, dtype=dtype, device=device)
-    room.set_(memory.untyped_storage(), lead, tuple(shape), tuple(stride))  # no view of `memory`, so it can be written
+    room.set_(memory.untyped_storage(), lead, shape, stride)  # no view of `memory`, so it can be written
     if extent.is_one_piece:
         return room, memory[lead:] if lead else memory
     return room, torch.empty(math.prod(extent.shape), dtype=dtype, device=device)
 
 
-def _room_for(place: ContentPlace, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for a content, and its flat memory."""
-    return _room(place.shape, place.stride, place.lead, place.dtype, device)
-
-
-def _place_of(kept: torch.Tensor, purpose: str) -> ContentPlace | None:
-    """Of a content that travels apart from its header, to a device."""
-    if kept.device.type == "cpu" or not kept.numel():
-        return None
+def _place_of(kept: torch.Tensor, purpose: str = "") -> ContentPlace:
     return ContentPlace(purpose, tuple(kept.shape), kept.stride(), _lead(kept), kept.dtype)
 
 
 def _copied(kept: torch.Tensor) -> torch.Tensor:
-    room, flat = _room(kept.shape, kept.stride(), _lead(kept), kept.dtype, kept.device)
+    room, flat = _room_for(_place_of(kept), kept.device)
     flat.copy_(_flat(kept))
     return _filled(room, flat)
 
@@ -393,20 +388,6 @@ def _filled(room: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     if not extent.is_one_piece:
         _compact(room, extent).copy_(flat.view(extent.shape))
     return room
-
-
-def _message(
-    key: Key, stages: tuple[int, int], progress: int, maker: str, content: torch.Tensor | None, note: int
-) -> ReceivedMessage:
-    return ReceivedMessage(
-        key=key,
-        source_stage=stages[0],
-        target_stage=stages[1],
-        progress=progress,
-        maker=maker,
-        content=content,
-        note=note,
-    )
 
 
 def _pack_into(
