@@ -129,13 +129,10 @@ def norm_of(squares: Sequence[float] | Numbers, dtype: torch.dtype) -> float:
 
 def norms_of(gradients: Sequence[torch.Tensor]) -> list[float]:
     """The 2-norm of each gradient, as `torch.nn.utils.get_total_norm` takes it on its way."""
-    norms = [torch.empty(0)] * len(gradients)
-    for alike in _groups(gradients):
-        for at, norm in zip(alike, torch._foreach_norm([gradients[at] for at in alike]), strict=True):
-            # Back in the order of the parameters, by which the ranks of other stages are merged with these.
-            norms[at] = norm
-    # One copy to the host for all norms. float64 holds any float32 norm exactly, for the way through the message.
-    return torch.stack([norm.double() for norm in norms]).tolist() if norms else []
+    norms = norms_on_device(gradients)
+    # Back in the order of the parameters, by which the ranks of other stages are merged with these. One copy to the
+    # host for all norms. float64 holds any float32 norm exactly, for the way through the message.
+    return torch.stack([norms[at].double() for at in range(len(gradients))]).tolist() if norms else []
 
 
 def norm_of_norms(norms: Mapping[int, float], dtypes: Sequence[torch.dtype], device: torch.device) -> float:
@@ -266,5 +263,4 @@ def clip_on_device(
     # The operations of torch, so that the factor has the same bits, but for the last: the smaller one that is no nan.
     factor = torch.add(norm, 1e-6, out=kept.place("factor of the clip", dtype=norm.dtype))
     torch.fmin(factor.reciprocal_().mul_(max_norm), one, out=factor)
-    if parts:
-        torch._foreach_mul_(list(parts), factor)
+    torch._foreach_mul_(list(parts), factor)

@@ -37,11 +37,8 @@ class NormParts:
 
     def reported(self, norms: Mapping[Key, float], trained: TrainedSet) -> dict[str, float]:
         """Those that a report has, by name: of parts with something that is trained."""
-        return {
-            key[1]: norm
-            for key, norm in norms.items()
-            if key[0] == "report" and _any_trained(self.members[key], trained)
-        }
+        shown = {key for key, each in self.members.items() if key[0] == "report" and each and trained.meets(each)}
+        return {key[1]: norm for key, norm in norms.items() if key in shown}
 
 
 def norm_parts(
@@ -107,7 +104,3 @@ def clipped_parts(
                 "clipped by one norm"
             )
     return found
-
-
-def _any_trained(members: Collection[str], trained: TrainedSet) -> bool:
-    return bool(members) and trained.meets(members)

@@ -40,8 +40,8 @@ class PartWatch(TorchDispatchMode):
         )
         self._starts = [start for start, *_ in self._spans]
         self._parts = frozenset(at // 2 for at, (_, is_part) in enumerate(held) if is_part)
-        self._dims = [(each, type(each)) for each, is_part in held if is_part]
-        """What has another shape than the parameter or its gradient."""
+        self._slices = {id(each): each for each, is_part in held if is_part}
+        """What has another shape than the parameter or its gradient, by id."""
         self._stale = stale
         self._made: dict[int, tuple[torch.Tensor, _Roots]] = {}
         """By storage what was made of them. Kept, so that no other tensor takes its memory."""
@@ -75,10 +75,12 @@ class PartWatch(TorchDispatchMode):
                 self._made[_storage(each)] = each, roots[at] if is_each else of_all
         return output
 
-    def refuse_leaving(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse a function that takes values out of torch: what is computed of them there is not seen."""
-        if self._roots_of(tensor):
-            raise _refusal(name)
+    def refuse_unseen(self, func: Any, tensor: torch.Tensor) -> None:
+        """Refuse a function that takes values out of torch, where no operation is seen, or gives a part's shape."""
+        if func in _SHAPES and id(tensor) in self._slices:
+            raise _refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
+        if func in _LEAVE and self._roots_of(tensor):
+            raise _refusal(func.__name__)
 
     def _roots_of(self, tensor: torch.Tensor) -> _Roots:
         if (made := self._made.get(_storage(tensor))) is not None:
@@ -107,11 +109,9 @@ class PartWatch(TorchDispatchMode):
             self._is_on = on
             if on:
                 self._on.enter_context(self)
-                self._on.enter_context(_Leaving(self))
+                self._on.enter_context(_Unseen(self))
             else:
                 self._on.close()
-            for each, kind in self._dims:
-                each.__class__ = _SliceInHook if on else kind
 
     @contextmanager
     def around(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -136,33 +136,22 @@ class PartWatch(TorchDispatchMode):
             del before[self], after[self]
 
 
-class _Leaving(TorchFunctionMode):
-    """Sees the functions by which values leave torch: no operation of a dispatch mode shows them."""
+class _Unseen(TorchFunctionMode):
+    """Sees functions that no operation of a dispatch mode shows."""
 
     def __init__(self, watch: PartWatch) -> None:
         super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVE:
-            self._watch.refuse_leaving(func.__name__, args[0])
+        if func in _LEAVE or func in _SHAPES:
+            self._watch.refuse_unseen(func, args[0])
         return func(*args, **(kwargs or {}))
 
 
 _LEAVE: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")
 )
-
-
-class _SliceInHook(torch.Tensor):
-    """A slice of a parameter or of a gradient, in a hook."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _SHAPES:
-                raise _refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
-            return func(*args, **(kwargs or {}))
 
 
 _SHAPES: frozenset[Any] = frozenset(

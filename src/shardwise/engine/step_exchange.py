@@ -277,8 +277,7 @@ def merge_weights(
     given = understood_runs(names, _names_in, purpose=_OPENING)
     weighting = _weighting_in(packed, ranks)
     unlike = [(rank, *said) for rank, (said, _) in zip(names.starts, given, strict=True)]
-    _refuse_different_regions([(rank, autocast) for rank, _, autocast, *_ in unlike])
-    _refuse_different_parameters([(rank, trained) for rank, _, _, trained, _ in unlike])
+    _refuse_different_steps([(rank, autocast, trained) for rank, _, autocast, trained, _ in unlike])
     # The lines themselves travel only where they have to be shown.
     if not _are_those_of(batches, ranks):
         answers = channel.exchange(json.dumps(lines).encode(), purpose="lines of a batch")
@@ -346,23 +345,20 @@ def check_writes(channel: Channel, digests: Mapping[str, str], replicas: Sequenc
                     )
 
 
-def _refuse_different_regions(autocast: Sequence[tuple[int, str]]) -> None:
-    """autocast: with the first rank that calls under it."""
-    for rank, each in autocast:
-        if each != (first := autocast[0][1]):
+def _refuse_different_steps(asked: Sequence[tuple[int, str, str]]) -> None:
+    """asked: the region of autocast and what is trained, with the first rank that calls so."""
+    _, region, first = asked[0]
+    for rank, autocast, _ in asked:
+        if autocast != region:
             raise MismatchError(
-                f"ranks would compute in different dtypes: rank 0 calls under {first}, rank {rank} under {each}. "
+                f"ranks would compute in different dtypes: rank 0 calls under {region}, rank {rank} under {autocast}. "
                 "Call under the same torch.autocast on all ranks"
             )
-
-
-def _refuse_different_parameters(trained: Sequence[tuple[int, str]]) -> None:
-    """trained: what each rank trains, with the first rank that does."""
-    for rank, each in trained:
-        if each != (first := trained[0][1]):
+    for rank, _, trained in asked:
+        if trained != first:
             raise MismatchError(
                 f"ranks would train different parameters: rank 0 trains {first or 'all'}, and rank {rank} trains "
-                f"{each or 'all'}. Call step(only=..., norms=...) and requires_grad_() alike on all ranks, on the "
+                f"{trained or 'all'}. Call step(only=..., norms=...) and requires_grad_() alike on all ranks, on the "
                 "parameters that the model has after parallelize"
             )
 

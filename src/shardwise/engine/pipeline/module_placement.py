@@ -152,13 +152,13 @@ def _metered(
 
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.enter_context(_watched(module, partial(start, name), partial(stop, name)))
+            stack.enter_context(calls_watched(module, partial(start, name), partial(stop, name)))
         call()
     return advanced
 
 
 @contextmanager
-def _watched(module: nn.Module, start: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
+def calls_watched(module: nn.Module, start: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
     """Call `start` before each call of the module and `stop` after it."""
     compiled: Callable[..., Any] | None = module._compiled_call_impl
     if compiled is not None:  # hooks would be compiled too

@@ -9,9 +9,10 @@ A linear map separates: its outputs are any sums of its inputs, so nothing of it
 inside of it are not looked at.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.inventory import named_places
-from shardwise.engine.pipeline.module_placement import unchanged
+from shardwise.engine.pipeline.module_placement import calls_watched, unchanged
 from shardwise.engine.tensor.atoms import WHOLE, Atoms, TensorFlow, TracedOperation, slim, varies
 from shardwise.engine.tensor.operation_rules import follow, moved
 from shardwise.engine.wrapping import Forward, unwrap, wrap
@@ -52,25 +53,12 @@ def record(model: nn.Module, outline: TensorOutline, call: Callable[[], Any]) ->
         root = _Root(flow)
         wrap(model, root)
         for name, module in model.named_modules():
-            stack.enter_context(_named(module, name, flow))
+            stack.enter_context(
+                calls_watched(module, partial(flow.where.append, name), partial(flow.where.__delitem__, -1))
+            )
         with Following(flow):
             call()
     return _TraceReader(flow, followed, outline, root.given, names=names).trace()
-
-
-@contextmanager
-def _named(module: nn.Module, name: str, flow: TensorFlow) -> Iterator[None]:
-    # Not a lambda: what a forward hook returns takes the place of the output.
-    def leave(*_: object) -> None:
-        flow.where.pop()
-
-    before = module.register_forward_pre_hook(lambda *_: flow.where.append(name))
-    after = module.register_forward_hook(leave)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
 
 
 class _Root:
