@@ -50,7 +50,7 @@ from shardwise.engine.packed_tensors import PackedPlaces
 from shardwise.engine.pipeline.runner import PipelineRunner
 from shardwise.engine.plain_calls import CHANGED_LINES
 from shardwise.engine.plan_sizes import PlanSizes
-from shardwise.engine.rank_parts import RankParts
+from shardwise.engine.rank_parts import Asked, RankParts
 from shardwise.engine.reports import EvaluationReport, StepReport, report_on_look
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.state import EngineRestoration, HandOver, names_of_state, placed, state_of
@@ -84,7 +84,7 @@ class Engine(Generic[Model_co]):
         self,
         *,
         model: Model_co,
-        rebuild: Callable[..., "Engine[Model_co]"],
+        rebuild: Callable[[Asked], "Engine[Model_co]"],
         refit: Callable[["Engine[Any]"], None],
         rank: RankParts,
         sizes: PlanSizes,

@@ -14,10 +14,10 @@ only. Then a `ValueSource` gives whole tensors one after the other, and the rank
 """
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -77,9 +77,8 @@ from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.plan_sizes import PlanSizes
 from shardwise.engine.precision import computes_in_float16, let_inputs_follow, warn_of_underflow
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.rank_parts import ModelNames, RankParts
+from shardwise.engine.rank_parts import Asked, ModelNames, RankParts, ValueSource
 from shardwise.engine.relayout import refit
-from shardwise.engine.reports import Counters
 from shardwise.engine.tensor.region_proof import Proof
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.styles import TensorParallel
@@ -105,13 +104,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 BufferPlace = tuple[nn.Module, str]
 """A module and the name under which it holds a buffer."""
-
-
-class ValueSource(Protocol):
-    """Where the values of waiting tensors come from: the initialisers of the model, or a load."""
-
-    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names and whole values of `wanted`, one after the other, in any order."""
 
 
 def parallelize(
@@ -157,51 +149,35 @@ def parallelize(
         channel = default_channel()
     # A failure of one rank alone (no memory, a bug in a module) aborts: the others are in a collective or on the way.
     with aborting(channel, "parallelize"):
-        engine = parallelize_with(
-            model,
-            plan,
-            optimizer,
-            LossOfModel(model, loss, BatchRows(rows)),
-            loss_weight,
-            channel,
-            seed,
-            sample,
+        asked = Asked(
+            model=model,
+            plan=plan,
+            optimizer=optimizer,
+            loss=LossOfModel(model, loss, BatchRows(rows)),
+            loss_weight=loss_weight,
+            channel=channel,
+            seed=seed,
+            sample=sample,
             groups=groups,
         )
+        engine: Engine[Model] = parallelize_with(asked)
         # Not in `parallelize_with`: relayout may still go back to the old engine after that, which then must not find
         # the new one's refusals on the model.
         engine.take_charge()
     return engine
 
 
-def parallelize_with(
-    model: Model,
-    plan: Plan,
-    source: OptimizerSource,
-    loss: LossOfModel,
-    loss_weight: LossWeight | None,
-    channel: Channel,
-    seed: int | None,
-    sample: Batch | None,
-    values: ValueSource | None = None,
-    groups: GivenGroups | None = None,
-    placement: Placement | None = None,
-    decision: TensorDecision | None = None,
-    counters: Counters | None = None,
-) -> Engine[Model]:
-    """`parallelize`, for callers on whose errors the peers are stopped. `values`: of what is on the meta device.
-
-    placement, decision: where they are known already, on all ranks; None: they are decided here. counters: go on.
-    """
+def parallelize_with(asked: Asked) -> Engine[Any]:
+    """`parallelize`, for callers on whose errors the peers are stopped."""
+    channel = asked.channel
     with agreed(channel, purpose="verdict on the model and the optimizer") as agreement:
-        loss.check()
-        inspected = _inspect(model, plan, source, channel, seed, groups)
+        asked.loss.check()
+        inspected = _inspect(asked)
         # The seeds travel with the verdict: one message less. Torch's own is sent because ranks may have seeded it
         # differently, and rank 0's holds then.
-        agreement.value = json.dumps([seed, torch.initial_seed()]).encode()
+        agreement.value = json.dumps([asked.seed, torch.initial_seed()]).encode()
     seed = _seed_of_all(understood(agreement.values, _seeds_in, purpose="verdict on the model and the optimizer"))
-    terms = _agree(model, plan, inspected, loss, channel, seed, sample, values, placement, decision)
-    return _build(model, plan, inspected, terms, loss, loss_weight, channel, counters or Counters())
+    return _build(asked, inspected, _agree(asked, inspected, seed))
 
 
 # [1] inspect: what this rank was given, without a word to the others, and without a change -----------------------
@@ -220,24 +196,18 @@ class _Inspected:
     """Of one update, for each parameter that its optimizer must see whole, where ranks would have parts."""
 
 
-def _inspect(
-    model: nn.Module,
-    plan: Plan,
-    source: OptimizerSource,
-    channel: Channel,
-    seed: int | None,
-    groups: GivenGroups | None,
-) -> _Inspected:
+def _inspect(asked: Asked) -> _Inspected:
     """Look at the model and the optimizer. Raises what is wrong with them on this rank."""
+    model, plan, channel = asked.model, asked.plan, asked.channel
     plan.mesh.check_world(channel.size)
-    if seed is not None and type(seed) is not int:
-        raise PlanError(f"seed: {seed!r} is not a whole number; None takes the one of torch.manual_seed")
+    if asked.seed is not None and type(asked.seed) is not int:
+        raise PlanError(f"seed: {asked.seed!r} is not a whole number; None takes the one of torch.manual_seed")
     inventory = take_inventory(model, plan.precision)
     aliases = aliases_in(model, inventory.parameters)
     if plan.mesh.num_data_ranks > 1:
         synchronised_in(model)
     given = portions_of_dtensors(inventory, plan, channel.rank)
-    optimizers = build(source, list(model.parameters()))
+    optimizers = build(asked.optimizer, list(model.parameters()))
     check_coverage(optimizers, inventory)
     # Tried, because nothing in an optimizer says whether its update of an element looks at others. A wrong guess
     # would train, and badly.
@@ -251,7 +221,7 @@ def _inspect(
             work = work_of_wholes(optimizers, inventory, home, instead=_alone(plan))
         elif plan.mesh.pp > 1:  # stages have parameters of their own
             check_apart(optimizers, home, instead=_alone(plan))
-    named = groups_in(groups, inventory.specs)
+    named = groups_in(asked.groups, inventory.specs)
     if isinstance(plan.clip_grad_norm, Mapping):
         clipped_parts(plan.clip_grad_norm, named, inventory.specs)
     return _Inspected(
@@ -301,20 +271,10 @@ class _AgreedTerms:
     """Where what waits on the meta device gets its values; None where nothing waits."""
 
 
-def _agree(
-    model: nn.Module,
-    plan: Plan,
-    inspected: _Inspected,
-    loss: LossOfModel,
-    channel: Channel,
-    seed: int,
-    sample: Batch | None,
-    values: ValueSource | None,
-    placement: Placement | None,
-    decision: TensorDecision | None,
-) -> _AgreedTerms:
+def _agree(asked: Asked, inspected: _Inspected, seed: int) -> _AgreedTerms:
     """Compare with the other ranks, and decide with them. Raises the same error on all."""
-    inventory = inspected.inventory
+    model, plan, channel, inventory = asked.model, asked.plan, asked.channel, inspected.inventory
+    placement, decision, values = asked.placement, asked.decision, asked.values
     compare(
         channel,
         plan.text().splitlines(),
@@ -347,10 +307,12 @@ def _agree(
     PipelineRunner.take_off(model)
     unwrap(model)
     if placement is None:
-        placement = agree_on_placement(model, plan, loss, sample, channel)
+        placement = agree_on_placement(model, plan, asked.loss, asked.sample, channel)
     units = units_of(model, inventory, plan, placement)
     if decision is None:
-        decision = agree_on_tensor_plan(model, plan, channel, given=inspected.given, loss=loss, sample=sample)
+        decision = agree_on_tensor_plan(
+            model, plan, channel, given=inspected.given, loss=asked.loss, sample=asked.sample
+        )
     if values is None and inventory.waiting():
         with agreed(channel, purpose="verdict on the initialisation"):
             inventory.refuse_waiting_packed()
@@ -396,21 +358,13 @@ class _KeptTensors:
     matrices: MatrixUpdates | None
 
 
-def _build(
-    model: Model,
-    plan: Plan,
-    inspected: _Inspected,
-    terms: _AgreedTerms,
-    loss: LossOfModel,
-    loss_weight: LossWeight | None,
-    channel: Channel,
-    counters: Counters,
-) -> Engine[Model]:
+def _build(asked: Asked, inspected: _Inspected, terms: _AgreedTerms) -> Engine[Any]:
+    model, plan, channel, counters = asked.model, asked.plan, asked.channel, asked.counters
     placement, decision = terms.placement, terms.decision
     channels = EngineChannels.of(plan, channel)
     # Before anything wraps forwards: a module whose instance has a forward of its own counts as one that may draw.
     random = KeyedRandom(model, channel.device, terms.seed)
-    tensors = _keep_own(model, plan, inspected, terms, channels, counters)
+    tensors = _keep_own(asked, inspected, terms, channels)
     inventory, held, owned = tensors.inventory, tensors.held, tensors.owned
     # Wrappers stand around each other in the order of these calls: statistics of batches, activations, tensor
     # parallelism, then what gathers its portions, then the proof, which watches both. The runner comes last: all of
@@ -482,7 +436,7 @@ def _build(
         ranks=RankGroups.of(plan),
         computation=Computation(
             model=model,
-            loss=loss,
+            loss=asked.loss,
             random=random,
             runner=runner,
             plan=plan,
@@ -493,7 +447,7 @@ def _build(
             activations=activations,
             loss_parameters=LossParameters(model, channels),
         ),
-        loss_weight=loss_weight,
+        loss_weight=asked.loss_weight,
         buffers=tensors.buffers,
         gradients=gradients,
         host_gradients=host_gradients,
@@ -534,15 +488,9 @@ def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.")
 
 
-def _keep_own(
-    model: nn.Module,
-    plan: Plan,
-    inspected: _Inspected,
-    terms: _AgreedTerms,
-    channels: EngineChannels,
-    counters: Counters,
-) -> _KeptTensors:
+def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels: EngineChannels) -> _KeptTensors:
     """Leave the model with what this rank has of it, in flat buffers, and the optimizers with the owned masters."""
+    model, plan = asked.model, asked.plan
     device, coordinate = channels.world.device, channels.pipeline.rank
     waiting = inspected.inventory.waiting()
     inventory = inspected.inventory.cut({**terms.decision.plan.portions(channels.tensor.rank), **inspected.given})
@@ -599,7 +547,7 @@ def _keep_own(
     if homes is not None and layout.ownership.homes:
         matrices = MatrixUpdates(buffers, owned, homes)
         buffers.updated = matrices.updated
-    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=counters, waiting=waiting)
+    ties = StageTies(held, stages, plan, pipeline=channels.pipeline, counters=asked.counters, waiting=waiting)
     # State that an optimizer has already is cut along, so this comes after the masters are there and before the first
     # step.
     swap(inspected.optimizers, inventory.uncut(layout.ownership.homes), buffers.updated)

@@ -1,27 +1,58 @@
 """What a rank has of a model under a plan: made once by `parallelize`, shared by all that an engine does with it."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from shardwise.engine.batches import LossWeight
+from shardwise.comm import Channel
+from shardwise.engine.batches import Batch, LossOfModel, LossWeight
 from shardwise.engine.channels import EngineChannels, RankGroups
 from shardwise.engine.computation import Computation
 from shardwise.engine.forward_writes import ModelBuffers
 from shardwise.engine.inventory import Inventory
-from shardwise.engine.optimizers import KnownOptimizer
+from shardwise.engine.optimizers import KnownOptimizer, OptimizerSource
 from shardwise.engine.pipeline.stage_ties import StageTies
 from shardwise.engine.plain_calls import PlainCalls
 from shardwise.engine.reports import Counters
 from shardwise.engine.tensor.rule_inference import TensorDecision
 from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.trained_parameters import Groups
+from shardwise.engine.trained_parameters import GivenGroups, Groups
 from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.grad_reduce import GradReduce
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.plan import Parameter, Plan
+from shardwise.plan import Parameter, Placement, Plan
+
+
+class ValueSource(Protocol):
+    """Where the values of waiting tensors come from: the initialisers of the model, or a load."""
+
+    def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and whole values of `wanted`, one after the other, in any order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What `parallelize` was asked for, and what is known already, on all ranks."""
+
+    model: nn.Module
+    plan: Plan
+    optimizer: OptimizerSource
+    loss: LossOfModel
+    loss_weight: LossWeight | None
+    channel: Channel
+    seed: int | None
+    sample: Batch | None
+    groups: GivenGroups | None
+    values: ValueSource | None = None
+    """Of what is on the meta device; None: they are initialised."""
+    placement: Placement | None = None
+    """None: it is decided, as is the `decision`."""
+    decision: TensorDecision | None = None
+    counters: Counters = field(default_factory=Counters)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

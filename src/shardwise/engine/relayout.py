@@ -29,6 +29,7 @@ from shardwise.engine.inventory import exchange, named_places, take_over, with_v
 from shardwise.engine.kept_objects import aliases_in, take_along
 from shardwise.engine.optimizers import of_no_parameter
 from shardwise.engine.packed_tensors import Swapped, all_carried, is_shell, put_in
+from shardwise.engine.rank_parts import Asked
 from shardwise.engine.reports import Counters
 from shardwise.engine.state import EngineRestoration, HandOver
 from shardwise.engine.state_of_all import merged_settings, sources_of, stored_of_all, targets_of
@@ -45,7 +46,7 @@ class Later:
     """Values come by a load afterwards: nothing comes now."""
 
     def values(self, wanted: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `parallelize.ValueSource`."""
+        """See `ValueSource`."""
         return iter(())
 
 
@@ -78,23 +79,24 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         old, runner = engine.plan, engine.pipeline
         has_stages = runner is not None and (plan.mesh.pp, plan.pipeline) == (old.mesh.pp, old.pipeline)
         has_cuts = plan.mesh.tp > 1 and (plan.mesh.tp, plan.tensor) == (old.mesh.tp, old.tensor)
-        new = engine.rebuild(
-            engine.model,
-            plan,
-            tuple(known.optimizer for known in handed.optimizers),
-            handed.loss,
-            handed.loss_weight,
-            channel,
+        asked = Asked(
+            model=engine.model,
+            plan=plan,
+            optimizer=tuple(known.optimizer for known in handed.optimizers),
+            loss=handed.loss,
+            loss_weight=handed.loss_weight,
+            channel=channel,
             seed=settings["random"]["seed"],
             sample=None,
+            groups=handed.groups,
             # Initialising the emptied model would be work for nothing: the move overwrites all.
             values=Later(),
-            groups=handed.groups,
             # What was decided on a run of the model stays: emptied, it cannot run, and there is no batch for it.
             placement=runner.placement if runner is not None and has_stages else None,
             decision=engine.tensor_decision if has_cuts else None,
-            counters=counters,
+            counters=counters or Counters(),
         )
+        new = engine.rebuild(asked)
         restoration = _restoration(channel, new, stored, settings)
         reshard(sources, targets_of(restoration, handed.model), channel, cast=True, compare=False)
         restoration.finish()
