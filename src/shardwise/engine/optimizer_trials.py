@@ -59,16 +59,11 @@ _MOST_VERDICTS = 256
 
 def check_silent(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
     """Raise OptimizerError for an optimizer that sends something to other ranks in its step."""
-    for optimizer in optimizers:
-        for case in cases_of(optimizer, device):
-            if collective := _remembered(_collective_of, case, []):
-                raise OptimizerError(
-                    f"{type(optimizer).__name__} talks to other ranks in its step ({collective}), and shardwise "
-                    "does that. Use its class for one process: each matrix is then updated on one rank, for all"
-                )
+    for case in (case for optimizer in optimizers for case in cases_of(optimizer, device)):
+        _remembered(_refuse_talking, case, [])
 
 
-def _collective_of(case: Case) -> str:
+def _refuse_talking(case: Case) -> None:
     watch = _Operations()
     with random_numbers_kept(case.device), watch:
         try:
@@ -76,8 +71,12 @@ def _collective_of(case: Case) -> str:
         except Exception as error:  # other reasons are found where they matter
             *_, (frame, _) = walk_tb(error.__traceback__)
             if frame.f_globals.get("__name__", "").startswith("torch.distributed"):  # it wants a process group
-                return watch.collective or "torch.distributed"
-    return watch.collective
+                watch.collective = watch.collective or "torch.distributed"
+    if watch.collective:
+        raise OptimizerError(
+            f"{type(case.optimizer).__name__} talks to other ranks in its step ({watch.collective}), and shardwise "
+            "does that. Use its class for one process: each matrix is then updated on one rank, for all"
+        )
 
 
 def check_closures(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
@@ -168,7 +167,10 @@ _verdicts: dict[object, Any] = {}
 
 
 def _remembered(find: Callable[[Case], Found], case: Case, shapes: Sequence[tuple[int, ...]]) -> Found:
-    """`find(case)`, or what it found for a case that is alike. shapes: of its parameters, as far as they decide."""
+    """`find(case)`, or what it found for a case that is alike; what it refuses it is asked again.
+
+    shapes: of the parameters, as far as they decide.
+    """
     known = _all_of(case, shapes)
     if known is None:
         return find(case)
