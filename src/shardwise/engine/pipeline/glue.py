@@ -28,7 +28,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from shardwise.comm.local_tensors import is_dense
 from shardwise.comm.nested_values import named_leaves, tensors_in, transform
 from shardwise.engine.batches import Microbatch, MicrobatchLoss, See
-from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.pipeline.autograd_functions import functions_seen
 from shardwise.engine.pipeline.call_execution import Executor
 from shardwise.engine.pipeline.call_inference import CallInference
@@ -151,8 +150,12 @@ class Glue(TorchFunctionMode):
     @contextmanager
     def current(self, flow: MicrobatchFlow) -> Iterator[None]:
         """This rank works on a microbatch, and draws from its stream."""
-        with attributes_set(self, {"flow": flow}), flow.stream or nullcontext():  # activations may be recomputed
-            yield
+        outer, self.flow = self.flow, flow
+        try:
+            with flow.stream or nullcontext():  # in backward too: activations may be recomputed
+                yield
+        finally:
+            self.flow = outer
 
     def run(self, compute: Callable[..., _Result], part: Microbatch, *more: Any) -> _Result:
         """The result of the user's program for a microbatch; it calls the model's forward."""
