@@ -13,8 +13,8 @@ and added up as one process would have them:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine import Engine
 from shardwise.engine.batches import count_rows, split_batch
-from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.step_exchange import weigh
+from shardwise.train.verification.error_model import Path
 from shardwise.train.verification.program import Program
 from shardwise.train.verification.run_recording import GradientKey, Noted, NotedLosses, Notes, OutputKey, Recorder
 
@@ -45,69 +45,42 @@ class RankNotes:
     """Of every piece that the rank owns after the update, and of its gradient."""
     num_threads: int
 
-    def write(self, path: Path) -> None:
+    def write(self, path: FilePath) -> None:
         """Leave it in a file."""
-        torch.save(
-            {
-                "notes": self.notes.packed(),
-                "report": asdict(self.report),
-                "counted": list(self.counted),
-                "chained": self.chained,
-                "digests": self.digests,
-                "num_threads": self.num_threads,
-            },
-            path,
-        )
+        torch.save(self, path)
 
     @classmethod
-    def read(cls, path: Path) -> "RankNotes":
+    def read(cls, path: FilePath) -> "RankNotes":
         """The notes that `write` left."""
-        # Only tensors and plain containers are read: a file of notes can call nothing.
-        held: dict[str, Any] = torch.load(path, weights_only=True)
-        return cls(
-            notes=Notes.unpacked(held["notes"]),
-            report=StepReport(**held["report"]),
-            counted=tuple(held["counted"]),
-            chained=held["chained"],
-            digests=held["digests"],
-            num_threads=held["num_threads"],
-        )
+        # Only tensors and values of these classes are read: a file of notes can call nothing.
+        with torch.serialization.safe_globals([cls, Notes, OutputKey, GradientKey, Noted, Path, StepReport]):
+            found: RankNotes = torch.load(path, weights_only=True)
+        return found
 
 
-def state_folder(folder: Path, step: int) -> Path:
+def state_folder(folder: FilePath, step: int) -> FilePath:
     """The state before update `step`, counted from 0."""
     return folder / f"state-{step}"
 
 
-def gradients_folder(folder: Path, step: int) -> Path:
+def gradients_folder(folder: FilePath, step: int) -> FilePath:
     """The gradients of update `step`."""
     return folder / f"gradients-{step}"
 
 
-def notes_file(folder: Path, step: int, rank: int) -> Path:
+def notes_file(folder: FilePath, step: int, rank: int) -> FilePath:
     """The notes of a rank in update `step`."""
     return folder / f"rank-{rank:06}-{step}.pt"
 
 
-def run_layout(program: Program, channel: Channel, folder: Path) -> None:
+def run_layout(program: Program, channel: Channel, folder: FilePath) -> None:
     """Train under the plan, on this rank. All ranks of `channel` call it, with a folder that all see."""
     model = program.build()
     shares = [program.share(batch, channel.rank) for batch in program.batches]
-    noted, turns = NotedLosses(), program.turns_for(model)
+    noted, turns = NotedLosses(), program.turns_of(model)
     # What the proof of tensor.rules would refuse is what is to be found and named here, and its calls are no step's.
     plan = replace(program.plan, tensor=replace(program.plan.tensor, prove=False))
-    engine = parallelize(
-        model,
-        plan,
-        optimizer=program.optimizer_for(model),
-        loss=noted.of(program.loss_for(model)),
-        loss_weight=program.loss_weight,
-        channel=channel,
-        seed=program.seed,
-        sample=shares[0],
-        rows=program.row_dims,
-        groups=program.groups,
-    )
+    engine = program.parallelized(model, plan, channel, noted, sample=shares[0])
     noted.recorder = recorder = Recorder(model, engine.pipeline)
     schedulers = [program.scheduler(each) for each in engine.optimizers] if program.scheduler else []
     save(state_folder(folder, 0), engine, channel=channel)
@@ -214,7 +187,9 @@ class LayoutNotes:
         return any(key in self.gradients for key in (parts if cut else (whole,)))
 
     @classmethod
-    def read(cls, program: Program, folder: Path, step: int, shapes: Mapping[str, tuple[int, ...]]) -> "LayoutNotes":
+    def read(
+        cls, program: Program, folder: FilePath, step: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> "LayoutNotes":
         """From the notes of the ranks. shapes: of the whole parameters."""
         ranks = [RankNotes.read(notes_file(folder, step, rank)) for rank in range(program.plan.mesh.size)]
         per_rank = program.plan.merge.microbatches

@@ -22,7 +22,6 @@ from shardwise.checkpoint import Catalogue, load
 from shardwise.comm import alone
 from shardwise.comm.agreement import digest_of_values
 from shardwise.engine.batches import LossOfModel
-from shardwise.engine.parallelize import parallelize
 from shardwise.engine.reports import StepReport
 from shardwise.engine.tensor.tensor_decision import decide
 from shardwise.engine.wrapping import in_backward
@@ -70,18 +69,8 @@ class OneProcess:
         self.model = program.build()
         # Before `parallelize`: which parameters tp cuts is read from the plain model.
         portions = portions_along_tp(self.model, program)
-        self._noted, self._turns, self._num_steps = NotedLosses(), program.turns_for(self.model), 0
-        self._engine = parallelize(
-            self.model,
-            program.one_process_plan,
-            optimizer=program.optimizer_for(self.model),
-            loss=self._noted.of(program.loss_for(self.model)),
-            loss_weight=program.loss_weight,
-            channel=self._channel,
-            seed=program.seed,
-            rows=program.row_dims,
-            groups=program.groups,
-        )
+        self._noted, self._turns, self._num_steps = NotedLosses(), program.turns_of(self.model), 0
+        self._engine = program.parallelized(self.model, program.one_process_plan, self._channel, self._noted)
         self._noted.recorder = self._recorder = Recorder(self.model, portions=portions)
         self._schedulers = [program.scheduler(each) for each in self._engine.optimizers] if program.scheduler else []
         self._terms: dict[str, Terms] = {}
@@ -206,6 +195,6 @@ def portions_along_tp(model: nn.Module, program: Program) -> list[Mapping[str, P
     plan = program.plan
     if plan.mesh.tp == 1 or plan.tensor.rules is None:
         return []
-    loss = LossOfModel(model, program.loss_for(model), program.rows)
+    loss = LossOfModel(model, program.loss_of(model), program.rows)
     decision = decide(model, plan, loss=loss, sample=program.share(program.batches[0], 0))
     return [decision.plan.portions(rank) for rank in range(plan.mesh.tp)]

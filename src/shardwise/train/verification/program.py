@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.comm import Channel
 from shardwise.data import DataPlace, first_batches
+from shardwise.engine import Engine, parallelize
 from shardwise.engine.batch_rows import BatchRows, RowDims
 from shardwise.engine.batches import Batch, LossFunction, LossWeight, count_rows, rows_of
 from shardwise.engine.optimizers import OptimizerFunction
-from shardwise.errors import BatchError, ModelError, OptimizerError, PlanError
+from shardwise.errors import BatchError, ModelError, PlanError
 from shardwise.plan import Merge, Plan, Sharding
 from shardwise.space import Mesh
 from shardwise.train.config import RunConfig
@@ -27,6 +29,7 @@ from shardwise.train.plateau_rates import plateau_of
 from shardwise.train.run_build import build_loss_weight, build_model, optimizer_factory
 from shardwise.train.run_data import build_data
 from shardwise.train.turns import Turns, build_loss, build_turns
+from shardwise.train.verification.run_recording import NotedLosses
 
 Scheduler: TypeAlias = Callable[[torch.optim.Optimizer], LRScheduler]
 """f(an optimizer) -> its learning-rate scheduler."""
@@ -42,17 +45,14 @@ class Program:
     """The layout. Its microbatches are those of one data rank."""
     batches: Sequence[Batch]
     """The rows of all data ranks, one batch per update."""
-    optimizer: OptimizerFunction | None = None
-    """None: `optimizer_of` gives it."""
-    loss: LossFunction | None = None
+    optimizer_of: Callable[[nn.Module], OptimizerFunction]
+    """f(the model) -> its optimizer function, which may have to know the names of parameters."""
+    loss_of: Callable[[nn.Module], LossFunction | None]
+    """f(the model) -> its loss function, which may call parts of it."""
     loss_weight: LossWeight | None = None
     scheduler: Scheduler | None = None
     seed: int = 0
-    optimizer_of: Callable[[nn.Module], OptimizerFunction] | None = None
-    """f(the model) -> its optimizer function, where that has to know the names of parameters."""
-    loss_of: Callable[[nn.Module], LossFunction | None] | None = None
-    """f(the model) -> its loss function, where that may call parts of it; else `loss` is."""
-    turns_of: Callable[[nn.Module], Turns] | None = None
+    turns_of: Callable[[nn.Module], Turns] = lambda model: Turns()
     """f(the model) -> the turns of its updates."""
     groups: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     row_dims: RowDims = 0
@@ -60,19 +60,22 @@ class Program:
     left_out: tuple[str, ...] = field(init=False, default=())
     """Settings of the plan that the verification leaves out, or does not look at."""
 
-    def optimizer_for(self, model: nn.Module) -> OptimizerFunction:
-        """The optimizer function of a model that `make_model` has made."""
-        found = self.optimizer if self.optimizer_of is None else self.optimizer_of(model)
-        assert found is not None, "`check` has looked"
-        return found
-
-    def loss_for(self, model: nn.Module) -> LossFunction | None:
-        """The loss function for a model that `make_model` has made."""
-        return self.loss if self.loss_of is None else self.loss_of(model)
-
-    def turns_for(self, model: nn.Module) -> Turns:
-        """The turns of the updates of a model."""
-        return Turns() if self.turns_of is None else self.turns_of(model)
+    def parallelized(
+        self, model: nn.Module, plan: Plan, channel: Channel, noted: NotedLosses, sample: Batch | None = None
+    ) -> Engine[nn.Module]:
+        """A model that `make_model` has made, under a plan; its losses are noted."""
+        return parallelize(
+            model,
+            plan,
+            optimizer=self.optimizer_of(model),
+            loss=noted.of(self.loss_of(model)),
+            loss_weight=self.loss_weight,
+            channel=channel,
+            seed=self.seed,
+            sample=sample,
+            rows=self.row_dims,
+            groups=self.groups,
+        )
 
     @property
     def rows(self) -> BatchRows:
@@ -119,7 +122,7 @@ class Program:
     def check(self) -> None:
         """Raise unless ranks and the one process can begin, and cut every batch into the same microbatches.
 
-        BatchError, ModelError, PlanError or OptimizerError.
+        BatchError, ModelError or PlanError.
         """
         # A module is callable too, and calling it would run its forward.
         if isinstance(self.make_model, nn.Module) or not callable(self.make_model):
@@ -129,12 +132,6 @@ class Program:
             )
         if not isinstance(self.plan, Plan):
             raise PlanError(f"plan is a {type(self.plan).__name__}; give sw.Plan(mesh=sw.Mesh(..))")
-        if self.optimizer_of is None and (
-            isinstance(self.optimizer, torch.optim.Optimizer) or not callable(self.optimizer)
-        ):
-            raise OptimizerError(
-                f"optimizer is a {type(self.optimizer).__name__}; give a function from parameters to an optimizer"
-            )
         if not isinstance(self.batches, Sequence) or not all(isinstance(each, Mapping) for each in self.batches):
             raise BatchError(
                 "batches are no list of dicts of tensors; give one dict for each update, from data.collate in a "

@@ -9,7 +9,7 @@ The first tensor that differs by more than rounding is named: what comes later m
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -42,13 +42,6 @@ _BARELY = 2.0**-52
 """The ratio of tensors that only differ in elements that are not kept."""
 
 
-@dataclass(slots=True)
-class _Count:
-    compared: int = 0
-    equal: int = 0
-    worst: float = 0.0
-
-
 class StepComparer:
     """The comparison of one update: `first_divergence`, then `summary`."""
 
@@ -70,7 +63,8 @@ class StepComparer:
         self._model = ErrorModel.of(program.plan)
         self._gradients = gradients
         self._state = state
-        self._counts: dict[str, _Count] = {}
+        self._tallies: dict[str, Tally] = {}
+        """By kind."""
         self._num_equal: dict[str, int] = {}
         """By parameter, the microbatches whose gradients are."""
         self._norm = own.report.grad_norm
@@ -90,10 +84,7 @@ class StepComparer:
             one_process_loss=self._own.report.loss,
             grad_norm=self._layout.report.grad_norm,
             one_process_grad_norm=self._norm,
-            tallies=tuple(
-                Tally(kind=kind, num_compared=each.compared, num_equal=each.equal, worst=each.worst)
-                for kind, each in self._counts.items()
-            ),
+            tallies=tuple(self._tallies.values()),
         )
 
     def remarks(self) -> list[str]:
@@ -106,8 +97,9 @@ class StepComparer:
     def _divergences(self) -> Iterator[Divergence]:
         computed = len({key.microbatch for key in self._own.notes.outputs})
         if computed != len(self._layout.counted):
-            fewer = self._divergence("batch", "microbatches of all data ranks", "", EQUAL, None)
-            yield replace(fewer, one_process=f"{computed}", layout=f"{len(self._layout.counted)}")
+            yield self._divergence(
+                "batch", "microbatches of all data ranks", _unlike(f"{computed}", f"{len(self._layout.counted)}")
+            )
         # One process leaves out microbatches of weight 0 too, and counts on without them.
         for own_number, number in enumerate(self._layout.counted):
             yield from self._of_outputs(own_number, number)
@@ -135,7 +127,7 @@ class StepComparer:
                     continue
                 found = self._of_noted(ours, theirs, ours.path, is_exact=self._model.same_up_to_order)
                 if found is not None and self._is_far(LOSSES if key.module == LOSS else OUTPUTS, found):
-                    yield self._divergence("output", place, key.module, found, ours, microbatch=number, rank=rank)
+                    yield self._divergence("output", place, found, key.module, noted=ours, microbatch=number, rank=rank)
 
     def _of_contributions(self, own_number: int, number: int) -> Iterator[Divergence]:
         for key, ours in self._own.notes.gradients.items():
@@ -148,11 +140,10 @@ class StepComparer:
                 # A parameter that is cut has parts in the layout, and is compared part by part: the whole one is
                 # then not missing.
                 if not self._layout.has_gradient(name, number, cut=key.part < 0):
-                    yield from self._of_missing(kind, name, _module_of(name), PER_MICROBATCH, number)
+                    yield from self._of_missing(kind, name, None, PER_MICROBATCH, number)
                 continue
             if ours.shape != theirs.noted.shape:
-                place = kind, name, _module_of(name), PER_MICROBATCH
-                yield from self._of_misshapen(*place, number, ours, theirs.noted)
+                yield from self._of_misshapen(kind, name, None, PER_MICROBATCH, number, ours, theirs.noted)
                 continue
             path = self._own.path.there_and_back()
             least = math.sqrt(self._own.terms[name].square)
@@ -164,22 +155,23 @@ class StepComparer:
             if found.ratio == 0 and key.part < 0:
                 self._num_equal[name] = self._num_equal.get(name, 0) + 1
             if self._is_far(PER_MICROBATCH, found):
-                yield self._divergence(kind, name, _module_of(name), found, ours, microbatch=number)
+                yield self._divergence(kind, name, found, noted=ours, microbatch=number)
 
-    def _of_missing(self, kind: str, tensor: str, module: str, tally: str, microbatch: int) -> Iterator[Divergence]:
+    def _of_missing(
+        self, kind: str, tensor: str, module: str | None, tally: str, microbatch: int
+    ) -> Iterator[Divergence]:
         """No rank has it. Ranks along tp may do without modules, and compute with parts; others compute the same."""
         # Under tp a module may be replaced by parts that are no calls of it: counted, and said in a remark.
         if not self._model.same_up_to_order:
             self._not_compared[tally] = self._not_compared.get(tally, 0) + 1
             return
-        missing = self._divergence(kind, tensor, module, EQUAL, None, microbatch=microbatch)
-        yield replace(missing, one_process="a value", layout="none")
+        yield self._divergence(kind, tensor, _unlike("a value", "none"), module, microbatch=microbatch)
 
     def _of_misshapen(
         self,
         kind: str,
         tensor: str,
-        module: str,
+        module: str | None,
         tally: str,
         microbatch: int,
         ours: Noted,
@@ -219,14 +211,10 @@ class StepComparer:
         allowed = (deviation + 1e-15 * (1 + len(self._layout.counted))) * abs(ours.loss)
         found = by_element(_one(ours.loss), _one(theirs.loss), _one(allowed))
         if self._is_far(LOSSES, found):
-            yield self._divergence("loss", "loss of all microbatches", "", found, None)
+            yield self._divergence("loss", "loss of all microbatches", found)
         if ours.skipped != theirs.skipped:
             words = {True: "skips the update: its gradient is not finite", False: "takes the update"}
-            yield replace(
-                self._divergence("update", "update", "", EQUAL, None),
-                one_process=words[ours.skipped],
-                layout=words[theirs.skipped],
-            )
+            yield self._divergence("update", "update", _unlike(words[ours.skipped], words[theirs.skipped]))
 
     def _of_means(self) -> Iterator[Divergence]:
         numbers: dict[str, int] = {}
@@ -239,8 +227,7 @@ class StepComparer:
         stored = self._gradients.tensors
         for name in means.names():
             if name not in stored:
-                missing = self._divergence("mean gradient of", name, _module_of(name), EQUAL, None)
-                yield replace(missing, one_process="a gradient", layout="none")
+                yield self._divergence("mean gradient of", name, _unlike("a gradient", "none"))
                 continue
             theirs = self._gradients.read(name)
             found = means.closeness(name, theirs)
@@ -248,34 +235,30 @@ class StepComparer:
             if self._is_far(MEANS, found, is_equal=is_equal):
                 pieces = [each.piece for each in stored[name].pieces]
                 words, microbatch = means.words.explain(name, theirs, found.at, pieces)
-                if not words and self._counts.get(PER_MICROBATCH):
+                if not words and PER_MICROBATCH in self._tallies:
                     words = "The gradients of its microbatches agree: their sum over microbatches and ranks does not"
-                where = self._divergence(
-                    "mean gradient of", name, _module_of(name), found, None, microbatch=microbatch, shape=theirs.shape
-                )
+                where = self._divergence("mean gradient of", name, found, microbatch=microbatch, shape=theirs.shape)
                 yield replace(where, explanation=words)
         # After all parameters: a factor near one hides in each of them and shows in all together.
         if (common := means.common_factor()) is not None and common[1].is_far:
             name, found = common
-            where = self._divergence("mean gradient of", name, _module_of(name), found, None)
+            where = self._divergence("mean gradient of", name, found)
             yield replace(where, explanation="The values are a factor that all gradients have in common")
         # An all-zero gradient is what an engine may have for a parameter that no microbatch used; any other is a
         # fault.
         for name in stored:
             if name not in self._own.terms and bool(self._gradients.read(name).any()):
-                unused = self._divergence("mean gradient of", name, _module_of(name), EQUAL, None)
-                yield replace(unused, one_process="no gradient", layout="one that is not zero")
+                yield self._divergence("mean gradient of", name, _unlike("no gradient", "one that is not zero"))
         found = by_element(_one(means.norm), _one(self._layout.report.grad_norm), _one(means.allowed_of_norm))
         if self._is_far(NORMS, found, is_equal=self._own.report.grad_norm == self._layout.report.grad_norm):
-            yield self._divergence("norm", "norm of all gradients", "", found, None)
+            yield self._divergence("norm", "norm of all gradients", found)
 
     def _of_state(self) -> Iterator[Divergence]:
         # Tied parameters have one entry and further names: one process may name another of them.
         theirs_of = {**self._state.contents.aliases, **{name: name for name in self._state.tensors}}
         for name, ours in self._own.state.items():
             if name not in theirs_of:
-                lost = self._divergence("updated", name, _module_of(name), EQUAL, None)
-                yield replace(lost, one_process="a value", layout="none")
+                yield self._divergence("updated", name, _unlike("a value", "none"))
                 continue
             theirs = self._state.read(name).to(ours.device)
             if self._is_left_out(name, ours, theirs):
@@ -283,7 +266,7 @@ class StepComparer:
             found = _of_update(ours, theirs)
             if self._is_far(UPDATED, found):
                 words = "One process started from the same state and was given the layout's gradients"
-                where = self._divergence("updated", name, _module_of(name), found, None, shape=theirs.shape)
+                where = self._divergence("updated", name, found, shape=theirs.shape)
                 yield replace(where, explanation=words)
 
     def _is_left_out(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -301,48 +284,40 @@ class StepComparer:
 
     def _of_replicas(self) -> Iterator[Divergence]:
         for piece, one, other in self._layout.unequal_pieces:
-            differ = self._divergence("replica", piece, "", EQUAL, None, rank=other)
-            yield replace(differ, one_process=f"one value (as rank {one} has it)", layout="another one")
+            differ = _unlike(f"one value (as rank {one} has it)", "another one")
+            yield self._divergence("replica", piece, differ, "", rank=other)
 
     # Words ----------------------------------------------------------------------------------------------------------
 
     def _is_far(self, kind: str, found: Closeness, *, is_equal: bool | None = None) -> bool:
         """Count it; whether rounding does not explain it. `is_equal`: to the bit, where `found` compares in float64."""
-        count = self._counts.setdefault(kind, _Count())
-        count.compared += 1
+        before = self._tallies.get(kind, Tally(kind=kind, num_compared=0, num_equal=0, worst=0.0))
         equal = found.ratio == 0 if is_equal is None else is_equal
-        count.equal += equal
-        if not equal and not found.is_far:
-            count.worst = max(count.worst, found.ratio)
+        worst = before.worst if equal or found.is_far else max(before.worst, found.ratio)
+        self._tallies[kind] = replace(
+            before, num_compared=before.num_compared + 1, num_equal=before.num_equal + equal, worst=worst
+        )
         return found.is_far
 
     def _divergence(
         self,
         kind: str,
         tensor: str,
-        module: str,
         found: Closeness,
-        noted: Noted | None,
+        module: str | None = None,
         *,
+        noted: Noted | None = None,
         microbatch: int | None = None,
         rank: int | None = None,
         shape: Sequence[int] = (),
     ) -> Divergence:
-        at, whole = found.at, tuple(shape)
+        """module: None: the one that holds the tensor."""
         if noted is not None:
             # The sample has places of its own: the element is named by its index in the whole tensor.
-            at, whole = int(places(noted.num_elements)[found.at]) if noted.num_elements else 0, noted.shape
-        return Divergence(
-            kind=kind,
-            tensor=tensor,
-            module=module,
-            step=self._step,
-            microbatch=microbatch,
-            rank=rank,
-            index=_index(at, whole),
-            one_process=_shown(found.ours),
-            layout=_shown(found.theirs),
-            allowed=found.allowed,
+            at, shape = int(places(noted.num_elements)[found.at]) if noted.num_elements else 0, noted.shape
+            found = replace(found, at=at)
+        return _divergence_at(
+            self._step, kind, tensor, found, tuple(shape), module=module, microbatch=microbatch, rank=rank
         )
 
 
@@ -355,24 +330,38 @@ def initial_divergence(own: Mapping[str, torch.Tensor], layout: Catalogue) -> Di
         if theirs is not None:
             found = _of_update(ours.cpu(), theirs)
         if found.ratio > 0:
-            whole = tuple(ours.shape)
-            return Divergence(
-                kind="initial",
-                tensor=name,
-                module=_module_of(name),
-                step=0,
-                microbatch=None,
-                rank=None,
-                index=_index(found.at, whole),
-                one_process=_shown(found.ours),
-                layout=_shown(found.theirs),
-                allowed=0.0,
-            )
+            return _divergence_at(0, "initial", name, replace(found, allowed=0.0), tuple(ours.shape))
     return None
 
 
-def _index(at: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    return tuple(int(each) for each in torch.unravel_index(torch.tensor(at), shape)) if shape else None
+def _divergence_at(
+    step: int,
+    kind: str,
+    tensor: str,
+    found: Closeness,
+    shape: tuple[int, ...],
+    *,
+    module: str | None = None,
+    microbatch: int | None = None,
+    rank: int | None = None,
+) -> Divergence:
+    return Divergence(
+        kind=kind,
+        tensor=tensor,
+        module=_module_of(tensor) if module is None else module,
+        step=step,
+        microbatch=microbatch,
+        rank=rank,
+        index=tuple(map(int, torch.unravel_index(torch.tensor(found.at), shape))) if shape else None,
+        one_process=_shown(found.ours),
+        layout=_shown(found.theirs),
+        allowed=found.allowed,
+    )
+
+
+def _unlike(ours: str, theirs: str) -> Closeness:
+    """Of what differs by no number."""
+    return replace(EQUAL, ours=ours, theirs=theirs)
 
 
 def _of_update(ours: torch.Tensor, theirs: torch.Tensor) -> Closeness:

@@ -65,20 +65,13 @@ class Noted(NamedTuple):
     """Of all elements; empty for a sum of several tensors."""
     sample: torch.Tensor
     """The elements at `places(num_elements)`, in float64 or complex128, on the CPU."""
-    num_calls: int
-    """See `Path`."""
-    length: int
-    roundoff: float
+    path: Path
+    """The calls before the tensor in its forward."""
 
     @property
     def num_elements(self) -> int:
         """Of the whole tensor."""
         return math.prod(self.shape)
-
-    @property
-    def path(self) -> Path:
-        """The calls before the tensor in its forward."""
-        return Path(num_calls=self.num_calls, length=self.length, roundoff=self.roundoff)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,21 +80,6 @@ class Notes:
 
     outputs: dict[OutputKey, Noted]
     gradients: dict[GradientKey, Noted]
-
-    def packed(self) -> dict[str, Any]:
-        """As plain containers and tensors, for `torch.save`."""
-        return {
-            "outputs": [(tuple(key), tuple(noted)) for key, noted in self.outputs.items()],
-            "gradients": [(tuple(key), tuple(noted)) for key, noted in self.gradients.items()],
-        }
-
-    @classmethod
-    def unpacked(cls, packed: Mapping[str, Any]) -> "Notes":
-        """From the result of `packed`."""
-        return cls(
-            outputs={OutputKey(*key): Noted(*noted) for key, noted in packed["outputs"]},
-            gradients={GradientKey(*key): Noted(*noted) for key, noted in packed["gradients"]},
-        )
 
 
 @lru_cache(maxsize=256)
@@ -291,9 +269,7 @@ def noted_of(tensor: torch.Tensor, path: Path) -> Noted:
         dtype=dtype_name(dense.dtype),
         digest=digest_of_values(dense),
         sample=wide(kept).cpu(),
-        num_calls=path.num_calls,
-        length=path.length,
-        roundoff=path.roundoff,
+        path=path,
     )
 
 

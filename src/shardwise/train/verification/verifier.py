@@ -21,6 +21,7 @@ from shardwise.checkpoint import open as open_checkpoint
 from shardwise.comm import Channel, simulate
 from shardwise.engine.batches import Batch, LossFunction, LossWeight
 from shardwise.engine.optimizers import OptimizerFunction
+from shardwise.errors import OptimizerError
 from shardwise.plan import Plan
 from shardwise.train.verification.error_model import ErrorModel
 from shardwise.train.verification.layout_run import LayoutNotes, gradients_folder, run_layout, state_folder
@@ -65,13 +66,17 @@ def verify(
         make_model=make_model,
         plan=plan,
         batches=batches,
-        optimizer=optimizer,
-        loss=loss,
+        optimizer_of=lambda model: optimizer,
+        loss_of=lambda model: loss,
         loss_weight=loss_weight,
         scheduler=scheduler,
         seed=seed,
     )
     program.check()
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise OptimizerError(
+            f"optimizer is a {type(optimizer).__name__}; give a function from parameters to an optimizer"
+        )
     if channel is not None:
         return _verify_on(channel, program, folder)
     return verify_simulated(program, timeout_seconds=timeout_seconds)
