@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm import Channel, alone
 from shardwise.data import Data, DataPlace, first_batches
-from shardwise.engine.rank_times import RankTimes
+from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.errors import DivergedError
 from shardwise.plan import Plan
 from shardwise.space import Mesh
@@ -21,17 +21,6 @@ from shardwise.train.loop import evaluate, fit
 from shardwise.train.run_data import RunData
 from shardwise.train.run_state import OtherSamples
 from shardwise.train.run_tokenizer import ByteTokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    loss: float
-    weight: float
-    grad_norm: float = 1.0
-    skipped: bool = False
-    stop: bool = False
-    loss_scale: float | None = None
-    ranks: tuple[RankTimes, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,24 +42,32 @@ class NotingEngine:
         self.asked.append(stop)
         return lambda: self.asked.remove(stop)
 
-    def step(self, batch: Mapping[str, Any], **turn: Any) -> Report:
+    def step(self, batch: Mapping[str, Any], **turn: Any) -> StepReport:
         self.seconds += 1.0
         wishes = [each() for each in self.asked]
         self.asked_to_stop = any(wishes)
         for optimizer in self.optimizers:
             optimizer.step()
-        return replace(self._report(batch), stop=self.asked_to_stop)
+        found = self._report(batch)
+        return StepReport(
+            loss=found.loss,
+            weight=found.weight,
+            grad_norm=1.0,
+            skipped=False,
+            num_microbatches=1,
+            stop=self.asked_to_stop,
+        )
 
-    def evaluate(self, batch: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> Report:
+    def evaluate(self, batch: Mapping[str, Any], *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
         self.seconds += 1.0
         self.evaluated.append(batch["input_ids"][:, 0].tolist())
         return self._report(batch)
 
-    def _report(self, batch: Mapping[str, Any]) -> Report:
+    def _report(self, batch: Mapping[str, Any]) -> EvaluationReport:
         assert batch["input_ids"] is batch["labels"] or not len(batch["labels"])
         tokens = batch["input_ids"].float()
         # An engine tells all ranks the same, whatever this one has: here a rank without rows gives weight all the same.
-        return Report(loss=float(tokens.mean()) if len(tokens) else 0.0, weight=max(1, len(tokens)))
+        return EvaluationReport(loss=float(tokens.mean()) if len(tokens) else 0.0, weight=max(1, len(tokens)))
 
 
 class Notes(Callback):
@@ -170,7 +167,7 @@ def test_from_each_position_the_loop_goes_on_as_it_would_have() -> None:
 
 def test_a_run_whose_steps_are_all_skipped_names_the_scale_of_its_losses() -> None:
     class Skipping(NotingEngine):
-        def step(self, batch: Mapping[str, Any], **turn: Any) -> Report:
+        def step(self, batch: Mapping[str, Any], **turn: Any) -> StepReport:
             return replace(NotingEngine.step(self, batch), skipped=True, loss_scale=2.0**20)
 
     with pytest.raises(DivergedError, match=r"Losses were scaled by 1048576: see precision.loss_scale"):

@@ -261,17 +261,13 @@ class Counting(nn.Module):
         return 1e4 * nn.functional.one_hot((input_ids + 1) % 10, 10).float()
 
 
-class Whole:
-    """An engine that has the whole model."""
-
-    def predict(
-        self, inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]
-    ) -> torch.Tensor:
-        return output_of(inputs)
+def predict(inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]) -> torch.Tensor:
+    """Of an engine that has the whole model."""
+    return output_of(inputs)
 
 
 def test_a_continuation_draws_from_what_the_model_says() -> None:
-    assert continued(Whole(), Counting(), [3, 4], num_tokens=7, seed=0) == [5, 6, 7, 8, 9, 0, 1]
+    assert continued(predict, Counting(), [3, 4], num_tokens=7, seed=0) == [5, 6, 7, 8, 9, 0, 1]
 
 
 def test_a_continuation_shows_the_model_as_many_tokens_as_it_was_trained_on() -> None:
@@ -282,7 +278,7 @@ def test_a_continuation_shows_the_model_as_many_tokens_as_it_was_trained_on() ->
             seen.append(input_ids.tolist())
             return super().forward(input_ids)
 
-    assert continued(Whole(), Noting(), [2, 3, 4], num_tokens=3, seed=0) == [5, 6, 7]
+    assert continued(predict, Noting(), [2, 3, 4], num_tokens=3, seed=0) == [5, 6, 7]
     assert seen == [[[2, 3, 4]], [[3, 4, 5]], [[4, 5, 6]]]
 
 
@@ -291,5 +287,5 @@ def test_a_continuation_is_decided_by_its_seed() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*input_ids.shape, 50)
 
-    drawn = [continued(Whole(), Undecided(), [1], num_tokens=20, seed=seed) for seed in (1, 1, 2)]
+    drawn = [continued(predict, Undecided(), [1], num_tokens=20, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -18,60 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from shardwise.checkpoint import SaveReport, save
 from shardwise.checkpoint.states import SomeData
-from shardwise.comm.agreement import texts_in, understood
 from shardwise.engine import Engine
 from shardwise.engine.rank_times import RankTimes
+from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.errors import CallbackError, CheckpointError, ConfigError, ShardwiseError, in_words
+from shardwise.moving.nested_exchange import exchange
 
 STATES_KEY = "callbacks"
 """Of the states of callbacks, in the `extra` of a save."""
-
-
-class Stepped(Protocol):
-    """The report of an update."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over the rows of all data ranks, before the update."""
-
-    @property
-    def grad_norm(self) -> float:
-        """2-norm of the averaged gradient, before clipping."""
-
-    @property
-    def skipped(self) -> bool:
-        """The gradient was not finite and nothing was updated."""
-
-    @property
-    def weight(self) -> float:
-        """The weights of the rows of all data ranks, summed."""
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What the losses were multiplied by for their backward; None where they were not."""
-
-    @property
-    def ranks(self) -> tuple[RankTimes, ...]:
-        """What each rank did with its time."""
-
-
-class Evaluated(Protocol):
-    """The report of an evaluation."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over the rows of all data ranks."""
-
-    @property
-    def weight(self) -> float:
-        """The weights of the rows of all data ranks, summed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +59,18 @@ class EvaluationValues:
         return self.values[name]
 
 
-def values_of(given: Evaluated | Mapping[str, Any]) -> dict[str, float]:
+def values_of(given: EvaluationReport | Mapping[str, Any]) -> dict[str, float]:
     """The values of an evaluation by name: of a report its loss, further losses and metrics.
 
     Metrics that are no numbers, such as a matrix, are left out. Raises ConfigError for a name that two have.
     """
     if not isinstance(given, Mapping):
-        metrics, losses = getattr(given, "metrics", {}), getattr(given, "losses", {})
-        if both := sorted(metrics.keys() & losses.keys()):
+        if both := sorted(given.metrics.keys() & given.losses.keys()):
             raise ConfigError(
                 f"{both[0]!r} is a metric (train.metrics in a configuration) and an entry of the loss; give one of "
                 "them another name"
             )
-        others = {**metrics, **losses}
+        others = {**given.metrics, **given.losses}
         given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
     return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 
@@ -260,7 +220,7 @@ class TrainingLoop:
         self.steps = steps
         """The number of the last update, where it is known."""
         self._position = begin if begin is not None else Position(step=engine.steps)
-        self._uncounted: list[Stepped] = []
+        self._uncounted: list[StepReport] = []
         """Reports that have not been asked yet whether their updates were taken."""
         self.is_fresh = self.step == 0 if is_fresh is None else is_fresh
         self.folder = None if folder is None else Path(folder)
@@ -332,7 +292,7 @@ class TrainingLoop:
             self._agree()
         return bool(self.stopped_by)
 
-    def evaluated(self, evaluation: Evaluated | Mapping[str, float]) -> None:
+    def evaluated(self, evaluation: EvaluationReport | Mapping[str, float]) -> None:
         """Hand the callbacks an evaluation that belongs to no update, such as one before the first."""
         values = values_of(evaluation)
         self._position = replace(self._position, held_out_loss=values.get("loss", self._position.held_out_loss))
@@ -340,8 +300,8 @@ class TrainingLoop:
 
     def after_step(
         self,
-        report: Stepped,
-        evaluation: Evaluated | Mapping[str, float] | None = None,
+        report: StepReport,
+        evaluation: EvaluationReport | Mapping[str, float] | None = None,
         *,
         rows: float | None = None,
         seconds: float | None = None,
@@ -371,7 +331,7 @@ class TrainingLoop:
         self._last_s = self._now_s()
         return ends
 
-    def _metrics(self, report: Stepped, held_out: Mapping[str, float], rows_per_second: float) -> StepMetrics:
+    def _metrics(self, report: StepReport, held_out: Mapping[str, float], rows_per_second: float) -> StepMetrics:
         rates = tuple(map(float, self._rates)) or (0.0,)
         return StepMetrics(
             step=self.step,
@@ -384,7 +344,7 @@ class TrainingLoop:
             held_out_loss=held_out.get("loss"),
             elapsed_s=self._position.elapsed_s,
             loss_scale=report.loss_scale,
-            losses={name: value for name, value in getattr(report, "losses", {}).items() if name != "loss"},
+            losses={name: value for name, value in report.losses.items() if name != "loss"},
             held_out={name: value for name, value in held_out.items() if name != "loss"},
             learning_rates=rates if len(set(rates)) > 1 else (),
             ranks=report.ranks if self.is_first else (),
@@ -464,9 +424,7 @@ class TrainingLoop:
         return bool(self._wish)
 
     def _agree(self) -> None:
-        purpose = "callbacks that end the loop"
-        answers = self.engine.channel.exchange(json.dumps([self._wish]).encode(), purpose=purpose)
-        wishes = [wish for (wish,) in understood(answers, texts_in, purpose=purpose)]
+        wishes = exchange(self._wish, channel=self.engine.channel, purpose="callbacks that end the loop")
         self.stopped_by = next(filter(None, wishes), "")
 
     def _call_all(self, method: str, *given: object) -> None:

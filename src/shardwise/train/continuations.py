@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -104,7 +104,7 @@ class Continuations(Callback):
     def _continued(self, engine: Engine[nn.Module], prompt: list[int]) -> list[int] | None:
         model = engine.model
         if not _generates(model):
-            return continued(engine, model, prompt, num_tokens=self._num_tokens, seed=self._seed)
+            return continued(engine.predict, model, prompt, num_tokens=self._num_tokens, seed=self._seed)
         options: Mapping[str, Any] = self._options
         if not options and hasattr(model, "generation_config"):
             options = {"do_sample": True, "temperature": _TEMPERATURE}
@@ -124,19 +124,12 @@ def _generates(model: nn.Module) -> bool:
     return callable(getattr(model, "generate", None))
 
 
-class Predictor(Protocol):
-    """The part of an engine that looks at a model's output."""
-
-    def predict(
-        self, inputs: Mapping[str, Any], output_of: Callable[[Mapping[str, Any]], torch.Tensor]
-    ) -> torch.Tensor:
-        """The output of `output_of`, which calls the model in evaluation mode; the same on all ranks."""
-
-
 def continued(
-    engine: Predictor, model: nn.Module, row: Sequence[int], *, num_tokens: int, seed: int
+    predict: Callable[..., torch.Tensor], model: nn.Module, row: Sequence[int], *, num_tokens: int, seed: int
 ) -> list[int] | None:
     """`num_tokens` tokens drawn after `row`; None when the model gives no finite logits [1, tokens, vocabulary].
+
+    predict: of an engine.
 
     The model sees as many tokens as `row` has, each time: for each other length, ranks with stages would have to find
     the shapes of their values anew. All ranks call this; they draw equal tokens.
@@ -145,7 +138,7 @@ def continued(
     tokens = list(row)
     for _ in range(num_tokens):
         seen = torch.tensor([tokens[-len(row) :]])
-        last = engine.predict({"input_ids": seen}, lambda inputs: _next_logits(model, inputs)).float().cpu()
+        last = predict({"input_ids": seen}, lambda inputs: _next_logits(model, inputs)).float().cpu()
         if not len(last) or not bool(last.isfinite().all()):
             return None
         chances = torch.softmax(last / _TEMPERATURE, dim=-1)

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.engine.batches import Batch, LossFunction
+from shardwise.engine.reports import EvaluationReport, StepReport
 from shardwise.errors import DivergedError
-from shardwise.train.callbacks import Evaluated, Stepped, TrainingLoop, values_of
+from shardwise.train.callbacks import TrainingLoop, values_of
 from shardwise.train.config import TrainTable
 from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
 from shardwise.train.turns import Turns
@@ -37,10 +38,10 @@ class Trainee(Protocol):
 
     def step(
         self, batch: Batch, *, only: str | Sequence[str] | None = None, loss: LossFunction | None = None
-    ) -> Stepped:
+    ) -> StepReport:
         """One update from this data rank's rows; of a group of parameters, by another loss than the engine's."""
 
-    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> Evaluated:
+    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
         """The loss over the rows of all data ranks, and metrics by name; this rank may have no rows."""
 
 

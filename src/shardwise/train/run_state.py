@@ -7,9 +7,9 @@ itself. What is left are those that an optimizer draws.
 
 import base64
 import hashlib
-import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_states, set_random_states
-from shardwise.comm.agreement import a_table, understood
 from shardwise.errors import ConfigError
+from shardwise.moving.nested_exchange import exchange
 from shardwise.train.callbacks import Position
 from shardwise.train.config import RunConfig
 from shardwise.train.corpus import Corpus
@@ -106,9 +106,8 @@ class RandomStates(BaseModel):
     def gathered(cls, channel: Channel, mesh: str) -> "RandomStates":
         """Those of all ranks, which call this together."""
         # All states in one JSON: a save has one `extra`, which rank 0 writes.
-        purpose = "random states of a save"
-        texts = channel.exchange(json.dumps(_states_here(channel)).encode(), purpose=purpose)
-        return cls(mesh=mesh, device=channel.device.type, ranks=understood(texts, a_table, purpose=purpose))
+        ranks = exchange(_states_here(channel), channel=channel, purpose="random states of a save")
+        return cls(mesh=mesh, device=channel.device.type, ranks=ranks)
 
     def restore(self, channel: Channel, mesh: str, *, seed: int, step: int) -> str | None:
         """Go on from these states. Under another mesh or device seed anew, and return words that say so.
@@ -171,30 +170,14 @@ class RunState(_StatePart):
         callbacks: dict[str, Any],
     ) -> "RunState":
         """The state of a run that is at `position`."""
-        loss = position.held_out_loss
-        return cls(
-            step=position.step,
-            num_taken=position.num_taken,
-            num_skipped=position.num_skipped,
-            # JSON has no infinity and no nan.
-            held_out_loss=loss if loss is not None and math.isfinite(loss) else None,
-            elapsed_s=position.elapsed_s,
-            samples=samples,
-            settings=settings,
-            random=random,
-            callbacks=callbacks,
-        )
+        if position.held_out_loss is not None and not math.isfinite(position.held_out_loss):
+            position = replace(position, held_out_loss=None)  # JSON has no infinity and no nan
+        return cls(**asdict(position), samples=samples, settings=settings, random=random, callbacks=callbacks)
 
     @property
     def position(self) -> Position:
         """How far the run is."""
-        return Position(
-            step=self.step,
-            num_taken=self.num_taken,
-            num_skipped=self.num_skipped,
-            held_out_loss=self.held_out_loss,
-            elapsed_s=self.elapsed_s,
-        )
+        return Position(**{each.name: getattr(self, each.name) for each in fields(Position)})
 
     def to_extra(self) -> dict[str, Any]:
         """As the `extra` of a save."""
