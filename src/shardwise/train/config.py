@@ -375,36 +375,23 @@ def read_config(path: Path, *, overrides: Sequence[str] = (), num_processes: int
     problems: list[str] = []
     tables = _with_overrides(_read_toml(path), overrides, problems)
     problems += [unknown_setting(name, _KNOWN) for name in tables if name not in _KNOWN]
-    model = read_table(ModelTable, "model", tables, problems)
-    data = read_table(DataTable, "data", tables, problems)
-    train = read_table(TrainTable, "train", tables, problems)
-    checkpoint = read_table(CheckpointTable, "checkpoint", tables, problems)
-    generate = read_table(GenerateTable, "generate", tables, problems)
+    found: dict[str, Any] = {name: read_table(kind, name, tables, problems) for name, kind in _TABLES.items()}
+    model, data, train = found["model"], found["data"], found["train"]
     plan = _plan(tables, train, num_processes, problems)
     # Files are looked for here, so that a wrong path is known before processes start and import torch on every rank.
     clashes = dataset_problems(data)
     # What the files have is asked only where it is clear which are meant.
     problems += clashes + file_problems(model, None if clashes else data, path.parent)
     problems += schedule_problems(train) + turn_problems(model, train)
-    if data is not None and generate is not None and "generate" in tables:
-        problems += _generation_problems(data, generate)
+    if data is not None and found["generate"] is not None and "generate" in tables:
+        problems += _generation_problems(data, found["generate"])
     problems += _device_problems(train, num_processes or 1)
     if plan is not None and train is not None:
         # Only a plan that holds has a schedule to check: its faults would be explained twice otherwise.
         problems += _pipeline_problems(plan)
-    if (
-        problems
-        or model is None
-        or data is None
-        or train is None
-        or checkpoint is None
-        or generate is None
-        or plan is None
-    ):
+    if problems or plan is None:  # what does not hold is None, and among the problems
         raise ConfigError(*problems)
-    return RunConfig(
-        path=path, model=model, data=data, train=train, checkpoint=checkpoint, generate=generate, plan=plan
-    )
+    return RunConfig(path=path, plan=plan, **found)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -471,28 +458,23 @@ def _plan(
             mesh.check_world(num_processes)
         except PlanError as error:
             problems += error.problems
-    sharding, precision, pipeline, tensor, activations = (
-        _spec(name, tables, problems) for name in ("sharding", "precision", "pipeline", "tensor", "activations")
-    )
+    names = ("sharding", "precision", "pipeline", "tensor", "activations")
+    strategies = {name: _spec(name, tables, problems) for name in names}
     average = _spec("average", tables, problems) if "average" in tables else None
     # The rest depends on both. What is wrong with them is among the problems already.
     if mesh is None or train is None:
         return None
     microbatches = _microbatches(train, mesh.num_data_ranks, problems)
-    if None in (sharding, precision, pipeline, tensor, activations) or microbatches is None:
+    if None in strategies.values() or microbatches is None:
         return None
     try:
         return Plan(
             mesh=mesh,
-            sharding=sharding,
-            precision=precision,
-            pipeline=pipeline,
-            tensor=tensor,
-            activations=activations,
             merge=Merge(microbatches=microbatches),
             clip_grad_norm=train.clip_grad_norm,
-            average=average,
             clip_grad_value=train.clip_grad_value,
+            average=average,
+            **strategies,
         )
     except PlanError as error:
         # A plan calls it by its own name; in the file the key is in [train].

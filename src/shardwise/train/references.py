@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from shardwise.errors import ConfigError, in_words
-from shardwise.train.config import RunConfig
+from shardwise.train.config import ModelTable, RunConfig, TurnTable
 from shardwise.train.data_settings import PACKING, PADDING
 
 
@@ -29,6 +29,7 @@ class NamedCallable:
     options: Mapping[str, object] | None = None
     """Keyword arguments that the configuration has for it; None where it is called as it is."""
     options_key: str = ""
+    """Of the options; left out: `key` and "_options"."""
     num_given: int = 0
     """Positional arguments that it gets as well."""
     of_objects: bool = False
@@ -59,17 +60,16 @@ def option_problems(named: NamedCallable, found: Callable[..., Any], num_given: 
     left = [each for each in parameters if each not in by_place[:num_given]]
     known = [each.name for each in left if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     options, problems = named.options or {}, []
+    key = named.options_key or f"{named.key}_options"
     if not any(each.kind is each.VAR_KEYWORD for each in left):
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {named.options_key}.{near[0]}?" if near else ""
-                problems.append(f"{named.options_key}.{name}: {named.reference} takes no {name}{hint}")
+                hint = f"; did you mean {key}.{near[0]}?" if near else ""
+                problems.append(f"{key}.{name}: {named.reference} takes no {name}{hint}")
     lacking = [each.name for each in left if each.name in known and each.default is each.empty]
     return problems + [
-        f"{named.options_key}.{name}: missing; {named.reference} needs it"
-        for name in lacking
-        if name not in {*options, *named.given}
+        f"{key}.{name}: missing; {named.reference} needs it" for name in lacking if name not in {*options, *named.given}
     ]
 
 
@@ -101,23 +101,13 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
         options=model.config if model.pretrained is None else None,
         options_key="model.config",
     )
-    if model.loss is not None:
-        yield NamedCallable(
-            key="model.loss",
-            reference=model.loss,
-            options=model.loss_options,
-            options_key="model.loss_options",
-            num_given=2,
-            given=frozenset({"model"}),
-            of_objects=True,
-        )
-    for at, turn in enumerate(train.turns):
-        if turn.loss is not None:
+    trained: ModelTable | TurnTable
+    for table, trained in (("model", model), *((f"train.turns.{at}", turn) for at, turn in enumerate(train.turns))):
+        if trained.loss is not None:
             yield NamedCallable(
-                key=f"train.turns.{at}.loss",
-                reference=turn.loss,
-                options=turn.loss_options,
-                options_key=f"train.turns.{at}.loss_options",
+                key=f"{table}.loss",
+                reference=trained.loss,
+                options=trained.loss_options,
                 num_given=2,
                 given=frozenset({"model"}),
                 of_objects=True,
@@ -128,7 +118,6 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
         key="train.optimizer",
         reference=train.optimizer,
         options=train.optimizer_options,
-        options_key="train.optimizer_options",
         num_given=1,
         given=frozenset({"lr"}),
     )
@@ -137,7 +126,6 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
             key="train.schedule",
             reference=train.schedule,
             options=train.schedule_options,
-            options_key="train.schedule_options",
             num_given=_num_given_to_schedule(config, train.schedule),
         )
     for key, reference, options in (
@@ -153,7 +141,6 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
             key="data.collate",
             reference=str(data.collate),
             options=data.collate_options,
-            options_key="data.collate_options",
             num_given=1,
             given=frozenset({"tokenizer"}),
             of_objects=True,
