@@ -69,6 +69,12 @@ class Picture:
             x += 36 + 7 * len(words)
         self.y += 22
 
+    def more(self, number: int, what: str) -> None:
+        """A line that says how many are not shown, where there are any."""
+        if number > 0:
+            self.text(16, self.y, f"and {number} more {what}", fill=MUTED)
+            self.y += 20
+
     def tensor(
         self,
         x: float,

@@ -5,7 +5,7 @@ from functools import partial
 
 from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.space import Piece, PieceIndex
-from shardwise.svg import MUTED, Picture, colour, shortened
+from shardwise.svg import Picture, colour, shortened
 
 _SHOWN_TENSORS = 24
 _COLUMNS = 3
@@ -23,9 +23,7 @@ def contents_picture(contents: Contents, names: Sequence[str] = ()) -> Picture:
         picture.text(x, y + 4, shortened(tensor.name, 290 - 7 * len(shape), size=11) + shape, size=11)
         picture.tensor(x, y + 12, tensor.shape, partial(_file_colour, tensor, index, files))
     picture.y += -(-min(len(tensors), _SHOWN_TENSORS) // _COLUMNS) * 132
-    if len(tensors) > _SHOWN_TENSORS:
-        picture.text(16, picture.y, f"and {len(tensors) - _SHOWN_TENSORS} more tensors", fill=MUTED)
-        picture.y += 20
+    picture.more(len(tensors) - _SHOWN_TENSORS, "tensors")
     return picture
 
 

@@ -63,9 +63,7 @@ def mesh_picture(plan: Plan) -> Picture:
             share = f"{kind}: {stop - start:.4g} of the model"
             picture.box(x + (wide - 20) * start, top, (wide - 20) * (stop - start), 10, colour(number), title=share)
     picture.y += -(-num_shown // columns) * 84
-    if plan.mesh.size > num_shown:
-        picture.text(16, picture.y, f"and {plan.mesh.size - num_shown} more ranks", fill=MUTED)
-        picture.y += 20
+    picture.more(plan.mesh.size - num_shown, "ranks")
     return picture
 
 
@@ -98,6 +96,10 @@ def step_picture(plan: Plan) -> Picture:
     length = timeline.makespan_s + 1
     scale = (picture.width - 96) / length
     spans = timeline.busy_spans()
+
+    def mark(x: float, name: str, title: str) -> None:
+        picture.box(x, picture.y + 26, 4, 8, marks[name], title=title)
+
     for rank in range(min(plan.mesh.pp, _SHOWN_RANKS)):
         y = picture.y
         picture.text(16, y + 17, f"pp {rank}" if plan.mesh.pp > 1 else "each rank")
@@ -112,37 +114,18 @@ def step_picture(plan: Plan) -> Picture:
             if wide > 14:
                 picture.text(x + wide / 2, y + 16, str(span.microbatch), middle=True, fill=INK)
             if has_data_ranks and stage == 3:
-                picture.box(x, y + 26, 4, 8, marks["gather"], title="all-gather of each unit before it computes")
+                mark(x, "gather", "all-gather of each unit before it computes")
             if has_data_ranks and stage >= 2 and span.kind == "B":
-                picture.box(
-                    x + wide - 5, y + 26, 4, 8, marks["reduce"], title="reduce-scatter of this microbatch's gradients"
-                )
+                mark(x + wide - 5, "reduce", "reduce-scatter of this microbatch's gradients")
         end = 80 + max(span.stop_s for span in own) * scale
         if has_data_ranks and stage < 2:
-            picture.box(
-                end,
-                y + 26,
-                4,
-                8,
-                marks["reduce"],
-                title=f"{'reduce-scatter' if stage else 'all-reduce'} of the merged gradients",
-            )
-        picture.box(
-            80 + timeline.makespan_s * scale,
-            y,
-            _with_gap(scale),
-            24,
-            marks["update"],
-            title="norm, clip, optimizer, one cast",
-        )
+            mark(end, "reduce", f"{'reduce-scatter' if stage else 'all-reduce'} of the merged gradients")
+        update = 80 + timeline.makespan_s * scale
+        picture.box(update, y, _with_gap(scale), 24, marks["update"], title="norm, clip, optimizer, one cast")
         if has_data_ranks and 0 < stage < 3:
-            picture.box(
-                80 + (length * scale) - 5, y + 26, 4, 8, marks["gather"], title="all-gather of updated parameters"
-            )
+            mark(80 + length * scale - 5, "gather", "all-gather of updated parameters")
         picture.y += 42
-    if plan.mesh.pp > _SHOWN_RANKS:
-        picture.text(16, picture.y, f"and {plan.mesh.pp - _SHOWN_RANKS} more ranks along pp", fill=MUTED)
-        picture.y += 20
+    picture.more(plan.mesh.pp - _SHOWN_RANKS, "ranks along pp")
     picture.text(16, picture.y + 6, f"bubble {timeline.bubble:.1%}", fill=MUTED)
     picture.y += 24
     return picture
@@ -165,14 +148,8 @@ def bucket_picture(ownership: Ownership) -> Picture:
         for owner in range(ownership.num_owners):
             part = bucket.part(owner)
             x, wide = 16 + part.start * scale, part.num_elements * scale
-            picture.box(
-                x,
-                picture.y,
-                wide,
-                8,
-                colour(owner, 0.8),
-                title=f"part of owner {owner}: {part.num_elements:,} elements",
-            )
+            title = f"part of owner {owner}: {part.num_elements:,} elements"
+            picture.box(x, picture.y, wide, 8, colour(owner, 0.8), title=title)
             for segment in bucket.segments(owner):
                 at = 16 + (part.start + segment.start) * scale
                 own = segment.run.num_elements * scale
@@ -182,7 +159,5 @@ def bucket_picture(ownership: Ownership) -> Picture:
                     name = shortened(segment.name, own - 6, size=11)
                     picture.text(at + own / 2, picture.y + 24, name, size=11, middle=True)
         picture.y += 50
-    if len(ownership.buckets) > _SHOWN_BUCKETS:
-        picture.text(16, picture.y, f"and {len(ownership.buckets) - _SHOWN_BUCKETS} more buckets", fill=MUTED)
-        picture.y += 20
+    picture.more(len(ownership.buckets) - _SHOWN_BUCKETS, "buckets")
     return picture

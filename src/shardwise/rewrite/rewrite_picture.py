@@ -30,9 +30,7 @@ def rewrite_picture(checked: Checked, names: Sequence[str] = ()) -> Picture:
             picture.y += 24
     for name in shown[:_SHOWN_OUTPUTS]:
         _add_output(picture, checked, name)
-    if len(shown) > _SHOWN_OUTPUTS:
-        picture.text(16, picture.y, f"and {len(shown) - _SHOWN_OUTPUTS} more outputs", fill=MUTED)
-        picture.y += 20
+    picture.more(len(shown) - _SHOWN_OUTPUTS, "outputs")
     return picture
 
 

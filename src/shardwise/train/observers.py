@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -241,46 +240,44 @@ def _smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[int],
     return [steps[at] for at in places], means
 
 
-@dataclass(slots=True)
-class _Pace:
+class _ProgressWords(Callback):
     """Words about the run so far."""
 
-    num_steps: int
-    begin: Position
-    held_out: Mapping[str, float]
-    rows: str = "tokens"
-    saved_step: int | None = None
+    def __init__(self, num_steps: int, begin: Position, rows: str) -> None:
+        self._num_steps, self._begin, self._rows = num_steps, begin, rows
+        self._held_out = {} if begin.held_out_loss is None else {_LOSS: begin.held_out_loss}
+        self._saved_step: int | None = None
+
+    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
+        """Say so from the next line on."""
+        self._saved_step = report.step
 
     def words(self, metrics: StepMetrics) -> dict[str, str]:
         """Words about an update by what they are about, in their order."""
         if metrics.held_out_loss is not None or metrics.held_out:
-            self.held_out = {name: value for name, value in metrics.curves().items() if name.startswith("held_out")}
+            self._held_out = {name: value for name, value in metrics.curves().items() if name.startswith("held_out")}
         # Of this run alone: an earlier part may have run on another number of ranks.
-        pace_s = (metrics.elapsed_s - self.begin.elapsed_s) / (metrics.step - self.begin.step)
-        eta_s = pace_s * (self.num_steps - metrics.step)
+        pace_s = (metrics.elapsed_s - self._begin.elapsed_s) / (metrics.step - self._begin.step)
+        eta_s = pace_s * (self._num_steps - metrics.step)
         words = {
-            "step": f"step {metrics.step}/{self.num_steps}",
+            "step": f"step {metrics.step}/{self._num_steps}",
             "loss": f"loss {metrics.loss:.4f}",
             **self.evaluation_words(),
             "rate": f"lr {metrics.learning_rate:.3g}",
-            "pace": f"{count(metrics.tokens_per_second)} {self.rows}/s",
+            "pace": f"{count(metrics.tokens_per_second)} {self._rows}/s",
             "eta": f"eta {clock(eta_s)}",
         }
-        if self.saved_step is not None:
-            words["saved"] = f"saved {self.saved_step}"
+        if self._saved_step is not None:
+            words["saved"] = f"saved {self._saved_step}"
         if metrics.skipped:
             words["skipped"] = "update skipped: gradient not finite"
         return words
 
     def evaluation_words(self) -> dict[str, str]:
         """The held-out loss, and up to two metrics, by the names of their curves."""
-        shown = sorted(self.held_out.items(), key=lambda each: each[0] != _LOSS)[: 1 + _SHOWN_METRICS]
+        shown = sorted(self._held_out.items(), key=lambda each: each[0] != _LOSS)[: 1 + _SHOWN_METRICS]
         titles = {name: "held-out" if name == _LOSS else name.removeprefix("held_out/") for name, _ in shown}
         return {name: f"{titles[name]} {value:.4f}" for name, value in shown}
-
-
-def _pace(num_steps: int, begin: Position, rows: str) -> _Pace:
-    return _Pace(num_steps, begin, {} if begin.held_out_loss is None else {_LOSS: begin.held_out_loss}, rows)
 
 
 _LOSS = "held_out_loss"
@@ -288,11 +285,12 @@ _SHOWN_METRICS = 2
 _LONGEST_BAR, _SHORTEST_BAR = 24, 8
 
 
-class LiveLine(Callback):
+class LiveLine(_ProgressWords):
     """One line, redrawn in place, as wide as the terminal."""
 
     def __init__(self, console: Console, num_steps: int, *, begin: Position = BEGINNING, rows: str = "tokens") -> None:
-        self._pace, self._console = _pace(num_steps, begin, rows), console
+        super().__init__(num_steps, begin, rows)
+        self._console = console
         self._bar = BarColumn(_LONGEST_BAR)
         self._progress = Progress(self._bar, TextColumn("{task.description}"), console=console)
         self._task: TaskID = self._progress.add_task("", total=num_steps, completed=begin.step)
@@ -304,16 +302,16 @@ class LiveLine(Callback):
     def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Show one that no update comes with."""
         if evaluation.step == 0:
-            self._pace.held_out = evaluation.curves()
-            self._progress.update(self._task, description="  ".join(self._pace.evaluation_words().values()))
+            self._held_out = evaluation.curves()
+            self._progress.update(self._task, description="  ".join(self.evaluation_words().values()))
 
     def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Redraw."""
-        words = self._pace.words(metrics)
+        words = self.words(metrics)
         # One column stays free: in the last one some terminals go on to the next line.
         room = self._console.width - len(" ") - 1
         # What a narrow line leaves out, in this order: files and the end of the run have it. Then the bar shrinks.
-        spared = dict.fromkeys(("saved", "rate", *reversed(self._pace.evaluation_words())), _SHORTEST_BAR) | {"pace": 1}
+        spared = dict.fromkeys(("saved", "rate", *reversed(self.evaluation_words())), _SHORTEST_BAR) | {"pace": 1}
         for name, bar in spared.items():
             if len("  ".join(words.values())) > room - bar:
                 words.pop(name, None)
@@ -321,41 +319,33 @@ class LiveLine(Callback):
         self._bar.bar_width = min(_LONGEST_BAR, max(1, room - len(line)))
         self._progress.update(self._task, completed=metrics.step, description=line)
 
-    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
-        """Say so from the next update on."""
-        self._pace.saved_step = report.step
-
     def on_end(self, loop: TrainingLoop, error: BaseException | None) -> None:
         """Leave the last state on the screen and give the cursor back."""
         self._progress.stop()
 
 
-class PlainLines(Callback):
+class PlainLines(_ProgressWords):
     """A line every `every` updates, and for each one that was evaluated or skipped."""
 
     def __init__(
         self, console: Console, num_steps: int, *, every: int, begin: Position = BEGINNING, rows: str = "tokens"
     ) -> None:
+        super().__init__(num_steps, begin, rows)
         self._console, self._every = console, every
-        self._pace, self._first_step = _pace(num_steps, begin, rows), begin.step + 1
 
     def on_evaluation(self, loop: TrainingLoop, evaluation: EvaluationValues) -> None:
         """Print one that no update comes with."""
         if evaluation.step == 0:
-            self._pace.held_out = evaluation.curves()
-            self._print([f"step 0/{self._pace.num_steps}", *self._pace.evaluation_words().values()])
+            self._held_out = evaluation.curves()
+            self._print([f"step 0/{self._num_steps}", *self.evaluation_words().values()])
 
     def on_step(self, loop: TrainingLoop, metrics: StepMetrics) -> None:
         """Print, when it is time."""
         # The first line comes at once, so that a slow run is seen to run.
-        due = metrics.step % self._every == 0 or metrics.step in (self._first_step, self._pace.num_steps)
-        words = self._pace.words(metrics)
+        due = metrics.step % self._every == 0 or metrics.step in (self._begin.step + 1, self._num_steps)
+        words = self.words(metrics)
         if due or metrics.skipped or metrics.held_out_loss is not None or metrics.held_out:
             self._print(words.values())
-
-    def on_save(self, loop: TrainingLoop, report: SaveReport) -> None:
-        """Say so from the next line on."""
-        self._pace.saved_step = report.step
 
     def _print(self, words: Iterable[str]) -> None:
         self._console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)

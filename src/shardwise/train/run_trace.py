@@ -10,22 +10,21 @@ of rank 0:
 """
 
 import importlib.util
-import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from shardwise.comm import Channel
-from shardwise.comm.agreement import a_table, understood
 from shardwise.comm.timed import CallSpan, Timed
 from shardwise.engine import Engine
 from shardwise.engine.batches import Batch, LossFunction
 from shardwise.engine.reports import EvaluationReport, StepReport
+from shardwise.moving.nested_exchange import exchange
 from shardwise.plan.schedule_check import check
 from shardwise.plan.schedules import Schedule
 from shardwise.plan.timeline import Timeline, TimeSpan, draw_timeline, seconds_text, simulate_schedule
@@ -109,8 +108,8 @@ class Tracer:
             self._recorder.spans = self._recorder.updates = self._channel.log.spans = None
             if self._units is not None:
                 self._units.notes = None
-        bars = [_OwnBar("step", "step", start_s, stop_s, {})]
-        bars += [_OwnBar("optimizer", "optimizer", *each, {}) for each in updates]
+        bars = [TraceBar("step", "step", start_s, stop_s)]
+        bars += [TraceBar("optimizer", "optimizer", *each) for each in updates]
         bars += [_bar_of(each) for each in calls]
         bars += unit_bars(notes, [span for span in spans if span.kind == "B"])
         self._updates.append(_TracedUpdate(spans, bars))
@@ -132,10 +131,9 @@ class Tracer:
                 [(span.kind, span.microbatch, span.stage, span.start_s, span.stop_s) for span in each.spans]
                 for each in self._updates
             ],
-            "bars": [bar for each in self._updates for bar in each.bars],
+            "bars": [tuple(bar) for each in self._updates for bar in each.bars],
         }
-        purpose = "spans of a trace"
-        ranks = understood(channel.exchange(json.dumps(mine).encode(), purpose=purpose), a_table, purpose=purpose)
+        ranks = exchange(mine, channel=channel, purpose="spans of a trace")
         # No update was made. All ranks know that, and leave together, after the exchange.
         if not self._updates:
             return None
@@ -152,16 +150,9 @@ class Tracer:
             for at in range(len(self._updates))
         ]
         bars = tuple(
-            TraceBar(
-                rank=rank,
-                name=name,
-                category=category,
-                start_s=start_s - offsets[rank],
-                stop_s=stop_s - offsets[rank],
-                arguments=arguments,
-            )
+            TraceBar(name, category, start_s - offsets[rank], stop_s - offsets[rank], arguments, rank)
             for rank, each in enumerate(ranks)
-            for name, category, start_s, stop_s, arguments in each["bars"]
+            for name, category, start_s, stop_s, arguments, _ in each["bars"]
         )
         runner = self._engine.pipeline
         return RunTrace(
@@ -172,25 +163,15 @@ class Tracer:
         )
 
 
-class _OwnBar(NamedTuple):
-    """A `TraceBar` on its way."""
-
-    name: str
-    category: str
-    start_s: float
-    stop_s: float
-    arguments: dict[str, object]
-
-
 @dataclass(frozen=True, slots=True)
 class _TracedUpdate:
     """What one update was on this rank, on its own clock."""
 
     spans: list[TimeSpan]
-    bars: list[_OwnBar]
+    bars: list[TraceBar]
 
 
-def _bar_of(span: CallSpan) -> _OwnBar:
+def _bar_of(span: CallSpan) -> TraceBar:
     call = span.call
     arguments: dict[str, object] = {
         "ranks": list(call.peers),
@@ -198,10 +179,10 @@ def _bar_of(span: CallSpan) -> _OwnBar:
         "received bytes": call.bytes_received,
     }
     verb = "wait for " if span.is_wait else ""
-    return _OwnBar(f"{verb}{call.operation}: {call.purpose}", call.operation, span.start_s, span.stop_s, arguments)
+    return TraceBar(f"{verb}{call.operation}: {call.purpose}", call.operation, span.start_s, span.stop_s, arguments)
 
 
-def unit_bars(notes: Sequence[tuple[str, str, float]], backwards: Sequence[TimeSpan]) -> list[_OwnBar]:
+def unit_bars(notes: Sequence[tuple[str, str, float]], backwards: Sequence[TimeSpan]) -> list[TraceBar]:
     """Bars of the parts of a model, from what `UnitBars` has noted; backwards: of the microbatches."""
     bars = []
     open_at: list[tuple[str, float]] = []
@@ -212,13 +193,13 @@ def unit_bars(notes: Sequence[tuple[str, str, float]], backwards: Sequence[TimeS
             # A forward that has raised has a beginning alone.
             while open_at and (begun := open_at.pop())[0] != name:
                 pass
-            bars.append(_OwnBar(f"forward {name}", "unit", begun[1], at_s, {}))
+            bars.append(TraceBar(f"forward {name}", "unit", begun[1], at_s))
     for span in backwards:
         begins = [(name, at_s) for name, what, at_s in notes if what == "backward" and span.start_s <= at_s]
         begins = [(name, at_s) for name, at_s in begins if at_s <= span.stop_s]
         stops = [*(at_s for _, at_s in begins), span.stop_s][1:]
         bars += [
-            _OwnBar(f"backward {name}", "unit", at_s, end, {}) for (name, at_s), end in zip(begins, stops, strict=True)
+            TraceBar(f"backward {name}", "unit", at_s, end) for (name, at_s), end in zip(begins, stops, strict=True)
         ]
     return bars
 

@@ -7,10 +7,10 @@ it too.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from shardwise.errors import PlanError
 from shardwise.plan.timeline import Timeline, TimeSpan
@@ -101,17 +101,16 @@ def _unit(seconds: float) -> tuple[str, float]:
     return "us", 1e6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceBar:
-    """Anything else that a rank did, in seconds on the clock of the timeline."""
+class TraceBar(NamedTuple):
+    """Anything else that a rank did, in seconds on the clock of the timeline, or on its own."""
 
-    rank: int
     name: str
     category: str
     start_s: float
     stop_s: float
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    arguments: Mapping[str, object] = MappingProxyType({})
     """What a click on the bar shows."""
+    rank: int = 0
 
 
 def save_trace(timeline: Timeline, path: Path, *, title: str, bars: Sequence[TraceBar] = ()) -> None:
