@@ -20,7 +20,7 @@ Taken over by name, here with one parameter that moved to another group since th
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -434,15 +434,15 @@ def plan_take_over(live: Sequence[NamedOptimizer], ties: Mapping[str, str], sett
         live_keys = {*settings.get(LIVE, ())}
         findings += [finding for key, finding in divided.items() if key not in live_keys]
         shared.append(next((source[name][1].shared for name in mine if name in source and source[name][1].kind), None))
+        groups = []
         for group in optimizer.groups:
-            sources = {
-                name: {key: value for key, value in places[then[name]][1].settings.items() if key not in live_keys}
-                for name in group.parameters
-                if name in source
-            }
-            findings += _findings_of_group(optimizer, group, sources, _made_then(group, source), live_keys)
-        stay = live_keys | divided.keys()
-        taken.append(tuple(_settings_for(optimizer, group, source, places, stay) for group in optimizer.groups))
+            sources = {name: places[then[name]][1].settings for name in group.parameters if name in source}
+            # What the steps before the save made in the groups of these parameters.
+            made_then = frozenset[str]().union(*(source[name][1].made for name in sources))
+            found, misfits = _of_group(optimizer, group, sources, made_then, live_keys, divided)
+            groups.append(found)
+            findings += misfits
+        taken.append(tuple(groups))
     return TakeOver(
         has_groups=bool(places),
         settings=tuple(taken),
@@ -489,42 +489,47 @@ def _findings_of_parameters(
     return findings
 
 
-def _made_then(group: OptimizerGroup, source: Mapping[str, tuple[str, NamedOptimizer]]) -> frozenset[str]:
-    """What the steps before the save made in the groups of these parameters."""
-    return frozenset[str]().union(*(source[name][1].made for name in group.parameters if name in source))
-
-
-def _findings_of_group(
+def _of_group(
     optimizer: NamedOptimizer,
     group: OptimizerGroup,
     sources: Mapping[str, Mapping[str, Any]],
     made_then: frozenset[str],
     live_keys: Collection[str],
-) -> Iterator[str]:
+    divided: Collection[str],
+) -> tuple[dict[str, Any], list[str]]:
+    """What saved groups say of a group's parameters with one voice, as far as it can take that; and what does not fit.
+
+    sources: the saved settings by parameter. Where they disagree, and under the keys `divided`, the live value stays.
+    """
     if not sources:
-        return
+        return {}, []
+    taken = {key: _MISSING for key in optimizer.made if not any(key in settings for settings in sources.values())}
+    findings = []
     known = group.settings.keys() | optimizer.made | made_then | _OF_SCHEDULERS | _HOW_NOT_WHAT
     what = f"the group of {optimizer.kind} with {few_of(group.parameters)}"
     # Compared as JSON on both sides, so that tuples and lists, tensors and numbers do not differ by their form.
     here = settings_to_json(group.settings)
-    for key in dict.fromkeys(key for settings in sources.values() for key in settings):
+    for key in dict.fromkeys(key for settings in sources.values() for key in settings if key not in live_keys):
         first, *others = ((name, settings.get(key, _MISSING)) for name, settings in sources.items())
         if other := next((each for each in others if each[1] != first[1]), None):
-            yield (
+            findings.append(
                 f"{what} was several groups in the checkpoint: {key} is {_shown(first[1])} for {first[0]!r} and "
                 f"{_shown(other[1])} for {other[0]!r}; make the same groups"
             )
         elif key not in known:
-            yield f"{what} has no setting {key!r}, which the checkpoint has ({_shown(first[1])})"
+            findings.append(f"{what} has no setting {key!r}, which the checkpoint has ({_shown(first[1])})")
         elif hasattr(group.settings.get(key), "new_tensor") and not _alike(here.get(key), first[1]):
-            yield f"{what} has a tensor as {key!r}, and the checkpoint {_shown(first[1])}"
+            findings.append(f"{what} has a tensor as {key!r}, and the checkpoint {_shown(first[1])}")
+        elif key not in _HOW_NOT_WHAT and key not in divided:
+            taken[key] = first[1]
     if unknown := [
         key
         for key in here
         if key not in _OF_SCHEDULERS | optimizer.made | {*live_keys}
         and not any(key in settings for settings in sources.values())
     ]:
-        yield f"{what} has settings that the checkpoint does not have: {few_of(unknown)}"
+        findings.append(f"{what} has settings that the checkpoint does not have: {few_of(unknown)}")
+    return taken, findings
 
 
 def _divided(optimizer: NamedOptimizer, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, str]:
@@ -549,29 +554,6 @@ def _divided(optimizer: NamedOptimizer, source: Mapping[str, Any], places: Mappi
                         f"{_shown(here[key])} and {_shown(value)}: make one group, or keep both with strict=False"
                     )
     return found
-
-
-def _settings_for(
-    optimizer: NamedOptimizer,
-    group: OptimizerGroup,
-    source: Mapping[str, Any],
-    places: Mapping[str, Any],
-    live_keys: Collection[str],
-) -> dict[str, Any]:
-    """What the groups that the checkpoint has for these parameters say with one voice, and this group can take."""
-    sources = [places[source[name][0]][1].settings for name in group.parameters if name in source]
-    made = optimizer.made | _made_then(group, source)
-    taken: dict[str, Any] = {
-        key: _MISSING for key in optimizer.made if sources and not any(key in settings for settings in sources)
-    }
-    for key in dict.fromkeys(key for settings in sources for key in settings):
-        # Where saved groups disagree the live value stays. `_findings_of_group` reports that, and a user may load so.
-        values = [settings.get(key, _MISSING) for settings in sources]
-        fits = not hasattr(live := group.settings.get(key), "new_tensor") or _alike(_to_json(live), values[0])
-        known = key in group.settings or key in _OF_SCHEDULERS or key in made
-        if known and fits and key not in _HOW_NOT_WHAT | {*live_keys} and all(value == values[0] for value in values):
-            taken[key] = values[0]
-    return taken
 
 
 def _alike(one: Any, other: Any) -> bool:

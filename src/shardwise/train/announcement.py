@@ -46,19 +46,17 @@ def announcement(
     """The lines. `sizes`: see `sizes_of`; `placement`: of the stages, where there are any."""
     plan, train = config.plan, config.train
     num_data_ranks = plan.mesh.num_data_ranks
+    length = "" if data.corpus is None else f" of {data.tokens_per_row} tokens"
+    drawn = [f"initial parameters: drawn by each module, from its name and the seed {train.seed}"]
     return [
         f"{config.name}: {type(model).__name__}, {count(sum(sizes.values()))} parameters, mesh {plan.mesh}, "
         f"stage {plan.sharding.stage}, compute {plan.precision.compute or 'as the model is'}",
-        *_initialisation_lines(config),
+        *([] if config.model.initialise == "whole" else drawn),
         *([] if placement is None else _stage_lines(config, sizes, placement)),
-        f"an update: {train.global_batch} rows{_length_words(data)}, as {num_data_ranks} (data ranks) x "
+        f"an update: {train.global_batch} rows{length}, as {num_data_ranks} (data ranks) x "
         f"{plan.merge.microbatches} (microbatches) x {train.microbatch} (rows)",
         _data_words(config, data),
     ]
-
-
-def _length_words(data: RunData) -> str:
-    return "" if data.corpus is None else f" of {data.tokens_per_row} tokens"
 
 
 def _data_words(config: RunConfig, data: RunData) -> str:
@@ -100,13 +98,6 @@ def abbreviated(names: Iterable[str]) -> str:
         left_out = len(words) - _SHOWN_NAMES + 1
         words[_SHOWN_NAMES - 2 : -1] = [f"... ({left_out} more)"]
     return ", ".join(words)
-
-
-def _initialisation_lines(config: RunConfig) -> list[str]:
-    """A line where the initial parameters are others than those of `model.factory` alone."""
-    if config.model.initialise == "whole":
-        return []
-    return [f"initial parameters: drawn by each module, from its name and the seed {config.train.seed}"]
 
 
 def _stage_lines(config: RunConfig, sizes: Mapping[str, int], placement: Placement) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shardwise.checkpoint import AsyncSaver, Replicas, SaveReport, State, Store, load, prune, save, store_of
+from shardwise.checkpoint import AsyncSaver, Catalogue, Replicas, SaveReport, State, Store, load, prune, save, store_of
 from shardwise.checkpoint import open as look_into
 from shardwise.checkpoint.commit import check_shared_storage
 from shardwise.checkpoint.keeper_store import KeeperStore
@@ -208,7 +208,10 @@ def find_start(config: RunConfig, resume: str | None, channel: Channel, *, repli
     purpose = "first step of the run"
     with agreed(channel, purpose=purpose, only=0) as agreement:
         if channel.rank == 0:
-            found = _looked_up(config, resume) if replica is None else _in_memory(replica)
+            if replica is None:
+                found = _looked_up(config, resume)
+            else:
+                found = _start_from(look_into(replica), replica.location, "out of")
             agreement.value = json.dumps(asdict(found)).encode()
     if replicas is not None and resume != AUTO:
         replicas.forget()
@@ -288,23 +291,16 @@ def _looked_up(config: RunConfig, resume: str | None) -> Start:
         if not listing.committed:  # nothing of ours is there, and nothing else that we know
             raise ConfigError(f"--resume: {error}") from error
         raise _with_way_out(error, older) from error
+    return _start_from(catalogue, chosen, "saved in", older)
+
+
+def _start_from(catalogue: Catalogue, address: str, where: str, older: str = "") -> Start:
     return Start(
-        address=chosen,
+        address=address,
         extra=catalogue.extra,
         plan=catalogue.contents.settings.get("plan", ""),
         older=older,
-        words=f"goes on from step {catalogue.step}, saved in {chosen}",
-    )
-
-
-def _in_memory(replica: Store) -> Start:
-    """The start from a replica."""
-    catalogue = look_into(replica)
-    return Start(
-        address=replica.location,
-        extra=catalogue.extra,
-        plan=catalogue.contents.settings.get("plan", ""),
-        words=f"goes on from step {catalogue.step}, out of {replica.location}",
+        words=f"goes on from step {catalogue.step}, {where} {address}",
     )
 
 

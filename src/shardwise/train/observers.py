@@ -121,11 +121,6 @@ class TensorBoard(Callback):
         self._writer.close()
 
 
-def tensorboard_installed() -> bool:
-    """Whether curves for TensorBoard can be written."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
 def _meaning_of(values: Mapping[str, Any]) -> StepMetrics | EvaluationValues | None:
     """What a line of metrics says; None where it is not whole."""
     try:
@@ -367,7 +362,8 @@ def observers_of(config: RunConfig, console: Console, begin: Position, curve: Lo
     """Those of a run that begins or goes on; for rank 0. They open their files when it begins."""
     # The curve of the whole run, with what an earlier process made of it.
     file = MetricsFile(config.output / METRICS, after_step=begin.step, remember=curve.remember)
-    board = [TensorBoard(config.output / "tensorboard", after_step=begin.step)] if tensorboard_installed() else []
+    has_board = importlib.util.find_spec("tensorboard") is not None
+    board = [TensorBoard(config.output / "tensorboard", after_step=begin.step)] if has_board else []
     line = progress(console, config.train.steps, every=config.train.log_every, begin=begin, rows=rows_of(config))
     return [file, curve, *board, line]
 

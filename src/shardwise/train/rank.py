@@ -12,8 +12,7 @@ Every rank makes every call that exchanges something. Only printing and writing 
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,16 @@ from shardwise.comm import Channel
 from shardwise.comm.agreement import agreed
 from shardwise.comm.timed import Timed
 from shardwise.data import DataPlace
-from shardwise.engine import Engine, parallelize
+from shardwise.engine import parallelize
 from shardwise.engine.batches import Batch
 from shardwise.train.announcement import announcement, changed_schedule, sizes_of
 from shardwise.train.callback_tables import build_callbacks
-from shardwise.train.callbacks import BEGINNING, Callback, Position, TrainingLoop
+from shardwise.train.callbacks import BEGINNING, Callback, TrainingLoop
 from shardwise.train.checkpointing import RunKeeper, find_start, settings_of, take_up
 from shardwise.train.config import RunConfig
 from shardwise.train.continuations import Continuations
 from shardwise.train.corpus import frequency_loss
-from shardwise.train.learning_rates import SchedulerMaker, scheduler_maker
+from shardwise.train.learning_rates import scheduler_maker
 from shardwise.train.loop import fit
 from shardwise.train.observers import LossCurve, mark_of, observers_of, picture_words, rows_of
 from shardwise.train.plateau_rates import plateau_of
@@ -44,7 +43,7 @@ from shardwise.train.run_data import RunData, batches_of, build_data, sample_bat
 from shardwise.train.run_rows import RunRows, read_rows
 from shardwise.train.run_trace import Tracer, leave
 from shardwise.train.stop_signals import Stopped, StopSignals
-from shardwise.train.turns import Turns, build_loss, build_turns
+from shardwise.train.turns import build_loss, build_turns
 
 
 def run(
@@ -77,101 +76,74 @@ def run(
         _train(config, channel, console, resume, signals, replicas)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _PreparedRun:
     """A run before its first update, on one rank."""
 
-    config: RunConfig
-    channel: Channel
-    engine: Engine[nn.Module]
-    data: RunData
-    held_out: Sequence[Batch]
-    """This rank's rows of each batch of an evaluation."""
-    scheduler: SchedulerMaker
-    by_step: bool
-    """Whether schedules are functions of the step; else callbacks decide."""
-    turns: Turns
-    metrics: Mapping[str, Any]
-    """What evaluations compute besides losses."""
-    callbacks: Sequence[Callback]
-    begin: Position
-    states: Mapping[str, Any]
-    """Of callbacks, in the save that the run goes on from."""
-    lines: Sequence[str]
-    """To print before the first update."""
-    title: str
-    keeper: RunKeeper
-    continuations: Continuations | None
-    """None where the data are no text."""
-    tracer: Tracer | None
+    def __init__(
+        self, config: RunConfig, channel: Channel, console: Console, resume: str | None, replicas: Replicas | None
+    ) -> None:
+        self.config = config
+        self.channel = channel
+        start = find_start(config, resume, channel, replicas=replicas)
+        # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
+        rows = None
+        if config.data.has_rows or not config.data.is_text:
+            with agreed(channel, purpose="reading the rows") as agreement:
+                rows = read_rows(config, (channel.rank, channel.size))
+                agreement.value = rows.told()
+            rows.take(agreement.values, config.data)
+        with agreed(channel, purpose="building the run"):
+            self.data, model, sample, self.held_out = _built(config, rows, channel.rank)
+            optimizer, self.scheduler = optimizer_factory(config, model), scheduler_maker(config)
+            # What evaluations compute besides losses, and the callback that decides rates instead of the step.
+            self.metrics, plateau = build_metrics(config), plateau_of(config)
+            loss, self.turns = build_loss(config, model), build_turns(config, model)
+            self.callbacks = [*([] if plateau is None else [plateau]), *build_callbacks(config)]
+            goes_on = self.data.corpus is not None or config.generate.prompts
+            self.continuations = Continuations(config, self.data, model, console) if goes_on else None
+            """None where the data are no text."""
+        self.by_step = plateau is None
+        """Whether schedules are functions of the step; else callbacks decide."""
+        sizes = sizes_of(model)
+        self.engine = parallelize(
+            model,
+            config.plan,
+            optimizer=optimizer,
+            loss=loss,
+            loss_weight=build_loss_weight(config),
+            channel=channel,
+            seed=config.train.seed,
+            sample=sample,
+            rows=config.data.row_dims,
+            groups=config.model.groups,
+        )
+        # Before `take_up`: loading puts the settings of the save in the place of those that the configuration made.
+        settings = settings_of(self.engine)
+        self.begin, words = BEGINNING, [start.words] if start.words else []
+        self.states: Mapping[str, Any] = {}
+        """Of callbacks, in the save that the run goes on from."""
+        if not start.is_fresh:
+            self.begin, self.states, words = take_up(
+                start, config, self.engine, channel, data=self.data, fresh=settings
+            )
+        if replicas is not None:
+            words.append(replicas.words)
+        placement = None if self.engine.pipeline is None else self.engine.pipeline.placement
+        self.lines = [
+            *announcement(config, model, sizes, self.data, placement=placement),
+            *self.engine.activations.lines(),
+            *words,
+        ]
+        """To print before the first update."""
+        num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
+        self.title = f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}"
+        self.keeper = RunKeeper(config, self.engine, channel, data=self.data, settings=settings, replicas=replicas)
+        self.tracer = Tracer(self.engine, channel) if isinstance(channel, Timed) else None
 
     @property
     def is_over(self) -> bool:
         """A save of the last update was resumed: nothing is written any more."""
         return self.begin.step >= self.config.train.steps
-
-
-def _prepare(
-    config: RunConfig, channel: Channel, console: Console, resume: str | None, replicas: Replicas | None
-) -> _PreparedRun:
-    start = find_start(config, resume, channel, replicas=replicas)
-    # A factory may fail on one rank only (a missing file, no memory): all ranks then raise its error.
-    rows = None
-    if config.data.has_rows or not config.data.is_text:
-        with agreed(channel, purpose="reading the rows") as agreement:
-            rows = read_rows(config, (channel.rank, channel.size))
-            agreement.value = rows.told()
-        rows.take(agreement.values, config.data)
-    with agreed(channel, purpose="building the run"):
-        data, model, sample, held_out = _built(config, rows, channel.rank)
-        optimizer, scheduler = optimizer_factory(config, model), scheduler_maker(config)
-        metrics, plateau = build_metrics(config), plateau_of(config)
-        loss, turns = build_loss(config, model), build_turns(config, model)
-        callbacks = [*([] if plateau is None else [plateau]), *build_callbacks(config)]
-        goes_on = data.corpus is not None or config.generate.prompts
-        continuations = Continuations(config, data, model, console) if goes_on else None
-    sizes = sizes_of(model)
-    engine = parallelize(
-        model,
-        config.plan,
-        optimizer=optimizer,
-        loss=loss,
-        loss_weight=build_loss_weight(config),
-        channel=channel,
-        seed=config.train.seed,
-        sample=sample,
-        rows=config.data.row_dims,
-        groups=config.model.groups,
-    )
-    # Before `take_up`: loading puts the settings of the save in the place of those that the configuration made.
-    settings = settings_of(engine)
-    begin, words = BEGINNING, [start.words] if start.words else []
-    states: Mapping[str, Any] = {}
-    if not start.is_fresh:
-        begin, states, words = take_up(start, config, engine, channel, data=data, fresh=settings)
-    if replicas is not None:
-        words.append(replicas.words)
-    placement = None if engine.pipeline is None else engine.pipeline.placement
-    num_ranks = f"{channel.size} rank{'s' if channel.size > 1 else ''}"
-    return _PreparedRun(
-        config=config,
-        channel=channel,
-        engine=engine,
-        data=data,
-        held_out=held_out,
-        scheduler=scheduler,
-        by_step=plateau is None,
-        turns=turns,
-        metrics=metrics,
-        callbacks=callbacks,
-        begin=begin,
-        states=states,
-        lines=[*announcement(config, model, sizes, data, placement=placement), *engine.activations.lines(), *words],
-        title=f"{config.name}: {count(sum(sizes.values()))} parameters, {num_ranks}",
-        keeper=RunKeeper(config, engine, channel, data=data, settings=settings, replicas=replicas),
-        continuations=continuations,
-        tracer=Tracer(engine, channel) if isinstance(channel, Timed) else None,
-    )
 
 
 def _train(
@@ -182,7 +154,7 @@ def _train(
     signals: StopSignals,
     replicas: Replicas | None,
 ) -> None:
-    run = _prepare(config, channel, console, resume, replicas)
+    run = _PreparedRun(config, channel, console, resume, replicas)
     unit = config.data.unit
     curve = LossCurve(config.output / "loss.png", title=run.title, baseline=_baseline(run.data), unit=unit)
     # The order of these contexts is that of their ends: signals end the process at once again, then the mark says how

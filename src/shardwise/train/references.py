@@ -101,8 +101,9 @@ def _named_callables(config: RunConfig) -> Iterator[NamedCallable]:
         options=model.config if model.pretrained is None else None,
         options_key="model.config",
     )
-    trained: ModelTable | TurnTable
-    for table, trained in (("model", model), *((f"train.turns.{at}", turn) for at, turn in enumerate(train.turns))):
+    losses: list[tuple[str, ModelTable | TurnTable]] = [("model", model)]
+    losses += [(f"train.turns.{at}", turn) for at, turn in enumerate(train.turns)]
+    for table, trained in losses:
         if trained.loss is not None:
             yield NamedCallable(
                 key=f"{table}.loss",

@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 Verdict = Literal["equal", "rounding", "diverges", "inconclusive"]
 
 
@@ -125,19 +127,4 @@ class VerificationReport:
     @classmethod
     def unpacked(cls, packed: bytes) -> "VerificationReport":
         """The report that `packed` was made of."""
-        held = json.loads(packed)
-        divergence = held["divergence"]
-        if divergence is not None and divergence["index"] is not None:
-            # JSON has no tuples: without this a report would not equal the one that was packed.
-            divergence["index"] = tuple(divergence["index"])
-        return cls(
-            verdict=held["verdict"],
-            title=held["title"],
-            model=held["model"],
-            steps=tuple(
-                StepComparison(**{**step, "tallies": tuple(Tally(**tally) for tally in step["tallies"])})
-                for step in held["steps"]
-            ),
-            divergence=None if divergence is None else Divergence(**divergence),
-            remarks=tuple(held["remarks"]),
-        )
+        return TypeAdapter(cls).validate_json(packed)
