@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 import shardwise as sw
 from shardwise.errors import ConfigError, MismatchError, PeerError
 from shardwise.hf import trainer_class
-from shardwise.hf.generated_inputs import RankOperation
 from shardwise.hf.rank_batches import shared_rows
 from tests.hf.example_tasks import causal_language_model, tokenizer
 from tests.hf.test_trl_trainers import LAYERS, rows
@@ -370,8 +369,3 @@ def test_ranks_share_the_rows_of_a_last_round_evenly() -> None:
     # Not evenly: the first ones come again, until the round is full.
     shares = [shared_rows([8, 9, 10, 11], first, 3, own) for own in range(3)]
     assert shares == [[8, 9, 10, 11], [0, 1, 2, 3], [0, 1, 2, 3]]
-
-
-def test_modules_of_trainers_gather_as_before_outside_of_a_plan() -> None:
-    gather = RankOperation("gather", lambda tensor: tensor + 1)
-    assert gather(torch.ones(1)).item() == 2

@@ -9,9 +9,9 @@ Code of trainers calls `self.model` and functions of accelerate by name. Inside 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import accelerate.utils
@@ -21,25 +21,10 @@ import xxhash
 from shardwise.comm.accelerators import random_sources, random_states, set_random_states
 from shardwise.engine.channels import stopping_peers
 from shardwise.errors import ConfigError
+from shardwise.hf.borrowed_names import Place, instead, original
 from shardwise.hf.rank_accelerator import PlanAccelerator
 
-_AT_WORK: ContextVar[PlanAccelerator | None] = ContextVar("accelerator at work", default=None)
-"""Of the trainer that prepares inputs."""
-
 _OPERATIONS = ("gather", "gather_object", "pad_across_processes", "reduce")
-
-
-class RankOperation:
-    """In the place of a function of accelerate in a module of trainers: over data ranks, while inputs are prepared."""
-
-    def __init__(self, name: str, original: Callable[..., Any]) -> None:
-        self._name = name
-        self._original = original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the accelerator of the trainer at work gives; accelerate's own where none is."""
-        accelerator = _AT_WORK.get()
-        return (self._original if accelerator is None else getattr(accelerator, self._name))(*args, **kwargs)
 
 
 class PredictedModel:
@@ -95,17 +80,15 @@ class GeneratedInputs:
 
     _sw_generates = False
     """Whether the class of trainers does, and there are several ranks."""
+    _sw_operations: Sequence[Place] = ()
+    """Where its modules have functions of accelerate."""
 
     def _sw_generate_over_ranks(self: Any, last: type) -> None:
         """Have the methods of the classes before `last` work over the plan's ranks. Raises ConfigError."""
         self._sw_generates = True
-        for each in type(self).__mro__[: type(self).__mro__.index(last)]:
-            names = vars(sys.modules[each.__module__])
-            for name in _OPERATIONS:
-                original = getattr(accelerate.utils, name)
-                # For good, and in effect inside of `_sw_preparing` only: trainers of other threads go on meanwhile.
-                if name in names and names[name] is original:
-                    names[name] = RankOperation(name, original)
+        modules = {sys.modules[each.__module__] for each in type(self).__mro__[: type(self).__mro__.index(last)]}
+        places = [(module, name) for module in modules for name in _OPERATIONS]
+        self._sw_operations = [each for each in places if original(each) is getattr(accelerate.utils, each[1])]
         args, ranks = self.args, self._sw_ranks.count
         steps = getattr(args, "steps_per_generation", None)
         if steps is None:
@@ -147,7 +130,7 @@ class GeneratedInputs:
         gather = "once" if getattr(self.args, "ds3_gather_for_generation", True) else "each"
         seed = xxhash.xxh3_64_intdigest(" ".join(map(str, (self.args.seed, ranks.rank, *place))).encode())
         states = random_states(device)
-        token = _AT_WORK.set(self.accelerator)
+        operations = {place: partial(_over_ranks, self.accelerator, place[1]) for place in self._sw_operations}
         try:
             for source in random_sources(device).values():
                 source.manual_seed(seed)
@@ -155,9 +138,14 @@ class GeneratedInputs:
             with (
                 self._sw_predicting(gather=gather),
                 self.accelerator.preparing(),
+                instead(operations),
                 stopping_peers(ranks.world, "what a trainer generates"),
             ):
                 yield
         finally:
             set_random_states(device, states)
-            _AT_WORK.reset(token)
+
+
+def _over_ranks(accelerator: PlanAccelerator, name: str, _: Any, *args: Any, **kwargs: Any) -> Any:
+    """Instead of a function of accelerate in a module of trainers: over data ranks."""
+    return getattr(accelerator, name)(*args, **kwargs)

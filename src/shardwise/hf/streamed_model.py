@@ -11,10 +11,7 @@ tensor of the model at a time, or those from which one tensor of a file is made.
 """
 
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.checkpoint.contents import StoredTensor
-from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.huggingface_files import ShardFile, shards_of
 from shardwise.checkpoint.safetensors_files import JoinedWrites
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
-from shardwise.engine.state_of_all import sources_of
-from shardwise.hf.written_files import replacing, writing
+from shardwise.hf.borrowed_names import instead
+from shardwise.hf.written_files import replacing, write_streamed
 
 _WRITERS = (
     ("transformers.modeling_utils", "safe_save_file"),
@@ -51,26 +47,13 @@ def save_model(engine: Engine[nn.Module], save: Callable[[], object]) -> None:
     `save_pretrained` of the model's own that reads values) the model is whole in the memory of rank 0.
     Raises CheckpointError for what cannot be written.
     """
-    channel = engine.channel
     notes = FileNotes()
-    with engine.whole(optimizer=False, rank0_only=True, only=()), writing(channel, "a model's files") as verdict:
-        if channel.rank == 0:
-            notes.take(engine.model, save)
-    names = verdict.names(notes.needed)
-    if names is None:
-        with engine.whole(optimizer=False, rank0_only=True), writing(channel, "a model's files") as verdict:
-            if channel.rank == 0:
-                save()
-        verdict.check()
-        return
-    pieces = sources_of(engine.hand_over(doing="saving the model", needs_weights=False))
-    values = full(pieces, channel=channel, to=0, names=names)
-    with writing(channel, "a model's files") as verdict:
-        if channel.rank == 0:
-            notes.write(values)
-    # All go through to the end: the others wait for a rank that does not.
-    deque(values, maxlen=0)
-    verdict.check()
+
+    def note() -> list[str] | None:
+        notes.take(engine.model, save)
+        return notes.needed
+
+    write_streamed(engine, "a model's files", note, notes.write, save, doing="saving the model", optimizer=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +121,13 @@ def _has_no_values(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
+def _refusing(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Instead of what gives the pickle or the text of a tensor."""
+    if _has_no_values(tensor):
+        raise NotImplementedError("a tensor without values is written")
+    return original(tensor, *args, **kwargs)
+
+
 def _comes(tensor: torch.Tensor) -> bool:
     """Whether values have to come for it."""
     return tensor.is_meta and tensor.numel() > 0
@@ -173,7 +163,8 @@ class FileNotes:
             for name, each in [*model.named_parameters(), *model.named_buffers()]:
                 self._models[storage_of(each)] = name, each.dtype
                 self._parts[storage_of(each)] = TensorPart.of(each)
-            with self._operations, _writing_to(self._note):
+            writers = {(module, name): self._note for of, name in _WRITERS if (module := sys.modules.get(of))}
+            with self._operations, instead({**writers, **dict.fromkeys(_READERS, _refusing)}):
                 save()
             self.needed = self._order()
         except Exception:
@@ -194,7 +185,7 @@ class FileNotes:
         return None if part.storage in self._operations.written else self._operations.made.get(part.storage)
 
     def _note(
-        self, tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None
+        self, _: Any, tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Mapping[str, str] | None = None
     ) -> None:
         stored = [
             StoredTensor(name=name, dtype=dtype_name(each.dtype), shape=tuple(each.shape), pieces=())
@@ -269,33 +260,3 @@ class FileNotes:
         )
         result = [each for each in tree_leaves(made.operation(*args, **kwargs)) if isinstance(each, torch.Tensor)]
         return part.within(result[made.at])
-
-
-@contextmanager
-def _writing_to(note: Callable[..., None]) -> Iterator[None]:
-    """Inside, what this thread writes as safetensors goes to `note`; pickles and texts of no values are refused."""
-    own = threading.get_ident()
-
-    def instead(original: Callable[..., Any], own_call: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (own_call if threading.get_ident() == own else original)(*args, **kwargs)
-
-        return call
-
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _has_no_values(tensor):
-                raise NotImplementedError("a tensor without values is written")
-            return original(tensor, *args, **kwargs)
-
-        return read
-
-    writers = [(module, name) for place, name in _WRITERS if (module := sys.modules.get(place)) is not None]
-    before = [(owner, name, getattr(owner, name)) for owner, name in (*writers, *_READERS)]
-    for owner, name, original in before:
-        setattr(owner, name, instead(original, note if (owner, name) in writers else refusing(original)))
-    try:
-        yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)

@@ -6,7 +6,6 @@
 So a run of the plain Trainer goes on from it, and no rank ever holds the state of all.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.full_tensors import full
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, ArchiveFilling, saved_tensor
 from shardwise.comm.local_tensors import dtype_name
 from shardwise.engine import Engine
 from shardwise.engine.packed_tensors import is_shell
-from shardwise.engine.state_of_all import sources_of
-from shardwise.hf.written_files import replacing, writing
+from shardwise.hf.written_files import replacing, write_streamed
 from shardwise.plan.names import state_name
 from shardwise.plan.nested_state import flat_state
 from shardwise.space import Piece
@@ -32,38 +29,25 @@ def save_optimizer(engine: Engine[nn.Module], path: Path) -> None:
     State that is no plain tensor, number or text (packed tensors, objects in groups) is whole in the memory of rank 0.
     Raises CheckpointError for what cannot be written.
     """
-    channel, optimizer = engine.channel, engine.optimizers[0]
-    archive: _StateArchive | None = None
-    names: list[str] | None = None
+    optimizer = engine.optimizers[0]
+    archives: list[_StateArchive] = []
+
+    def note() -> list[str] | None:
+        archives.append(_StateArchive(engine.model, optimizer))
+        return archives[0].names
+
     has_packed = any(is_shell(each) for state in optimizer.state.values() for each in flat_state(state).values())
     # A rank may own nothing that is packed.
-    if not any(channel.exchange(b"1" if has_packed else b"", purpose="packed state of optimizers")):
-        archive, names = _named_archive(engine, optimizer)
-    if names is None:
-        with engine.whole(rank0_only=True), writing(channel, "optimizer.pt") as verdict:
-            if channel.rank == 0:
-                torch.save(optimizer.state_dict(), path)
-        verdict.check()
-        return
-    pieces = sources_of(engine.hand_over(doing="saving the optimizer"))
-    values = full(pieces, channel=channel, to=0, names=names, optimizer=True)
-    with writing(channel, "optimizer.pt") as verdict:
-        if archive is not None:
-            archive.write(path, values)
-    # All go through to the end: the others wait for a rank that does not.
-    deque(values, maxlen=0)
-    verdict.check()
-
-
-def _named_archive(
-    engine: Engine[nn.Module], optimizer: torch.optim.Optimizer
-) -> "tuple[_StateArchive | None, list[str] | None]":
-    """On rank 0 the archive; on all ranks the tensors that go into it, or None where it cannot be written so."""
-    archive: _StateArchive | None = None
-    with engine.whole(rank0_only=True, only=()), writing(engine.channel, "optimizer.pt") as verdict:
-        if engine.channel.rank == 0:
-            archive = _StateArchive(engine.model, optimizer)
-    return archive, verdict.names(None if archive is None else archive.names)
+    is_whole = any(engine.channel.exchange(b"1" if has_packed else b"", purpose="packed state of optimizers"))
+    write_streamed(
+        engine,
+        "optimizer.pt",
+        None if is_whole else note,
+        lambda values: archives[0].write(path, values),
+        lambda: torch.save(optimizer.state_dict(), path),
+        doing="saving the optimizer",
+        optimizer=True,
+    )
 
 
 class _StateArchive:

@@ -6,11 +6,10 @@ experts.1.gate_proj.weight (4, 8)           of experts.gate_up_proj (2, 8, 8): [
 Known from what `save_pretrained` does to a model that has shapes alone, so each rank reads what it owns of such files.
 """
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from shardwise.checkpoint.contents import Contents, StoredTensor
 from shardwise.checkpoint.foreign.strided import TensorPlace, pieces_of
 from shardwise.checkpoint.local import LocalStore
 from shardwise.checkpoint.sources import read_contents
-from shardwise.comm.agreement import agreed
 from shardwise.engine import Engine
 from shardwise.errors import CheckpointError
 from shardwise.hf.streamed_model import FileNotes, TensorPart
+from shardwise.moving.nested_exchange import exchange
 from shardwise.plan.names import is_state_name
 from shardwise.space import Piece
 
@@ -52,16 +51,9 @@ def weight_places(engine: Engine[nn.Module], folder: Path) -> dict[str, WeightPl
     with engine.whole(optimizer=False, rank0_only=True, only=()):
         if engine.channel.rank == 0:
             found = _found(engine.model, folder)
-    with agreed(engine.channel, purpose="names of weights in files", only=0) as agreement:
-        if engine.channel.rank == 0:
-            values = [
-                [name, each.name, each.shape, each.offset, each.sizes, each.strides] for name, each in found.items()
-            ]
-            agreement.value = json.dumps(values).encode()
-    return {
-        name: WeightPlace(of, *(tuple(each) for each in numbers))
-        for name, of, *numbers in json.loads(bytes(agreement.values[0]))
-    }
+    own = {name: astuple(each) for name, each in found.items()}
+    told = exchange(own, channel=engine.channel, purpose="names of weights in files")[0]
+    return {name: WeightPlace(*each) for name, each in told.items()}
 
 
 def placed(contents: Contents, places: Mapping[str, WeightPlace]) -> Contents:
