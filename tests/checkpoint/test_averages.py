@@ -246,7 +246,7 @@ def test_the_command_says_what_it_made(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         save_file({"w": torch.full((2,), float(at))}, tmp_path / name / "model.safetensors")
     arguments = ["ckpt", "average", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(main, [*arguments, "--weights", "1,3", "--to", "hf"])
+    done = CliRunner().invoke(main, [*arguments, "--factors", "1,3", "--to", "hf"])
     assert done.exit_code == 0, done.output
     assert f"  3 x {tmp_path / 'b'}\n" in done.output
     assert "1 tensor, 8 B: 1 averaged in float64, 0 equal in all; not all verified" in done.output

@@ -13,7 +13,7 @@ from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.small_states import same
 
 LAYER = "model.layers.0.self_attn"
-HEADS = ("--set", "num_attention_heads=4", "--set", "num_key_value_heads=2")
+HEADS = ("--parameter", "num_attention_heads=4", "--parameter", "num_key_value_heads=2")
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -98,12 +98,13 @@ def test_errors_are_one_paragraph(saved: Path, tmp_path: Path) -> None:
         (1, ["--rewrite", "llama-qkv"], "num_attention_heads"),
         (1, ["--inverse"], "does not say which rewrite made it; name the rewrite to undo (--rewrite"),
         (2, ["--set", "a=1"], "name one with --rewrite"),
-        (2, ["--rewrite", "llama-qkv", "--set", "a"], "'a' is not of the form name=value"),
+        (2, ["--parameter", "a=1"], "name one with --rewrite"),
+        (2, ["--rewrite", "llama-qkv", "--parameter", "a"], "'a' is not of the form name=value"),
         (2, ["--dry-run"], "name one with --rewrite"),
         (2, ["--rewrite", "llama-qkv", *HEADS, "--like", saved], "give --inverse, --to hf or --certify"),
         (
             2,
-            ["--rewrite", "llama-qkv", *HEADS, "--set", "num_atention_heads=4"],
+            ["--rewrite", "llama-qkv", *HEADS, "--parameter", "num_atention_heads=4"],
             "has no parameter num_atention_heads; its parameters are num_attention_heads, num_key_value_heads; did you "
             "mean num_attention_heads?",
         ),

@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 
 import shardwise
@@ -190,3 +191,23 @@ def test_messages_and_docstrings_are_plain_english(first: int) -> None:
 def test_pages_are_plain_english(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [text[max(0, match.start() - 40) : match.end() + 40] for match in STUMBLES.finditer(text)] == []
+
+
+def commands(group: click.Group) -> Iterator[click.Command]:
+    for each in group.commands.values():
+        yield from commands(each) if isinstance(each, click.Group) else [each]
+
+
+def test_an_option_means_the_same_in_all_commands() -> None:
+    """By the names that help shows: what each takes, in which form."""
+    forms: dict[str, dict[object, str]] = {}
+    for command in commands(main):
+        for each in command.params:
+            if isinstance(each, click.Option) and not each.hidden:
+                form = (type(each.type).__name__, each.metavar, each.is_flag, each.multiple)
+                forms.setdefault(each.opts[0], {}).setdefault(form, str(command.name))
+    unlike = {name: list(each.values()) for name, each in forms.items() if len(each) > 1}
+    assert unlike == {"--out": ["average", "draw"]}, "of these two: where the result is written, a folder or a file"
+    # Names of before, which scripts have.
+    old = {other for command in commands(main) for each in command.params for other in each.opts[1:]}
+    assert old == {"--set", "--weights"}

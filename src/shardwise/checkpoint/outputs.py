@@ -185,7 +185,7 @@ def view_for_conversion(contents: Contents, rewrite: Rewrite, config: Any, *, mo
             where = has if config is None else f"which {CONFIG} does not say"
             raise RewriteError(
                 f"the rewrite needs {', '.join(unknown)}, {where}; give them: Rewrite(..., parameters={{...}}), or on "
-                f"the command line {' '.join(f'--set {name}=...' for name in unknown)}, or a {CONFIG} that does "
+                f"the command line {' '.join(f'--parameter {name}=...' for name in unknown)}, or a {CONFIG} that does "
                 "(--config)"
             )
         rewrite = rewrite.with_parameters(found)

@@ -1,4 +1,4 @@
-"""`shardwise ckpt average A B C --out OUT [--weights 1,2,1] [--accumulate float32] [--to hf] ...`."""
+"""`shardwise ckpt average A B C --out OUT [--factors 1,2,1] [--accumulate float32] [--to hf] ...`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from shardwise.cli.ckpt import byte_progress, plural
-from shardwise.cli.exit_verdicts import errors_in_words
+from shardwise.cli.exit_verdicts import Renamed, errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import AverageReport
@@ -25,7 +25,15 @@ def _numbers(context: click.Context, option: click.Parameter, text: str | None) 
 @click.command("average")
 @click.argument("sources", metavar="A B ...", nargs=-1, required=True)
 @click.option("--out", "destination", metavar="OUT", required=True, help="Where the average is written.")
-@click.option("--weights", metavar="W,W,...", callback=_numbers, help="A number for each checkpoint (default: 1 each).")
+@click.option(
+    "--factors",
+    "--weights",
+    "weights",
+    cls=Renamed,
+    metavar="W,W,...",
+    callback=_numbers,
+    help="A number for each checkpoint (default: 1 each).",
+)
 @click.option(
     "--accumulate",
     type=click.Choice(["float64", "float32"]),

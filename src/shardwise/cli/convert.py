@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from shardwise.cli.ckpt import byte_progress, plural
-from shardwise.cli.exit_verdicts import errors_in_words
+from shardwise.cli.exit_verdicts import Renamed, errors_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint import ConvertReport
@@ -51,8 +51,10 @@ def rewrite_parameters(context: click.Context, option: click.Parameter, words: t
 @click.option("--inverse", is_flag=True, help="Undo the rewrite; without --rewrite, the one by which SRC was made.")
 @click.option("--lossy", is_flag=True, help="With --inverse: also undo rewrites that rounded or copied values.")
 @click.option(
+    "--parameter",
     "--set",
     "parameters",
+    cls=Renamed,
     metavar="NAME=VALUE",
     multiple=True,
     callback=rewrite_parameters,
@@ -122,7 +124,7 @@ def convert(
     """
     is_back = inverse or (like is not None and rewrite is None)
     wrong = {
-        "--set gives a parameter to a rewrite; name one with --rewrite": parameters and rewrite is None,
+        "--parameter is of a rewrite; name one with --rewrite": parameters and rewrite is None,
         "--lossy is for the way back; give --inverse or --like": lossy and not is_back,
         "--dtype is for --to hf; a save has masters and working copies both": dtype is not None
         and to in ("pieces", "whole"),
@@ -214,7 +216,7 @@ def _rewrite(source: str, step: int | None, name: str | None, parameters: dict[s
 
 
 def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | str]) -> "Rewrite":
-    """The rewrite with the parameters of `--set`; it has to know all of them."""
+    """The rewrite with the parameters of `--parameter`; it has to know all of them."""
     from shardwise.errors import RewriteError
 
     if not parameters:
@@ -225,7 +227,7 @@ def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | 
             near = get_close_matches(each, needed, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             has = f"its parameters are {', '.join(needed)}" if needed else "it has no parameters"
-            raise click.UsageError(f"--set {each}: the rewrite {name} has no parameter {each}; {has}{hint}")
+            raise click.UsageError(f"--parameter {each}: the rewrite {name} has no parameter {each}; {has}{hint}")
     try:
         return rewrite.with_parameters(parameters)
     except RewriteError as error:

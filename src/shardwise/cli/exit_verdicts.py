@@ -7,6 +7,7 @@ launcher reads all three, prints the words of rank 2 once, exits with 2
 """
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -121,6 +122,16 @@ def errors_in_words(*, debug: bool, rank: int | None = None, verdicts: Path | No
 
             sys.exit(PEER_FAILED)  # to the launcher: look for the rank that caused it
         sys.exit(verdict.exit_code)
+
+
+class Renamed(click.Option):
+    """An option that help shows by its first name. Scripts may have the others, which mean something else elsewhere."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """See click."""
+        shown = copy.copy(self)
+        shown.opts = self.opts[:1]
+        return super(Renamed, shown).get_help_record(ctx)
 
 
 def place_here(num_processes: int | None) -> tuple[int, int] | None:

@@ -136,7 +136,8 @@ class Rewrite:
             names = ", ".join(f"{{{name}}}" for name in lacking)
             example = ", ".join(f"{name!r}: 8" for name in lacking)
             raise RewriteError(
-                f"the rewrite has parameters without a value: {names}; give them, parameters={{{example}}} (--set)"
+                f"the rewrite has parameters without a value: {names}; give them, parameters={{{example}}} "
+                "(--parameter)"
             )
         return self._sections
 
