@@ -26,7 +26,7 @@ from shardwise.checkpoint.megatron_folders import megatron_files
 from shardwise.checkpoint.outputs import Outputs
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.reading import GrowingBuffer
-from shardwise.checkpoint.safetensors_files import DataFile, FileFilling, JoinedWrites
+from shardwise.checkpoint.safetensors_files import DataFile, FileFilling, JoinedWrites, Sink
 from shardwise.checkpoint.saves import storing
 from shardwise.checkpoint.stores import Address, OneFile, Store, Writer, store_of
 from shardwise.checkpoint.torch_archives import ArchiveFilling
@@ -92,11 +92,8 @@ def make_save(
     )
 
 
-class Filling(Protocol):
+class Filling(Sink, Protocol):
     """Takes the bytes of a file's pieces, in order, and hands the file to a writer."""
-
-    def write(self, data: memoryview) -> None:
-        """Append the next bytes; `data` may change as soon as this returns."""
 
     def flush(self) -> None:
         """Hand everything to the writer."""

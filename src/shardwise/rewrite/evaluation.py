@@ -6,6 +6,7 @@ end.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from types import MappingProxyType
 
@@ -36,13 +37,13 @@ class Evaluation:
     """What came of tasks."""
 
     environment: Environment
-    outputs: dict[str, Node]
+    outputs: dict[str, Node] = field(default_factory=dict)
     """What comes out, in the order of the names."""
-    added: frozenset[str]
+    added: frozenset[str] = frozenset()
     """Names that keep what they have in the target."""
-    trace: list[list[AppliedInstance]]
+    trace: list[list[AppliedInstance]] = field(default_factory=list)
     """What each task did."""
-    agree: list[tuple[Node, ...]]
+    agree: list[tuple[Node, ...]] = field(default_factory=list)
     """Tensors without dims; the first stands for all."""
     findings: list[StatementFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -96,6 +97,7 @@ class _TaskEvaluator:
         is_proof: bool,
     ) -> None:
         self.environment = environment
+        self.done = Evaluation(environment)
         self.laid = laid
         self.fusings = fusings
         self.is_proof = is_proof
@@ -103,15 +105,15 @@ class _TaskEvaluator:
         """The number of the one that is being carried out."""
         self.wanted: Mapping[str, TensorMeta] = wanted or {}
         self.wanted_keys = keys_by_parameter(self.wanted)
-        self.findings: list[StatementFinding] = []
-        self.notes: list[str] = []
-        self.agree: list[tuple[Node, ...]] = []
-        self.trace: list[list[AppliedInstance]] = []
         self._wanted_index = None if wanted is None else NameIndex(wanted)
-        self.leaning: list[tuple[str, bool, StatementFinding]] = []
-        # Asked for each parameter, and answered by a walk over all sources.
-        self._scalar: dict[str, bool | None] = {}
-        self._of_whole: dict[str, bool] = {}
+
+        def sources() -> dict[str, Node]:
+            return {name: each.node for name, each in environment.first.items() if each.node is not None}
+
+        # Of a key of optimizer state, as far as the sources tell. Asked for each parameter, and answered by a walk over
+        # all sources.
+        self.scalar = cache(lambda key: is_scalar(key, sources()))
+        self.of_whole = cache(lambda key: is_of_whole(key, sources()))
         # Figure 1 of `compiled_ops.py` shows what is kept: one entry for each statement and shape, not for each layer.
         self._compiled: dict[object, CompiledOps | OpsRefusal] = {}
         self._held: list[object] = []
@@ -122,7 +124,7 @@ class _TaskEvaluator:
         statement = task.statement
         applied_instances: list[AppliedInstance] = []
         # Before anything can fail: the trace has an entry for every task, since others pair the two.
-        self.trace.append(applied_instances)
+        self.done.trace.append(applied_instances)
         # What reads the outputs of a statement that is wrong would only repeat the finding under other names.
         if self.environment.hides and any(self.environment.hidden(NamePattern(name)) for name in statement.left):
             self._hide(statement)
@@ -133,7 +135,7 @@ class _TaskEvaluator:
             # As it was written: the names that there are decide. Otherwise this undoes something, and its instances are
             # known.
             if group.instances is None:
-                made, wrong = expand(statement, self.environment, self._wanted_index, self.notes)
+                made, wrong = expand(statement, self.environment, self._wanted_index, self.done.notes)
                 todo.append((group.operations, made))
             else:
                 there, wrong = self._there(statement, group.instances)
@@ -141,7 +143,7 @@ class _TaskEvaluator:
             findings += wrong
         # All or nothing: half of the instances of a statement would leave variables that later statements misread.
         if findings:
-            self.findings.extend(findings)
+            self.done.findings.extend(findings)
             self._hide(statement)
         else:
             _Carrying(self, statement, applied_instances).carry_out(todo)
@@ -173,20 +175,6 @@ class _TaskEvaluator:
             else:
                 self.environment.hide(NamePattern(name))
 
-    def scalar(self, key: str) -> bool | None:
-        """Whether optimizer state is one value for a parameter, as far as the sources tell."""
-        if key not in self._scalar:
-            nodes = {name: each.node for name, each in self.environment.first.items() if each.node is not None}
-            self._scalar[key] = is_scalar(key, nodes)
-        return self._scalar[key]
-
-    def of_whole(self, key: str) -> bool:
-        """Whether optimizer state belongs to a parameter as a whole, as far as the sources tell."""
-        if key not in self._of_whole:
-            nodes = {name: each.node for name, each in self.environment.first.items() if each.node is not None}
-            self._of_whole[key] = is_of_whole(key, nodes)
-        return self._of_whole[key]
-
     def compiled(
         self,
         operations: tuple[StatementOperation, ...],
@@ -207,7 +195,6 @@ class _TaskEvaluator:
 
     def result(self) -> Evaluation:
         """What came of the tasks."""
-        outputs = {}
         added = set()
         wanted = self.wanted
         for name, variable in self.environment.variables.items():
@@ -218,17 +205,9 @@ class _TaskEvaluator:
             # A target that wants a tensor gets it even if statements read it, since `a -> b` does not say that `a`
             # goes.
             elif variable.node is not None and (variable.live or name in wanted):
-                outputs[name] = variable.node
-        return Evaluation(
-            self.environment,
-            outputs,
-            frozenset(added),
-            self.trace,
-            self.agree,
-            self.findings,
-            self.notes,
-            self.leaning,
-        )
+                self.done.outputs[name] = variable.node
+        self.done.added = frozenset(added)
+        return self.done
 
 
 def _rescaling_fault(ops: CompiledOps, nodes: Sequence[Node], read: Sequence[Variable]) -> str:
@@ -511,11 +490,11 @@ class _Carrying:
         name = states[0].name
         if what.leaning:
             doubt = StatementFinding.of(self._statement, undecided(name, back=True), expansion=[str(expanded)])
-            self._evaluator.leaning.append((key, what.shared, doubt))
+            self._evaluator.done.leaning.append((key, what.shared, doubt))
         if what.shared:
             # One step count stands for all parameters that are joined. That they agree is checked when values are read.
             if len(nodes) > 1:
-                self._evaluator.agree.append(nodes)
+                self._evaluator.done.agree.append(nodes)
             self._do(expanded, states, names, nodes[:1] * len(names), None, True)
         elif what.undecided:
             self._refuse(undecided(name), expanded, alike=f"undecided {key}")
@@ -575,4 +554,4 @@ class _Carrying:
             chain = [str(expanded) for _, expanded in many[:SHOWN]]
             if len(many) > SHOWN:
                 chain.append(f"and {len(many) - SHOWN} more like these")
-            self._evaluator.findings.append(StatementFinding.of(self._statement, many[0][0], expansion=chain))
+            self._evaluator.done.findings.append(StatementFinding.of(self._statement, many[0][0], expansion=chain))

@@ -5,11 +5,11 @@ only become one: `layers.{0..31}.w`.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from shardwise.rewrite.metas import TensorMeta
-from shardwise.rewrite.op_steps import Quantises
+from shardwise.rewrite.nodes import Correspondence
 from shardwise.rewrite.strided_views import Fragment, fill_of, scales_of
 from shardwise.space import Box
 
@@ -22,39 +22,6 @@ _HEADINGS = ("target", "box", "source", "box", "operations")
 
 _Cells: TypeAlias = tuple[str, str, str, str, str]
 """A row of the table."""
-
-
-class Explained(Protocol):
-    """What a table is made of."""
-
-    @property
-    def sources(self) -> Mapping[str, TensorMeta]:
-        """What goes in."""
-
-    @property
-    def outputs(self) -> Mapping[str, TensorMeta]:
-        """What comes out."""
-
-    @property
-    def ties(self) -> Mapping[str, str]:
-        """Other names of outputs."""
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Targets that keep what they have."""
-
-    @property
-    def dropped(self) -> frozenset[str]:
-        """Sources without an element in an output."""
-
-    def quantised(self, name: str) -> Quantises | None:
-        """How an output is quantised."""
-
-    def is_scales(self, name: str) -> bool:
-        """Whether an output is scales of quantised elements."""
-
-    def resolve(self, name: str, box: Box) -> list[Fragment]:
-        """Where the elements of a box come from."""
 
 
 class _Line(NamedTuple):
@@ -74,18 +41,26 @@ class _Numbered(NamedTuple):
     source: tuple[str, ...]
 
 
-def explain(checked: Explained) -> str:
-    """Return the table. Numbers in braces stand for all of a range, the same place in each column at once."""
+def explain(checked: Correspondence, ties: Mapping[str, str], added: Collection[str], dropped: Collection[str]) -> str:
+    """Return the table. Numbers in braces stand for all of a range, the same place in each column at once.
+
+    ties: other names of outputs. added: targets that keep what they have. dropped: sources without an element in an
+    output.
+    """
     lines = [_numbered(*each) for each in _lines(checked)]
+    lines += [_numbered(alias, "", ("", "", f"tied to {name}")) for alias, name in ties.items()]
+    lines += [_numbered(name, "", ("", "", "added: keeps its value")) for name in sorted(added)]
+    for name in sorted(dropped):
+        shape = checked.sources[name].shape
+        lines.append(_numbered("", name, ("", _shown((0,) * len(shape), shape), "dropped")))
     rows = [_row(each) for each in lines] if len(lines) < _LONG else _folded(lines)
     widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (_HEADINGS, *rows))
 
 
-def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
-    """Target, source, and the cells next to them."""
-    outputs = checked.outputs
-    for name, meta in outputs.items():
+def _lines(checked: Correspondence) -> Iterator[tuple[str, str, tuple[str, str, str]]]:
+    """Of outputs: target, source, and the cells next to them."""
+    for name, meta in checked.outputs.items():
         if (step := checked.quantised(name)) is not None and checked.is_scales(name):
             yield name, "", (_shown((0,) * len(meta.shape), meta.shape), "", f"scales of blocks of {list(step.block)}")
             continue
@@ -111,13 +86,6 @@ def _lines(checked: Explained) -> Iterator[tuple[str, str, tuple[str, str, str]]
             )
         if not fragments:
             yield name, "", (_shown(whole.offset, whole.shape), "", "no elements")
-    for alias, name in checked.ties.items():
-        yield alias, "", ("", "", f"tied to {name}")
-    for name in sorted(checked.added):
-        yield name, "", ("", "", "added: keeps its value")
-    for name in sorted(checked.dropped):
-        shape = checked.sources[name].shape
-        yield "", name, ("", _shown((0,) * len(shape), shape), "dropped")
 
 
 def _shown(offset: Sequence[int], shape: Sequence[int]) -> str:

@@ -43,6 +43,9 @@ class Undoing(NamedTuple):
     """What is cropped, in words."""
 
 
+_CROPS = "crops"
+
+
 class _Loss(NamedTuple):
     """Something that does not come back, and through which statement."""
 
@@ -134,13 +137,8 @@ def undo(
     """
     graph = _Graph(trace, outputs.values())
     # Losses are gathered as the way back is found: `lossy="allow"` takes the same way and only accepts them.
-    cropped = list(_cropped(trace, graph))
-    losses = [
-        *_copied(trace, graph),
-        *_narrowed(trace, graph),
-        *_rescaled(trace, graph),
-        *(loss for loss, is_loss in cropped if is_loss),
-    ]
+    changed = list(_changed(trace, graph))
+    losses = [*_copied(trace, graph), *(loss for loss, is_loss in changed if is_loss)]
     spares = _Spares(trace, sources)
     tasks = [
         task
@@ -163,7 +161,7 @@ def undo(
             losses.append(graph.dropping(statement, name, sources[name]))
             tasks.append(_task(statement, [Expanded((), (name,))]))
     lost.update([name for name in sources if _follows(name, lost)])
-    notes = _worded(loss for loss, _ in cropped)
+    notes = _worded(loss for loss, _ in changed if loss.what == _CROPS)
     return Undoing(tuple(tasks), _worded(losses), frozenset(lost), notes)
 
 
@@ -326,42 +324,32 @@ def _copy(statement: Statement, variable: Variable, first: str) -> _Loss:
     return _Loss(statement, "copies", variable.name, f" {beside}: copies may differ later")
 
 
-def _narrowed(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph) -> Iterable[_Loss]:
-    for statement, applied_instances in trace:
-        for applied in applied_instances:
-            if applied.ops is None or applied.along or not applied.ops.narrowed:
-                continue
-            for variable in applied.left:
-                if graph.route.get(variable) is applied:
-                    source, to = applied.ops.narrowed[0]
-                    rest = f" from {source} to {to}, which does not hold all its values"
-                    yield _Loss(statement, "casts", variable.name, rest)
-
-
-def _rescaled(trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph) -> Iterable[_Loss]:
-    for statement, applied_instances in trace:
-        for applied in applied_instances:
-            step = None if applied.ops is None or applied.along else applied.ops.rescaling
-            if step is not None and graph.route.get(applied.left[0]) is applied:
-                what = "dequantises" if isinstance(step, Dequantises) else "quantises"
-                yield _Loss(statement, what, applied.left[0].name, f": {ANEW}")
-
-
-def _cropped(
+def _changed(
     trace: Sequence[tuple[Statement, Sequence[AppliedInstance]]], graph: _Graph
 ) -> Iterable[tuple[_Loss, bool]]:
-    """What crops take away, and whether it is a loss: it is none where the text says what the elements are."""
+    """What casts, scales and crops take away, and whether it is a loss.
+
+    A crop is none where the text says what the elements are.
+    """
     for statement, applied_instances in trace:
         for applied in applied_instances:
-            if applied.ops is None or applied.along or not applied.ops.cropped:
+            ops = applied.ops
+            if ops is None or applied.along:
                 continue
             for variable in applied.left:
-                if graph.route.get(variable) is applied:
-                    first = applied.ops.cropped[0]
+                if graph.route.get(variable) is not applied:
+                    continue
+                for source, to in ops.narrowed[:1]:
+                    rest = f" from {source} to {to}, which does not hold all its values"
+                    yield _Loss(statement, "casts", variable.name, rest), True
+                if ops.rescaling is not None and variable is applied.left[0]:
+                    what = "dequantises" if isinstance(ops.rescaling, Dequantises) else "quantises"
+                    yield _Loss(statement, what, variable.name, f": {ANEW}"), True
+                for first in ops.cropped[:1]:
                     what = "no fill= says what the elements are that go, and the way back fills them with 0"
                     if first.fill is not None:
                         what = f"the way back fills them with {first.fill}, whatever the elements were"
-                    yield _Loss(statement, "crops", variable.name, f" from {first}: {what}"), first.fill is None
+                    yield _Loss(statement, _CROPS, variable.name, f" from {first}: {what}"), first.fill is None
 
 
 def _worded(losses: Iterable[_Loss]) -> tuple[str, ...]:

@@ -356,7 +356,8 @@ class Checked(Correspondence):
 
     def explain(self) -> str:
         """Return a table of what becomes of what: target, box, source, box, operations; and the notes under it."""
-        return "\n".join([explain(self), *[f"note: {each}" for each in self.notes]])
+        table = explain(self, self.ties, self.added, self.dropped)
+        return "\n".join([table, *[f"note: {each}" for each in self.notes]])
 
 
 def _undoing(proved: Proved) -> tuple[Statement, ...]:
