@@ -15,6 +15,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from multiprocessing.util import Finalize
 from os import PathLike
@@ -59,21 +60,20 @@ class Rows(Protocol):
         """End what reads ahead."""
 
 
-class RowSource(Protocol):
+@dataclass(frozen=True, slots=True)
+class RowSource:
     """A dataset that can be read from any cursor on."""
 
-    @property
-    def num_samples(self) -> int | None:
-        """In an epoch; None where that is not known."""
-
-    def rows(self, begin: Cursor, place: DataPlace, settings: Settings) -> Rows:
-        """Those of a rank."""
+    num_samples: int | None
+    """In an epoch; None where that is not known."""
+    rows: Callable[[Cursor, DataPlace, Settings], Rows]
+    """f(cursor, place of a rank, settings) -> its rows from there on."""
 
 
 def row_source(dataset: Any) -> RowSource:
     """How a dataset is read. Raises DataError for one that has no places to begin at."""
     if isinstance(dataset, Mapping):
-        return IndexedSamples(TensorRows(dataset))
+        return _indexed(TensorRows(dataset))
     # All have what a dataset has, by accident: characters, `Path.open`, the methods of the objects to come.
     if isinstance(dataset, str | bytes | bytearray | PathLike):
         raise DataError(
@@ -83,11 +83,11 @@ def row_source(dataset: Any) -> RowSource:
     if isinstance(dataset, type):
         raise DataError(f"the dataset is the class {dataset.__name__}; give an object of it: {dataset.__name__}(...)")
     if has_items(dataset) and hasattr(dataset, "__len__"):
-        return IndexedSamples(dataset)
+        return _indexed(dataset)
     if (opened := as_opened(dataset)) is not None:
-        return OpenedSamples(opened)
-    if has_items(dataset):
-        return NumberedSamples(dataset)
+        return RowSource(None, partial(OpenedRows, opened))
+    if has_items(dataset):  # without an end: it is asked for the samples in the order of their numbers
+        return RowSource(None, partial(SampledRows, _AskedSamples(dataset, None), size=None, indices=list))
     raise DataError(
         f"a {type(dataset).__name__} cannot be read from a position on. sw.Data takes a dataset with __len__ and "
         "__getitem__, or a dict of tensors. An iterable needs open(position) or skip(count), which gives the samples "
@@ -150,30 +150,25 @@ class TensorRows:
         return {name: each[index] for name, each in self._tensors.items()}
 
 
-class IndexedSamples:
+def _indexed(dataset: Any) -> RowSource:
     """A dataset of a known size, whose order in each epoch comes from (seed, epoch)."""
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise DataError(f"the dataset, a {type(dataset).__name__}, has no number of samples: {error}") from error
+    if not size:
+        raise DataError(f"the dataset, a {type(dataset).__name__}, has no samples")
 
-    def __init__(self, dataset: Any) -> None:
-        try:
-            self.num_samples = len(dataset)
-        except TypeError as error:
-            raise DataError(f"the dataset, a {type(dataset).__name__}, has no number of samples: {error}") from error
-        if not self.num_samples:
-            raise DataError(f"the dataset, a {type(dataset).__name__}, has no samples")
-        self._dataset = dataset
-
-    def rows(self, begin: Cursor, place: DataPlace, settings: Settings) -> "SampledRows":
-        """See `RowSource`."""
-
+    def rows(begin: Cursor, place: DataPlace, settings: Settings) -> Rows:
         def indices(numbers: range) -> list[int]:
             given = np.arange(numbers.start, numbers.stop, dtype=np.int64)
-            return list(map(int, shuffled(given, seed=settings.seed, size=self.num_samples)))
+            return list(map(int, shuffled(given, seed=settings.seed, size=size)))
 
         # The size may have changed since the cursor was taken by hand: it is brought into an epoch.
-        begin = begin.advanced(0, self.num_samples)
-        return SampledRows(
-            _AskedSamples(self._dataset, self.num_samples), begin, place, settings, self.num_samples, indices
-        )
+        begin = begin.advanced(0, size)
+        return SampledRows(_AskedSamples(dataset, size), begin, place, settings, size=size, indices=indices)
+
+    return RowSource(size, rows)
 
 
 class _AskedSamples:
@@ -210,19 +205,6 @@ class _AskedSamples:
             ) from error
 
 
-class NumberedSamples:
-    """A dataset without an end, which is asked for the samples in the order of their numbers."""
-
-    num_samples = None
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def rows(self, begin: Cursor, place: DataPlace, settings: Settings) -> "SampledRows":
-        """See `RowSource`."""
-        return SampledRows(_AskedSamples(self._dataset, None), begin, place, settings, None, list)
-
-
 class SampledRows:
     """Rows of a dataset with `__getitem__`."""
 
@@ -232,6 +214,7 @@ class SampledRows:
         begin: Cursor,
         place: DataPlace,
         settings: Settings,
+        *,
         size: int | None,
         indices: Callable[[range], list[int]],
     ) -> None:
@@ -291,19 +274,6 @@ def _end_workers(batches: Any) -> None:
         for worker in workers:
             if worker.is_alive():
                 worker.kill()
-
-
-class OpenedSamples:
-    """A dataset with `open(position)`, an iterable of its samples from there to the end of an epoch."""
-
-    num_samples = None
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def rows(self, begin: Cursor, place: DataPlace, settings: Settings) -> "OpenedRows":
-        """See `RowSource`."""
-        return OpenedRows(self._dataset, begin, place, settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import PlanError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex, itemsize_bytes
@@ -244,11 +244,4 @@ def _tensor(piece: Piece) -> str:
 
 
 def _nameless(piece: Piece) -> Piece:
-    return Piece(
-        name="",
-        dtype=piece.dtype,
-        global_shape=piece.global_shape,
-        offset=piece.offset,
-        shape=piece.shape,
-        run=piece.run,
-    )
+    return replace(piece, name="")

@@ -241,20 +241,6 @@ def batches_of(plan: ReshardPlan, *, in_order: bool = False) -> Iterator[list[Lo
         yield batch
 
 
-def _gaps(route: Route, lots: Sequence[Lot], what: str) -> Iterator[str]:
-    passed = [0] * len(route.shares)
-    for lot in lots:
-        for at in range(len(passed)) if lot.share is None else [lot.share]:
-            share = route.shares[at]
-            start, stop = lot.stretch(share.num_elements)
-            if start != passed[at]:
-                yield f"{what}: after element {passed[at]} of {share}, batches have elements {start} to {stop}"
-            passed[at] = stop
-    for share, num_elements in zip(route.shares, passed, strict=True):
-        if num_elements != share.num_elements:
-            yield f"{what}: batches have {num_elements} elements of {share}"
-
-
 def _items(route: Route, limit: int, *, in_order: bool) -> list[_Item]:
     """The parts of a tensor that fit into a batch."""
     every = range(len(route.shares))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from shardwise.errors import PlanError
@@ -100,14 +100,7 @@ class Piece:
     def within(self, start: int, stop: int) -> "Piece":
         """Return the run from `start` to `stop` of the same box."""
         # Counted in the box, not in the run of this piece.
-        return Piece(
-            name=self.name,
-            dtype=self.dtype,
-            global_shape=self.global_shape,
-            offset=self.offset,
-            shape=self.shape,
-            run=(start, stop),
-        )
+        return replace(self, run=Run(start, stop))
 
     def boxes(self) -> tuple[Box, ...]:
         """Return the disjoint boxes, in coordinates of the tensor, that have exactly the piece's elements, in order."""
