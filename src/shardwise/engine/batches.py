@@ -92,7 +92,12 @@ def _counted_rows(batch: Batch, leaves: Sequence[tuple[str, Any]], rows: BatchRo
             "{'input_ids': tensor, ...}"
         )
     dims = rows.dims_of(leaves)
-    counts = {name: _size(leaf, dim) for (name, leaf), dim in zip(leaves, dims, strict=True) if dim is not None}
+    counts = {
+        # Nested tensors have no shape, and arrays have a `size` of another kind.
+        name: leaf.size(dim) if isinstance(leaf, torch.Tensor) else leaf.shape[dim]
+        for (name, leaf), dim in zip(leaves, dims, strict=True)
+        if dim is not None
+    }
     if not counts:
         raise BatchError(
             f"the batch has no tensor with a dim {rows.usual} to split on; its entries are "
@@ -192,11 +197,6 @@ def first_microbatch(batch: Batch, plan: Plan, device: torch.device, rows: Batch
     if given := given_microbatches(batch):
         return moved_to(given[0], device)
     return split_batch(batch, min(plan.merge.microbatches, count_rows(batch, rows)), device, rows)[0]
-
-
-def _size(leaf: Any, dim: int) -> int:
-    # Nested tensors have no shape, and arrays have a `size` of another kind.
-    return leaf.size(dim) if isinstance(leaf, torch.Tensor) else leaf.shape[dim]
 
 
 def _cut(name: str, leaf: Any, dim: int, rows: range) -> Any:

@@ -181,7 +181,7 @@ class Computation:
             asked = self.loss.with_loss(loss)
             loss_of = self.loss_parameters.watching(
                 self._loss_inside if loss is None else self.autocast.inside(asked.measured),
-                sees_output=asked.takes_output and self.runner is None,
+                sees_output=asked.takes_output,
             )
             computed = self._train_counted(loss_of, parts, factors, streams, counted, rounds, before_last_backward)
         if len(computed) == len(parts):
@@ -347,7 +347,8 @@ class Computation:
         root = scaled_loss(loss, factor)
         # Activation checkpoints run forwards again in backward, on an accelerator in a thread of autograd's own. They
         # must draw from this microbatch's stream.
-        with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]), self._passes.backward_of([root]):
+        self._passes.begin_backward_of([root])
+        with self.recorder.noting("B", number, 0), self.random.in_backward_of([root]):
             root.backward(self._gradient_of(root))
         # With its graph, each loss would keep the activations of its microbatch to the end of the step.
         return found.detached()

@@ -73,12 +73,11 @@ class LossParameters:
                 each.grad = None
 
         def watched(microbatch: Microbatch) -> MicrobatchLoss:
-            outputs: list[Any] = []
-            given = (microbatch, lambda output, _: outputs.append(output)) if sees_output else (microbatch,)
+            outputs: dict[str, Any] = {}
+            given = (microbatch, lambda output, _: outputs.update(output=output)) if sees_output else (microbatch,)
             found = self._calls.noticed(loss_of, *given) if self._steps == 1 else loss_of(*given)
-            loss = found.loss.value.local if isinstance(found.loss, StageTensor) else found.loss
-            if loss is not None:
-                with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():
+                if (loss := _on_this_rank(found.loss)) is not None:
                     self._look_at(loss.grad_fn, outputs, microbatch)
             return found
 
@@ -88,13 +87,19 @@ class LossParameters:
         """outputs: what the model gave; empty where that is not known."""
         is_due = not self._steps & (self._steps - 1)
         # Where the graph of the model begins.
-        stops = () if is_due else [each.grad_fn for _, each in named_leaves(outputs) if torch.is_tensor(each)]
+        made = [] if is_due else [_on_this_rank(each) for _, each in named_leaves(outputs)]
+        stops = [each.grad_fn for each in made if isinstance(each, torch.Tensor)]
         if root is None or root in stops:
             return
         known = self._own.union(self._found, map(id, self._known), map(id, self._parts))
         leaves = _leaves(root, stops, math.inf if is_due else _MOST_NODES)
+        # Other leaves than parameters come and go in a forward, and are rarely trained.
         # Those of another engine are whole for its step, which takes their gradients.
-        fresh = [each for each in leaves if id(each) not in known and not is_of_engine(each)]
+        fresh = [
+            each
+            for each in leaves
+            if id(each) not in known and (is_due or isinstance(each, nn.Parameter)) and not is_of_engine(each)
+        ]
         if not fresh:
             return
         self._own = {id(each) for each in self._model.parameters()}
@@ -102,8 +107,7 @@ class LossParameters:
         inputs = {id(each) for tensor in given for each in (tensor, tensor._base)}
         trace = None
         for leaf in fresh:
-            # Other leaves than parameters come and go in a forward, and are rarely trained.
-            if id(leaf) in self._own or id(leaf) in inputs or not (is_due or isinstance(leaf, nn.Parameter)):
+            if id(leaf) in self._own or id(leaf) in inputs:
                 continue
             if self._channels.tensor.size > 1:
                 trace = trace or Traced([(root, "complete")])
@@ -173,6 +177,11 @@ class LossParameters:
             elif each.before is not None:
                 leaf.grad = each.before if leaf.grad is None else each.before + leaf.grad
         return [True] * (len(self._known) - num_known)
+
+
+def _on_this_rank(output: Any) -> Any:
+    """None for a value of a stage of another rank."""
+    return output.value.local if type(output) is StageTensor else output
 
 
 class _Found(NamedTuple):

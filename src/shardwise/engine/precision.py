@@ -16,7 +16,7 @@ tried again with what is no parameter in the compute dtype (`MeetingDtypes`).
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,16 +112,20 @@ class MeetingDtypes(TorchFunctionMode):
         if any(each._compiled_call_impl is not None or "_orig_mod" in each._modules for each in model.modules()):
             self._is_needed = False
 
-    @contextmanager
-    def watched(self, *, learns: bool) -> Iterator[None]:
+    def watched(self, *, learns: bool) -> AbstractContextManager[object]:
         """Inside, such operations are computed. `learns`: a step, whose first one shows whether there are any."""
         # A mode costs every operation: only the first step has it for nothing. No evaluation, where modules of torch
         # take another way under a mode.
-        is_on = self._is_needed or (self._is_needed is None and learns)
-        with self if is_on and self._compute is not None else nullcontext():
+        is_first = self._is_needed is None and learns
+        if self._compute is None or not (self._is_needed or is_first):
+            return nullcontext()
+        return self._learning() if is_first else self
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        with self:
             yield
-        if learns:
-            self._is_needed = bool(self._is_needed)
+        self._is_needed = bool(self._is_needed)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

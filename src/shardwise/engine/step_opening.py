@@ -8,7 +8,7 @@ Nothing is computed before: see [1] of `engine`.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -131,10 +131,16 @@ class StepOpening:
         # A second exchange, only after a write from outside: data ranks hold the same parameters, and one that loaded
         # other values would go its own way with every loss still looking right. All ranks know that they take part,
         # because `written` is the union over all of them.
+        if written:
+            self._settle_writes(written)
+        return OpenedBatch(parts, weights, weighting)
+
+    def _settle_writes(self, told: Collection[str]) -> None:
+        """Give all ranks what was written from outside, or refuse it on all. told: by all ranks."""
         masters, uncounted = (
-            {each.removeprefix(mark) for each in written if each.startswith(mark)} for mark in (_OF_MASTERS, _UNCOUNTED)
+            {each.removeprefix(mark) for each in told if each.startswith(mark)} for mark in (_OF_MASTERS, _UNCOUNTED)
         )
-        written = [each for each in written if not each.startswith((_OF_MASTERS, _UNCOUNTED))]
+        written = [each for each in told if not each.startswith((_OF_MASTERS, _UNCOUNTED))]
         self._buffers.uncounted.clear()
         if masters and uncounted:
             # Without a count, a write to the model looks like one to masters where all that it changed is owned here:
@@ -147,7 +153,6 @@ class StepOpening:
         if written:
             check_writes(self._channels.world, self._buffers.digests(written), self._rank.ranks.replicas)
             self._buffers.written.clear()
-        return OpenedBatch(parts, weights, weighting)
 
     def _split(
         self, batch: Batch, microbatches: int | None, *, is_step: bool

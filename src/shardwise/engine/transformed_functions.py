@@ -34,26 +34,22 @@ def see_transformations() -> None:
     predispatch._add_batch_dim_impl = _gathering(predispatch._add_batch_dim_impl)  # type: ignore[attr-defined]
 
 
-def is_transformed() -> bool:
-    """Whether what runs now is a function that torch.func transforms: tensors are wrapped, and have no memory."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+# Asked at each operation and each call of a unit: torch's own function, and no call of Python around it.
+is_transformed: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+"""Whether what runs now is a function that torch.func transforms: tensors are wrapped, and have no memory."""
 
 
-def refuse_transformed(what: str, instead: str) -> None:
-    """Raise ModelError inside of a function that torch.func transforms; `what` goes on between ranks."""
-    if is_transformed():
-        raise ModelError(
-            f"{what} inside of a function that torch.func transforms (grad, vjp, jvp, vmap ..): its tensors have no "
-            f"memory that other ranks could get. {instead}"
-        )
+def refusal_of_transformed(what: str, instead: str) -> ModelError:
+    """What to say inside of a function that torch.func transforms, where `what` goes on between ranks."""
+    return ModelError(
+        f"{what} inside of a function that torch.func transforms (grad, vjp, jvp, vmap ..): its tensors have no memory "
+        f"that other ranks could get. {instead}"
+    )
 
 
 def outside_of_transformations() -> AbstractContextManager[object]:
     """Inside, what the engine does itself is no part of a function that torch.func transforms."""
-    # Asked at each call of a unit: as few calls of Python as can be.
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return _NOTHING
-    return pyfunctorch.temporarily_clear_interpreter_stack()
+    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed() else _NOTHING
 
 
 def _without_our_hooks(error_message: str) -> AbstractContextManager[None]:

@@ -39,7 +39,7 @@ from shardwise.engine.pipeline.stage_contents import Stages
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor, StageValue
 from shardwise.engine.pipeline.staged_calls import StagedOperation
 from shardwise.engine.randomness import KeyedRandom
-from shardwise.engine.transformed_functions import INSIDE_A_MODULE, refuse_transformed
+from shardwise.engine.transformed_functions import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
 from shardwise.errors import BatchError, ModelError
 
 LossOf = Callable[..., MicrobatchLoss]
@@ -231,8 +231,10 @@ class Glue(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self._concerns(args) and not self._concerns(kwargs):
             return func(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # asked at each operation: no call of Python
-            refuse_transformed(f"{getattr(func, '__name__', func)!r} takes a value of a stage", INSIDE_A_MODULE)
+        if is_transformed():
+            raise refusal_of_transformed(
+                f"{getattr(func, '__name__', func)!r} takes a value of a stage", INSIDE_A_MODULE
+            )
         # Descriptions are answered here, without a call that all ranks count: programs ask for shapes and dtypes
         # everywhere, and the answer is the same on all ranks.
         first = flow.adopted(args[0]) if args and isinstance(args[0], _Tensor) else None

@@ -36,7 +36,7 @@ from shardwise.engine.randomness import KeyedRandom, Stream
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.step_exchange import Weight
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
-from shardwise.engine.transformed_functions import INSIDE_A_MODULE, refuse_transformed
+from shardwise.engine.transformed_functions import INSIDE_A_MODULE, is_transformed, refusal_of_transformed
 from shardwise.engine.zero.uneven_microbatches import UnevenMicrobatches
 from shardwise.errors import ModelError, StageReadsWarning
 from shardwise.plan import Pipeline
@@ -364,7 +364,7 @@ class PipelineRunner:
                 f"{unit.name!r}, on stage {unit.stage}, is called inside a module of another stage, after "
                 f"{flow.last!r}; place both on one stage"
             )
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            refuse_transformed(f"{unit.name!r}, on stage {unit.stage}, is called", INSIDE_A_MODULE)
+        if is_transformed():
+            raise refusal_of_transformed(f"{unit.name!r}, on stage {unit.stage}, is called", INSIDE_A_MODULE)
         with self._glue.off():
             return self._glue.executor.execute(flow, unit, unit.stage, args, kwargs)

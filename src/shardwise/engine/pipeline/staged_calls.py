@@ -210,6 +210,9 @@ class StagedOperation:
         return self.function(*args, **kwargs), ()
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
 class PlacedModule:
     """A placed module."""
 
@@ -233,6 +236,12 @@ class PlacedModule:
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
         self.frozen: tuple[str, ...] = ()
         """Parameters inside without `requires_grad` at present, which decides what needs a gradient."""
+        self._outline: tuple[str | int, ...] = ()
+        """The names of its attributes, and the numbers of its hooks before a forward, when they were last looked at."""
+        self._own_names: list[str] = []
+        """Attributes that may be values of a stage."""
+        self._has_foreign_hooks = False
+        """Whether hooks before a forward are the user's, which may set some."""
         self._state: list[Any] = []
         self._identity: Hashable | None = None
         """In that state."""
@@ -251,7 +260,14 @@ class PlacedModule:
 
     def identity(self) -> Hashable | None:
         """See `StagedCall`."""
-        if self.values_set():
+        attributes = vars(self.module)
+        outline = (*attributes, *self.module._forward_pre_hooks)
+        if outline != self._outline:
+            self._outline = outline
+            self._own_names = [key for key in attributes if key not in _OF_EVERY_MODULE]
+            self._has_foreign_hooks = not all(map(is_ours, self.module._forward_pre_hooks.values()))
+        may_have = self._has_foreign_hooks or StageTensor in map(type, map(attributes.get, self._own_names))
+        if may_have and self.values_set():
             return None
         # By attributes: torch counts no changes of modes and hooks. A hook has a number that no other one gets, so
         # numbers show hooks that were put on, taken off and exchanged, also those before a forward.
@@ -274,9 +290,6 @@ class PlacedModule:
         Such a hook is called on all ranks, and what it computes is executed on the stage of its parameters.
         """
         hooks = self.module._forward_pre_hooks
-        # By type, in one call for each module: most have none.
-        if not hooks and StageTensor not in map(type, vars(self.module).values()):
-            return []
         whole = [self.module] if all(map(is_ours, hooks.values())) else [self.module, *self.inner]
         for each in whole:
             if key := next((key for key, held in each._buffers.items() if type(held) is StageTensor), None):

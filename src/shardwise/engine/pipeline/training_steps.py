@@ -236,7 +236,8 @@ class TrainingStep:
         with equipment.recorder.noting("B", number, stage), equipment.glue.current(flow):
             if roots:
                 try:
-                    with equipment.random.in_backward_of(roots), self._rounds.backward_of(roots):
+                    self._rounds.passes.begin_backward_of(roots)
+                    with equipment.random.in_backward_of(roots):
                         torch.autograd.backward(roots, gradients)
                 except Exception as error:
                     error.add_note(

@@ -31,7 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Channel
-from shardwise.engine.transformed_functions import refuse_transformed
+from shardwise.engine.transformed_functions import is_transformed, refusal_of_transformed
 from shardwise.plan.tensor_plan import Ranges
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
@@ -104,10 +104,11 @@ def module_of(node: Any) -> str:
 
 
 def _applied(value: torch.Tensor, kind: Kind, run: TensorMap, transpose: TensorMap, module: str) -> torch.Tensor:
-    refuse_transformed(
-        f"module {module!r}, which is cut over ranks along tp, is called",
-        "Take the derivative by torch.autograd.grad, or leave the module out of tensor.rules",
-    )
+    if is_transformed():
+        raise refusal_of_transformed(
+            f"module {module!r}, which is cut over ranks along tp, is called",
+            "Take the derivative by torch.autograd.grad, or leave the module out of tensor.rules",
+        )
     if torch.is_grad_enabled() and value.requires_grad:
         output: torch.Tensor = _Collective.apply(value, kind, run, transpose, module)  # type: ignore[no-untyped-call]
         return output

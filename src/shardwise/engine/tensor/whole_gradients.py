@@ -8,7 +8,7 @@ Of a whole parameter whose gradient is a sum over ranks, each has a term: the ho
 it gives. `p.grad` of a cut parameter has the shape of the part: hooks behind the accumulation have a `PartWatch`.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, TypeAlias
 
 import torch
@@ -50,11 +50,13 @@ class WholeGradients:
                     found.add(name)
         return f", with hooks on {few_of(sorted(found))}" if found and compares else ""
 
-    def _hooks(self) -> Iterator[tuple[str, MutableMapping[int, Any]]]:
-        for name, each in self.summed.parameters.items():
-            for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks):
-                if hooks:
-                    yield name, hooks
+    def _hooks(self) -> list[tuple[str, MutableMapping[int, Any]]]:
+        return [
+            (name, hooks)
+            for name, each in self.summed.parameters.items()
+            for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)
+            if hooks
+        ]
 
 
 class _AroundHook:

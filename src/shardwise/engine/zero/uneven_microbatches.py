@@ -73,9 +73,8 @@ class Passes:
         first, and stays."""
         return nullcontext()
 
-    def backward_of(self, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Around the backward of a microbatch. Any other is one that a forward or a loss runs itself."""
-        return nullcontext()
+    def begin_backward_of(self, roots: Sequence[torch.Tensor]) -> None:
+        """The backward of a microbatch follows. Any other is one that a forward or a loss runs itself."""
 
     def hold_calls(self) -> None:
         """The forwards that go on save tensors as they are from here on: what they have gathered stays."""
@@ -114,7 +113,8 @@ class UnevenMicrobatches:
         is_agreed: bool = True,
     ) -> None:
         """`counted`: the microbatches that this rank computes. `joint`: who computes each."""
-        self._passes = passes
+        self.passes = passes
+        """Of all microbatches."""
         self._counted = counted
         self._joint = joint
         self._trains = trains
@@ -122,7 +122,7 @@ class UnevenMicrobatches:
         self._next = 0
 
     def __enter__(self) -> Self:
-        self._passes.begin_pass(trains=self._trains, is_agreed=self._is_agreed)
+        self.passes.begin_pass(trains=self._trains, is_agreed=self._is_agreed)
         return self
 
     def __exit__(
@@ -131,12 +131,12 @@ class UnevenMicrobatches:
         # After an error the peers are stopped anyway (`peer_stopping`); to follow them would only wait for them.
         if kind is None:
             self._skip_to(len(self._joint))
-        self._passes.end_pass(has_failed=kind is not None)
+        self.passes.end_pass(has_failed=kind is not None)
 
     def go_one_by_one(self, num_chunks: int) -> bool:
         """Whether a pipeline leaves its schedule. Data ranks that skip a microbatch follow the others in it, and know
         no other order than one microbatch after the other. num_chunks: stages of each rank."""
-        moves = self._passes.gathers or (self._passes.moves_in_step and num_chunks > 1)
+        moves = self.passes.gathers or (self.passes.moves_in_step and num_chunks > 1)
         return moves and Joint.SOME in self._joint
 
     def begin(self, number: int) -> None:
@@ -147,15 +147,11 @@ class UnevenMicrobatches:
         if self._next <= at:
             self._skip_to(at)
             self._next = at + 1
-            self._passes.begin_microbatch(is_joint=self._joint[at] is Joint.ALL)
-
-    def backward_of(self, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """See `Passes`."""
-        return self._passes.backward_of(roots)
+            self.passes.begin_microbatch(is_joint=self._joint[at] is Joint.ALL)
 
     def done(self, stage: int | None = None) -> None:
         """Its backward has ended (in a pass that does not train, its forward); see `Passes.microbatch_done`."""
-        self._passes.microbatch_done(stage)
+        self.passes.microbatch_done(stage)
 
     def end(self) -> None:
         """No data rank computes any more of them."""
@@ -166,5 +162,5 @@ class UnevenMicrobatches:
         # other in different microbatches.
         for at in range(self._next, end):
             if self._joint[at] is not Joint.NONE:
-                self._passes.skip_microbatch()
+                self.passes.skip_microbatch()
         self._next = max(self._next, end)

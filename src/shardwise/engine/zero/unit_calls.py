@@ -8,11 +8,12 @@ A unit may be called several times before the first backward, and each call has 
     Residence of a unit    SHARDED --fill--> ARRIVING --wait--> GATHERED --free, when another unit needs room--> SHARDED
     Backward of a call     TO_COME --begin--> RUNNING --end--> DONE --resume, for a saved tensor--> RUNNING
 
-A backward that a forward or a loss runs itself (`is_inner`) changes no state: the units are gathered, and stay.
+A backward that a forward or a loss runs itself is another task of autograd. It changes no state: the units are
+gathered, and stay.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Work
-from shardwise.engine.wrapping import at_end_of_backward, in_backward
+from shardwise.engine.wrapping import at_end_of_backward
 from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.plan.units import Unit
 
@@ -82,11 +83,15 @@ class GatheredUnit:
             parameter.__class__ = sharded
 
 
+_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The backward that goes on in this thread, of which no other has the number; -1: none."""
+
+
 class _Watcher(Protocol):
     """Who gathers for backwards."""
 
-    def is_inner(self, call: "UnitCall") -> bool:
-        """Whether the backward that goes on is one that a forward or a loss runs itself."""
+    task: int
+    """That of autograd in which the backward of a microbatch goes on, or went on last."""
 
     def hold(self, call: "UnitCall") -> None:
         """Such a backward needs the units of the call."""
@@ -120,7 +125,7 @@ class UnitCall:
         self.entered = entered
         """When its forward began, and ended, in the count of all calls."""
         self.left = entered
-        self.recomputes = in_backward()
+        self.recomputes = _task() != -1
         """Whether its forward runs in a backward, whose next one inside is the one that counts (reentrant)."""
         self.has_hooks = False
         """Whether the hooks of saved tensors were installed for it."""
@@ -136,7 +141,7 @@ class UnitCall:
     def begin(self, _: object = None) -> None:
         """The backward of the call begins."""
         # Each output of the call and each saved tensor of it comes here; the first one counts.
-        if self._watcher.is_inner(self):
+        if _task() != self._watcher.task and not self.recomputes:
             self._watcher.hold(self)
         elif self.backward is Backward.TO_COME:
             self._begin()
@@ -149,7 +154,7 @@ class UnitCall:
         """The backward of the call needs the units, even if it seemed to have ended."""
         # A value that a module keeps on itself may enter the loss past its outputs, and a call may have several inputs:
         # its end is a guess then. To gather once more costs time; to read memory without bytes would end the process.
-        if self.backward is Backward.DONE and not self._watcher.is_inner(self):
+        if self.backward is Backward.DONE and (_task() == self._watcher.task or self.recomputes):
             self._begin()
             at_end_of_backward(self.end)
         self.begin()
@@ -160,7 +165,7 @@ class UnitCall:
 
     def end(self, _: object = None) -> None:
         """Everything in the call has its gradient, if it gets one."""
-        if self.backward is Backward.RUNNING and not self._watcher.is_inner(self):
+        if self.backward is Backward.RUNNING and (_task() == self._watcher.task or self.recomputes):
             self.backward = Backward.DONE
             self._watcher.end_backward(self)
 

@@ -92,8 +92,8 @@ class Unshard(Passes):
         self._keeps = self._keeps_always = keeps
         self._is_held = False
         """Whether a gradient was taken inside of a forward or a loss since the last step began."""
-        self._task = _NO_TASK
-        """That of autograd in which the backward of a microbatch goes on."""
+        self.task = _NO_TASK
+        """See `UnitCall`."""
         self._goes_ahead = all(each.arrives_alone for each in params.sharded)
         """Whether a unit arrives while another one runs."""
         self._microbatch: Callable[[], int] = lambda: 0
@@ -380,23 +380,13 @@ class Unshard(Passes):
             if not left and self._trains:
                 self._reduce(unit)
 
-    @contextmanager
-    def backward_of(self, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+    def begin_backward_of(self, roots: Sequence[torch.Tensor]) -> None:
         """See `Passes`."""
-        handles = [root.register_hook(self._note_task) for root in roots]
-        try:
-            yield
-        finally:
-            self._task = _NO_TASK
-            for handle in handles:
-                handle.remove()
+        for root in roots:
+            root.register_hook(self._note_task)
 
     def _note_task(self, _: torch.Tensor) -> None:
-        self._task = torch._C._current_graph_task_id()
-
-    def is_inner(self, call: UnitCall) -> bool:
-        """See `UnitCall`."""
-        return not call.recomputes and torch._C._current_graph_task_id() != self._task
+        self.task = torch._C._current_graph_task_id()
 
     def hold(self, call: UnitCall) -> None:
         """Something other than the backward of the microbatch needs the units of a call: they stay from here on."""
