@@ -3,10 +3,13 @@
 Each gives what one process gives, or is refused on all ranks. Nothing is silently something else.
 """
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -435,6 +438,105 @@ def test_a_norm_of_parts_of_weights_is_refused(plan: str) -> None:
             part.norm()
 
     sw.simulate(2, run)
+
+
+# Parameters of the model between steps ---------------------------------------------------------------------------
+
+
+def in_turns(take: Callable[[Any], Any]) -> Callable[[nn.Module], Any]:
+    """Of each parameter, as plain values."""
+    return lambda model: [take(each) for each in model.parameters()]
+
+
+@torch.no_grad()
+def followed(model: nn.Module) -> float:
+    copies = copy.deepcopy(list(model.parameters()))
+    for average, each in zip(copies, model.parameters(), strict=True):
+        average.lerp_(each.detach() * 2, 0.5)
+    return sum(float(each.norm()) for each in copies)
+
+
+def sum_by_hand(model: nn.Module) -> float:
+    total = sum(each.detach().pow(2).sum() for each in model.parameters())
+    return float(total)
+
+
+LOOKS: Mapping[str, Callable[[nn.Module], Any]] = {
+    "norm": in_turns(lambda each: each.norm().item()),
+    "sum of squares": sum_by_hand,
+    "data": in_turns(lambda each: float(each.data.view(-1).abs().max())),
+    "total norm": lambda model: float(nn.utils.get_total_norm(model.parameters())),
+    "vector": lambda model: nn.utils.parameters_to_vector(model.parameters()).tolist(),
+    "tolist": in_turns(lambda each: each.view(-1).tolist()),
+    "rows": in_turns(lambda each: each[0].sum().item()),
+    "numpy": in_turns(lambda each: float((each.detach().numpy() ** 2).sum())),
+    "numpy norm": in_turns(lambda each: float(np.linalg.norm(each.detach().numpy()))),
+    "array": in_turns(lambda each: np.asarray(each.detach()).tolist()),
+    "pickle": in_turns(lambda each: pickle.loads(pickle.dumps(each)).tolist()),
+    "average": followed,
+    "product": in_turns(lambda each: (each.view(-1) @ each.view(-1)).item()),
+    "histogram": in_turns(lambda each: torch.histc(each.detach(), 4).tolist()),
+    "averaged model": lambda model: [each.tolist() for each in torch.optim.swa_utils.AveragedModel(model).parameters()],
+    "copied model": lambda model: [each.tolist() for each in copy.deepcopy(model).parameters()],
+    "state dict": lambda model: [each.tolist() for each in model.state_dict().values()],
+}
+
+
+@pytest.mark.parametrize("plan", [each for each in PLANS if "bf16" not in each])
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_is_computed_of_the_model_s_parameters_is_of_whole_ones_or_refused(look: str, plan: str) -> None:
+    def run(channel: sw.Channel) -> Any:
+        engine = engine_on(channel, plan)
+        found, said = None, ""
+        try:
+            found = LOOKS[look](engine.model)
+        except ModelError as error:
+            said = str(error)
+        assert not said or ("engine.whole()" in said and "sw.full(engine)" in said)
+        assert not said or plan in ("stage 3", "tp", "pp", "pp tp")
+        with engine.whole():
+            whole = LOOKS[look](engine.model)
+        trained(engine, channel)
+        return found, whole
+
+    (_, expected), *others = sw.simulate(PLANS[plan].mesh.size, run)
+    for found, whole in ((_, expected), *others):
+        assert torch.allclose(torch.tensor(flat(whole)), torch.tensor(flat(expected)))
+        assert found is None or torch.allclose(torch.tensor(flat(found)), torch.tensor(flat(expected)))
+
+
+def flat(values: Any) -> list[float]:
+    return [inner for each in values for inner in flat(each)] if isinstance(values, list) else [values]
+
+
+ELEMENT_BY_ELEMENT: Mapping[str, Callable[[Any], object]] = {
+    "clamp_": lambda each: each.clamp_(-0.05, 0.05),
+    "data": lambda each: each.data.mul_(0.5),
+    "foreach": lambda each: torch._foreach_mul_([each], 0.5),
+    "lerp_": lambda each: each.lerp_(torch.zeros_like(each), 0.5),
+    "decayed": lambda each: each.add_(each.detach().clone().sign(), alpha=-0.01),
+    "where": lambda each: each.copy_(torch.where(each > 0, each, torch.zeros_like(each))),
+}
+
+
+@pytest.mark.parametrize("plan", ["one", "stage 1", "tp", "pp", "pp tp"])
+@pytest.mark.parametrize("write", ELEMENT_BY_ELEMENT)
+def test_what_goes_element_by_element_over_the_model_s_parameters_is_right_on_parts(write: str, plan: str) -> None:
+    def run(channel: sw.Channel) -> list[torch.Tensor]:
+        engine = sw.parallelize(
+            build(), PLANS[plan], optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), loss=loss, channel=channel
+        )
+        with torch.no_grad():
+            for each in engine.model.parameters():
+                ELEMENT_BY_ELEMENT[write](each)
+        return [each for _, each in sw.full(engine)]
+
+    model = build()
+    with torch.no_grad():
+        for each in model.parameters():
+            ELEMENT_BY_ELEMENT[write](each)
+    for found in sw.simulate(PLANS[plan].mesh.size, run):
+        assert all(torch.equal(one, other) for one, other in zip(found, model.parameters(), strict=True))
 
 
 # Hooks of parameters ---------------------------------------------------------------------------------------------

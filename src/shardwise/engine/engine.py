@@ -55,10 +55,7 @@ from shardwise.engine.reports import EvaluationReport, StepReport, report_on_loo
 from shardwise.engine.span_recorder import SpanRecorder
 from shardwise.engine.state import EngineRestoration, HandOver, names_of_state, placed, state_of
 from shardwise.engine.step_closing import StepClosing
-from shardwise.engine.step_exchange import (
-    Weight,
-    factors_on_device,
-)
+from shardwise.engine.step_exchange import Weight, factors_on_device
 from shardwise.engine.step_meter import step_meter
 from shardwise.engine.step_opening import StepOpening
 from shardwise.engine.trained_batches import TrainedBatches
@@ -520,7 +517,7 @@ class Engine(Generic[Model_co]):
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, the thread is its caller's: a forward of a step waits, in another greenlet."""
-        return self._computation.paused()
+        return self._plain_calls.reads.turned(self._computation.paused(), on=True)
 
     def take_charge(self, *, frozen: Collection[str] = ()) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`.
@@ -632,4 +629,5 @@ class Engine(Generic[Model_co]):
             self._rank.ties.publish()
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
-        return stopping_peers(self._channels.world, doing, advice=self._computation.advice)
+        stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
+        return self._plain_calls.reads.turned(stopping, on=False)

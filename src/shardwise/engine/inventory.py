@@ -31,6 +31,7 @@ from shardwise.comm.local_tensors import (
 )
 from shardwise.engine.packed_tensors import carried_by, is_packed, is_shell
 from shardwise.engine.parametrized_weights import see_parametrizations
+from shardwise.engine.zero.sharded_params import plain_class
 from shardwise.errors import CheckpointError, ModelError, few_of
 from shardwise.plan import Parameter, Plan, Precision
 from shardwise.plan.outlines import check_keep, describe
@@ -269,9 +270,8 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     """
     made: torch.Tensor
     if isinstance(original, nn.Parameter):
-        kind = type(original)
-        # The class of a parameter at rest (stage 3) is made on the fly, and refuses operations.
-        kind = kind.__bases__[0] if hasattr(kind, "_is_sharded_param") else kind
+        # The class of a parameter at rest (stage 3), or of a part between steps, refuses operations.
+        kind = plain_class(type(original))
         # Not kind(values): constructors of subclasses take other arguments.
         made = torch.Tensor._make_subclass(kind, values.detach(), original.requires_grad)
     else:

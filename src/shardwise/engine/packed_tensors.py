@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.local_tensors import dtype_name, is_dtensor
+from shardwise.engine.zero.sharded_params import plain_class
 from shardwise.plan.dtypes import COMPUTE_DTYPES, is_complex
 
 _DEPTH = 4
@@ -63,8 +64,7 @@ def is_packed(parameter: torch.Tensor) -> bool:
     if is_shell(parameter) or not (name in COMPUTE_DTYPES or is_complex(name)):
         return True
     # Codes may be stored as floats: FSDP cuts tensors of one dtype only (`quant_storage` of bitsandbytes).
-    kind = type(parameter)
-    is_plain = (kind.__bases__[0] if hasattr(kind, "_is_sharded_param") else kind) is nn.Parameter
+    is_plain = plain_class(type(parameter)) is nn.Parameter
     return not is_plain and any(True for _ in _tensors_in(_attributes(parameter), 0))
 
 

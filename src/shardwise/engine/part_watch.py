@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.engine.update_work import is_sum
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.masters import PART
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, ShardwiseError
 
 _JOINS = ("stack", "cat", "_local_scalar_dense")
 """Operations by which values of a parameter leave it."""
@@ -31,16 +31,15 @@ _Roots = frozenset[int]
 class PartWatch(TorchDispatchMode):
     """Follows values of parameters and gradients, and refuses what needs more of them than is here."""
 
-    def __init__(self, held: Sequence[tuple[torch.Tensor, bool]], *, stale: Collection[int] = ()) -> None:
-        """held: tensors of this rank, a gradient behind its parameter; with each whether it is a part of one. stale:
-        storages that have no new values before the update is over, but for what is held of them."""
+    def __init__(self, held: Sequence[tuple[torch.Tensor, bool, int]], *, stale: Collection[int] = ()) -> None:
+        """held: tensors of this rank; with each whether it is a part of one, and a number that it shares with what it
+        may meet (its gradient). stale: storages that have no new values before the update is over, but for what is
+        held of them."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._spans = sorted(
-            (each.data_ptr(), each.data_ptr() + each.nbytes, at // 2) for at, (each, _) in enumerate(held)
-        )
+        self._spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, root) for each, _, root in held)
         self._starts = [start for start, *_ in self._spans]
-        self._parts = frozenset(at // 2 for at, (_, is_part) in enumerate(held) if is_part)
-        self._slices = {id(each): each for each, is_part in held if is_part}
+        self._parts = frozenset(root for _, is_part, root in held if is_part)
+        self._slices = {id(each): each for each, is_part, _ in held if is_part}
         """What has another shape than the parameter or its gradient, by id."""
         self._stale = stale
         self._made: dict[int, tuple[torch.Tensor, _Roots]] = {}
@@ -63,24 +62,28 @@ class PartWatch(TorchDispatchMode):
         is_each = name.startswith("_foreach")
         of_all = frozenset().union(*roots)
         if name in _JOINS or (len(of_all) > 1 and not is_each):
-            raise _refusal(name)
+            raise self.refusal(name)
         output = func(*args, **kwargs)
         made = [each for each in tree_leaves(output) if torch.is_tensor(each)]
         takes_less = is_sum(func._overloadpacket) or any(each.numel() < min(followed) for each in made)
         if takes_less and max(followed) > 1 and not of_all.isdisjoint(self._parts):
-            raise _refusal(name)
+            raise self.refusal(name)
         for at, each in enumerate(made):
             # What is true or false of elements is no number of them.
             if each.dtype != torch.bool and not self._roots_of(each):
                 self._made[_storage(each)] = each, roots[at] if is_each else of_all
         return output
 
+    def refusal(self, name: str) -> ShardwiseError:
+        """What to say of an operation."""
+        return _refusal(name)
+
     def refuse_unseen(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a function that takes values out of torch, where no operation is seen, or gives a part's shape."""
         if func in _SHAPES and id(tensor) in self._slices:
-            raise _refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
-        if func in _LEAVE and self._roots_of(tensor):
-            raise _refusal(func.__name__)
+            raise self.refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
+        if func in LEAVE and self._roots_of(tensor):
+            raise self.refusal(func.__name__)
 
     def _roots_of(self, tensor: torch.Tensor) -> _Roots:
         if (made := self._made.get(_storage(tensor))) is not None:
@@ -144,12 +147,12 @@ class _Unseen(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVE or func in _SHAPES:
+        if func in LEAVE or func in _SHAPES:
             self._watch.refuse_unseen(func, args[0])
         return func(*args, **(kwargs or {}))
 
 
-_LEAVE: frozenset[Any] = frozenset(
+LEAVE: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")
 )
 
@@ -165,10 +168,10 @@ def watched(optimizer: torch.optim.Optimizer, *, buffers: FlatParams, has_parts:
     stale = {each.working.untyped_storage()._cdata for each in buffers.buckets if each.has_master or buffers.is_shared}
     if not stale and not has_parts:
         return nullcontext()
-    held: list[tuple[torch.Tensor, bool]] = []
-    for each in (each for group in optimizer.param_groups for each in group["params"]):
+    held: list[tuple[torch.Tensor, bool, int]] = []
+    for at, each in enumerate(each for group in optimizer.param_groups for each in group["params"]):
         is_part = has_parts and each._place.is_part
-        held += [(each, is_part), (each if each.grad is None else each.grad, is_part)]
+        held += [(each, is_part, at), (each if each.grad is None else each.grad, is_part, at)]
     return PartWatch(held if has_parts else [], stale=stale).around(optimizer)
 
 

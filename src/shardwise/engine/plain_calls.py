@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from shardwise.comm.local_tensors import is_dtensor
 from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.master_states import follow_states
+from shardwise.engine.reads_between_steps import ReadsBetweenSteps
 from shardwise.errors import ModelError, OptimizerError
 
 _SAVE = (
@@ -63,6 +64,7 @@ class PlainCalls:
         self.model = model
         self._optimizers = optimizers
         self._cut = frozenset(cut)
+        self.reads = ReadsBetweenSteps([*cut, *(each for each in model.parameters() if each.is_meta)])
         self.owns_all = owns_all
         self._master_of = master_of
         self.is_engine_step = False
@@ -73,6 +75,7 @@ class PlainCalls:
 
     def refuse(self) -> None:
         """Refuse from now on, in the place of the engine that had the model before."""
+        self.reads.turn(on=True)
         everything: dict[str, str] = {}
         for path, module in self.model.named_modules():
             # Of the engine before this one: the model may be whole now.

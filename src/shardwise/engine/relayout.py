@@ -70,7 +70,8 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
     handed = engine.hand_over()
     channel = handed.channel
     swapped: Swapped = []
-    with aborting(channel, "relayout"), _going_back(handed, swapped):
+    engine._plain_calls.reads.turn(on=False)
+    with aborting(channel, "relayout"), _going_back(engine, handed, swapped):
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
         aliases = aliases_in(engine.model, dict(engine.model.named_parameters()))
@@ -215,7 +216,7 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
 
 
 @contextmanager
-def _going_back(handed: HandOver, swapped: Swapped) -> Iterator[None]:
+def _going_back(engine: Engine[Any], handed: HandOver, swapped: Swapped) -> Iterator[None]:
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
     # this snapshot costs.
@@ -239,4 +240,5 @@ def _going_back(handed: HandOver, swapped: Swapped) -> Iterator[None]:
             optimizer.state.update(state)
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
+        engine._plain_calls.reads.turn(on=True)
         raise

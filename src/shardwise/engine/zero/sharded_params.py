@@ -58,6 +58,11 @@ def functions_of_memory() -> frozenset[Any]:
     return frozenset(found | {getattr(torch.Tensor, name).__get__ for name in _MEMORY if hasattr(torch.Tensor, name)})
 
 
+def plain_class(kind: type) -> type:
+    """The class of parameters in forwards that have class `kind` outside of them."""
+    return getattr(kind, "_plain_class", kind)
+
+
 # One class for each kind of parameter: code that compares the types of two parameters finds them alike.
 @functools.cache
 def sharded_class(kind: type) -> type:
@@ -85,6 +90,7 @@ def sharded_class(kind: type) -> type:
         "__repr__": described,
         "__module__": kind.__module__,
         "_is_sharded_param": True,
+        "_plain_class": kind,
     }
     return type(kind)(f"Sharded{kind.__name__}", (kind,), body)
 
