@@ -63,6 +63,19 @@ class Cached(nn.Module):
         return output
 
 
+class CachedAround(nn.Module):
+    """The same around two calls of a placed module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.other = parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            output: torch.Tensor = self.base(torch.tanh(self.base(self.other(x))))
+        return output
+
+
 class ReadsData(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -87,7 +100,7 @@ class ReadsDataAgain(nn.Module):
         return output
 
 
-KINDS: tuple[Callable[[], nn.Module], ...] = (Inside, Around, Cached, ReadsData, ReadsDataAgain)
+KINDS: tuple[Callable[[], nn.Module], ...] = (Inside, Around, Cached, CachedAround, ReadsData, ReadsDataAgain)
 
 
 def trained(kind: Callable[[], nn.Module], plan: sw.Plan) -> list[float]:
@@ -133,6 +146,14 @@ def test_they_train_alike_under_every_plan(
         plan_of(1, k=2, pp=2),
     ):
         assert trained(kind, plan) == near
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_cached_around_calls_of_placed_modules_keeps_real_weights_alone(k: int) -> None:
+    stages = {"0.base": 0, "0.other": 0, "1.base": 1, "1.other": 0}
+    staged = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages=stages), merge=sw.Merge(microbatches=k))
+    plain = sw.Plan(merge=sw.Merge(microbatches=k))
+    assert trained(CachedAround, staged) == pytest.approx(trained(CachedAround, plain), rel=1e-6)
 
 
 def test_a_rank_that_waits_inside_of_cached_leaves_the_cache_of_others_alone() -> None:

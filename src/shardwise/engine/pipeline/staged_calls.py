@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import outlive_threads
@@ -110,6 +111,8 @@ class Fakes:
         """Operations give fake tensors, draw no random numbers that count, compile nothing, and are watched."""
         # Fake operations draw nothing, but a module may seed the generator itself, and a trial is no call of it.
         state = torch.default_generator.get_state()
+        # Inside of `parametrize.cached` the real call would find fake weights, and this one real ones.
+        weights, parametrize._cache = parametrize._cache, {}
         # torch logs each operation without a fake kernel. That is no fault of the program: the owner announces then.
         was_disabled, _LOG.disabled = _LOG.disabled, True
         try:
@@ -119,6 +122,7 @@ class Fakes:
         finally:
             _LOG.disabled = was_disabled
             torch.default_generator.set_state(state)
+            parametrize._cache = weights
 
     def hollow(self, spec: Spec) -> torch.Tensor:
         """A fake tensor outside of trials."""
