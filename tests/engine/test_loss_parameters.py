@@ -197,7 +197,7 @@ def test_tensors_of_a_rank_alone_stay_its_own() -> None:
     assert (first - 7).abs().max() < 1 > (second - 7).abs().max()
 
 
-@pytest.mark.parametrize("way", [by_output, by_microbatch], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("reads", [True, False])
 def test_where_gradients_are_in_parts_they_refuse_to_be_read(way: Way, reads: bool) -> None:
     """A loss network that nobody trains stays as it is, and the model is trained."""
@@ -216,13 +216,14 @@ def test_where_gradients_are_in_parts_they_refuse_to_be_read(way: Way, reads: bo
         for batch in batches():
             engine.step(batch)
             if reads:
-                own.step()
+                with pytest.raises(OptimizerError, match="one module"):  # on each rank
+                    own.step()
+                own.zero_grad()
         with engine.whole():
             return model.fc1.weight.detach().clone()
 
     if reads:
-        with pytest.raises(OptimizerError, match="one module"):
-            sw.simulate(2, train)
+        sw.simulate(2, train)
         return
     (expected,) = sw.simulate(1, train)
     for found in sw.simulate(2, train):
@@ -253,6 +254,31 @@ def test_ranks_with_other_values_are_refused() -> None:
             channel=channel,
         )
         with pytest.raises(MismatchError, match="same seed on every rank"):
+            engine.step(share_of(batches()[0], channel.rank, 2))
+
+    sw.simulate(2, train)
+
+
+def test_an_optimizer_that_steps_in_backward_is_told_to_step_behind_it() -> None:
+    def train(channel: sw.Channel) -> None:
+        model, head = Net(), Head()
+        own = own_optimizer(head)
+
+        def step(_: torch.Tensor) -> None:
+            own.step()
+            own.zero_grad()
+
+        for each in head.parameters():
+            each.register_post_accumulate_grad_hook(step)
+        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
+        engine = sw.parallelize(
+            model,
+            plan,
+            optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
+            channel=channel,
+            **as_module(model, head),
+        )
+        with pytest.raises(MismatchError, match=r"step their optimizer after engine\.step"):
             engine.step(share_of(batches()[0], channel.rank, 2))
 
     sw.simulate(2, train)

@@ -76,12 +76,23 @@ class LossParameters:
             outputs: dict[str, Any] = {}
             given = (microbatch, lambda output, _: outputs.update(output=output)) if sees_output else (microbatch,)
             found = self._calls.noticed(loss_of, *given) if self._steps == 1 else loss_of(*given)
+            if isinstance(found.loss, StageTensor):
+                self._take_parts(found.loss.flow.leaves)
             with torch._C.DisableTorchFunction():
                 if (loss := _on_this_rank(found.loss)) is not None:
                     self._look_at(loss.grad_fn, outputs, microbatch)
             return found
 
         return watched
+
+    def _take_parts(self, leaves: Collection[torch.Tensor]) -> None:
+        """leaves: what the code between stages computed with, on all ranks alike; the last stage alone has the loss."""
+        known = {*self._found, *map(id, self._parts)}
+        for leaf in leaves:
+            if id(leaf) not in known and isinstance(leaf, nn.Parameter) and not is_of_engine(leaf):
+                known.add(id(leaf))
+                self._found[id(leaf)] = _Found(weakref.ref(leaf), leaf.grad, is_whole=False)
+                leaf.grad = None
 
     def _look_at(self, root: Any, outputs: Any, microbatch: Microbatch) -> None:
         """outputs: what the model gave; empty where that is not known."""
@@ -162,7 +173,8 @@ class LossParameters:
                 raise MismatchError(
                     f"{len(max(parameters, key=len))} trainable parameters of the loss (or of modules that the model "
                     f"does not register) are not the model's, and rank {rank} has others than rank 0, or other values. "
-                    "Build the loss from the same seed on every rank, before the first step. Or: "
+                    "Build the loss from the same seed on every rank, before the first step. A hook in backward finds "
+                    "the gradient of this rank's rows alone: step their optimizer after engine.step(batch). Or: "
                     f"{WAY_OUT[0].lower()}{WAY_OUT[1:]}"
                 )
         are_whole = (all(entry[-1] for entry in of_ranks) for of_ranks in zip(*parameters, strict=True))

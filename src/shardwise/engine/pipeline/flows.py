@@ -95,7 +95,6 @@ class MicrobatchFlow:
         """Of the graphs whose backward runs; None where the kinds of gradients along `tp` are known."""
         self._post = post
         self._recorder = recorder
-        self._rank_of = stages.ranks_of_stages
         self._begun = -1
         self._last_stage = stages.last_local
         self._followed, self._may_step_back = ((), True) if known is None else known
@@ -112,6 +111,8 @@ class MicrobatchFlow:
         # By id, and with the tensor itself: while it is kept alive, no other tensor can get its id.
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
+        self.leaves: list[torch.Tensor] = []
+        """Of graphs: those that the code between stages has met, and all ranks have."""
         self._shaded: dict[int, torch.UntypedStorage] = {}
         """Memories of plain tensors that values of a stage were written to, kept alive for the same reason."""
         # Taken at the beginning of each forward: a forward may put other tensors in the place of buffers.
@@ -129,7 +130,7 @@ class MicrobatchFlow:
         # Backward counts nothing: a recomputation runs on some ranks only, so its calls would make checksums differ.
         if not self.is_forward:
             return
-        rank = self._rank_of[stage]
+        rank = self.stages.ranks_of_stages[stage]
         # The schedule has not come to this stage yet: another microbatch is due on this rank before.
         if rank == self.stages.rank and stage > self._begun:
             self.park()
@@ -215,7 +216,9 @@ class MicrobatchFlow:
             )
         # Its graph exists on one rank only. Taken for a plain tensor it would be used on all ranks with whatever
         # each happens to have in that attribute, and its gradient would end there.
-        if leaf.requires_grad and not leaf.is_leaf:
+        if leaf.requires_grad and leaf.is_leaf:
+            self.leaves.append(leaf)
+        elif leaf.requires_grad:
             raise ModelError(
                 f"{user_site()}: a tensor with a gradient is used between placed modules, and its stage is not known. "
                 "If a placed module left it in an attribute or a list, return it from that module, or collect it with "
