@@ -517,7 +517,7 @@ class Engine(Generic[Model_co]):
 
     def paused(self) -> AbstractContextManager[None]:
         """Inside, the thread is its caller's: a forward of a step waits, in another greenlet."""
-        return self._plain_calls.reads.turned(self._computation.paused(), on=True)
+        return self._rank.plain_calls.reads.turned(self._computation.paused(), on=True)
 
     def take_charge(self, *, frozen: Collection[str] = ()) -> None:
         """Refuse from here on what would go past the engine: see `PlainCalls`.
@@ -630,4 +630,4 @@ class Engine(Generic[Model_co]):
 
     def _stopping_peers(self, doing: str) -> AbstractContextManager[None]:
         stopping = stopping_peers(self._channels.world, doing, advice=self._computation.advice)
-        return self._plain_calls.reads.turned(stopping, on=False)
+        return self._rank.plain_calls.reads.turned(stopping, on=False)

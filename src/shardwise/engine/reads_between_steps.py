@@ -122,14 +122,14 @@ _CALL = nn.Module._call_impl.__code__
 class Part(torch.Tensor):
     """What a program made between steps of parameters that are not whole here."""
 
-    __torch_function__ = classmethod(_followed)
+    __torch_function__: Any = classmethod(_followed)
 
 
 class _PartParameter(nn.Parameter):
     """A parameter that is not whole here, between steps."""
 
     _plain_class = nn.Parameter
-    __torch_function__ = classmethod(_followed)
+    __torch_function__: Any = classmethod(_followed)
 
 
 class _PartArray(np.ndarray[Any, Any]):

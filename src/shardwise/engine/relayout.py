@@ -70,7 +70,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
     handed = engine.hand_over()
     channel = handed.channel
     swapped: Swapped = []
-    engine._plain_calls.reads.turn(on=False)
+    engine._rank.plain_calls.reads.turn(on=False)
     with aborting(channel, "relayout"), _going_back(engine, handed, swapped):
         sources = sources_of(handed)
         settings = _settings_of_all(channel, handed, plan)
@@ -240,5 +240,5 @@ def _going_back(engine: Engine[Any], handed: HandOver, swapped: Swapped) -> Iter
             optimizer.state.update(state)
             for group, parameters in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
-        engine._plain_calls.reads.turn(on=True)
+        engine._rank.plain_calls.reads.turn(on=True)
         raise

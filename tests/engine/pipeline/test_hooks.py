@@ -232,6 +232,25 @@ def test_a_value_in_what_a_module_keeps_is_refused_with_its_module() -> None:
         sw.simulate(2, lambda channel: trained(channel, hook, of("pp=2", BLOCKS)))
 
 
+@torch.no_grad()
+def doubled(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+    output.mul_(2)
+
+
+@torch.no_grad()
+def doubled_input(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+    args[0].mul_(2)
+
+
+@pytest.mark.parametrize("hook", [doubled, doubled_input, lambda _, args, output: output * 2])
+def test_a_hook_inside_that_changes_what_the_module_computed_with_is_refused(hook: Callable[..., Any]) -> None:
+    def put(net: Any) -> None:
+        net.blocks[1].linear.register_forward_hook(hook)
+
+    with pytest.raises(sw.ShardwiseError, match=r"a forward hook on 'blocks.1.linear', inside the placed module"):
+        sw.simulate(2, lambda channel: trained(channel, put, of("pp=2", BLOCKS)))
+
+
 def test_parameters_of_other_stages_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every call has to refuse them: in a generation with objects that modules change."""
 

@@ -483,7 +483,7 @@ def _deliver(
     for number, key, value in writes:
         # Into the program's own containers: the call got fresh ones, in which real tensors stood for values.
         put_into(inputs.containers[number], key, value)
-    if records and isinstance(call, PlacedModule) and (changed := call.call_noted_hooks(records)):
+    if records and isinstance(call, PlacedModule) and (changed := call.call_noted_hooks(records, answer)):
         raise ModelError(
             f"a forward hook on {changed!r}, inside the placed module {call.name!r}, changes its output. Hooks inside "
             "placed modules run after the whole module, on all ranks, and can only look. Put the change into the "

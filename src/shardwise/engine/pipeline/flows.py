@@ -112,7 +112,6 @@ class MicrobatchFlow:
         self._held: dict[int, tuple[torch.Tensor, StageTensor]] = {}
         """Parameters and plain tensors that stand for values of a stage in this forward, by id."""
         self.leaves: list[torch.Tensor] = []
-        """Of graphs: those that the code between stages has met, and all ranks have."""
         self._shaded: dict[int, torch.UntypedStorage] = {}
         """Memories of plain tensors that values of a stage were written to, kept alive for the same reason."""
         # Taken at the beginning of each forward: a forward may put other tensors in the place of buffers.

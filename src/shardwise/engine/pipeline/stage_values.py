@@ -179,6 +179,8 @@ class ValueForward(Protocol):
     device: torch.device
     on_call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     """Gives the result of a torch function of values."""
+    leaves: list[torch.Tensor]
+    """Of graphs: those that the code between stages has met, and all ranks have."""
 
     def refuse_compiled_code(self, function: Any) -> Any:
         """Raise ModelError."""

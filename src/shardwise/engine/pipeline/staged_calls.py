@@ -364,17 +364,25 @@ class PlacedModule:
         """The modules inside that have hooks of others, by position; hooks come and go."""
         return [(at, each) for at, each in enumerate(self.inner) if each._forward_hooks and _foreign_hooks(each)]
 
-    def call_noted_hooks(self, records: Sequence[Any]) -> str:
-        """Call the hooks that were noted, in order; the name of a module whose hook changes the output, or nothing."""
+    def call_noted_hooks(self, records: Sequence[Any], answer: Any) -> str:
+        """Call the hooks that were noted, in order; the name of a module whose hook changes what the rest of the module
+        has computed with, or nothing. answer: what the module gave, which hooks may write to."""
+        given = {each.value.memory for each in _staged(answer)}
         for at, position, args, kwargs, output in records:
+            versions = {each.value.memory: each.value.memory.version for each in _staged((args, kwargs, output))}
             module = self.inner[at]
             number, hook = list(module._forward_hooks.items())[position]  # torch numbers them over the whole process
             takes_keywords = number in module._forward_hooks_with_kwargs
-            answer = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
-            if answer is not None:
+            changed = hook(module, args, kwargs, output) if takes_keywords else hook(module, args, output)
+            written = {each for each, version in versions.items() if each.version != version}
+            if changed is not None or not written <= given:
                 names: dict[nn.Module, str] = {each: name for name, each in self.module.named_modules(prefix=self.name)}
                 return names[module]
         return ""
+
+
+def _staged(nested: Any) -> list[StageTensor]:
+    return [each for each in tensors_in(nested) if isinstance(each, StageTensor)]
 
 
 def _recorder(records: list[Any], at: int, position: int, number: int, module: nn.Module) -> Callable[..., None]:

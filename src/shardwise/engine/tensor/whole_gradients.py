@@ -75,7 +75,7 @@ class _AroundHook:
         if self._portions[0] is None and self._name not in self._summed.names:
             return self.hook(given)
         if self._portions[0] is not None and is_accumulated:
-            watch = PartWatch([(given, True), (gradient, True)])
+            watch = PartWatch([(given, True, 0), (gradient, True, 0)])
             watch.turn(True)
             try:
                 return self.hook(given)
