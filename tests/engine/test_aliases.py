@@ -187,6 +187,27 @@ def test_arrays_are_refused_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_PARTS)
+@pytest.mark.parametrize("keep", [whole, turned, in_closure], ids=lambda keep: keep.__name__)
+def test_of_a_frozen_parameter_they_keep_its_values_until_it_is_unfrozen(keep: Any, name: str) -> None:
+    plan = WITH_PARTS[name]
+
+    def train(channel: sw.Channel) -> None:
+        net: Any = Net(keep)
+        net.first.requires_grad_(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = sw.parallelize(
+            net, plan, optimizer=optimizer, loss=lambda output, batch: output.square().mean(), channel=channel
+        )
+        before = net.seen().clone()
+        step_of(engine, 0, channel)
+        assert torch.equal(net.seen(), before)
+        net.first.requires_grad_(True)
+        step_of(engine, 1, channel)
+
+    assert "`self.weight`" in refused_on_all(2, train)
+
+
+@pytest.mark.parametrize("name", WITH_PARTS)
 def test_after_a_relayout_to_a_plan_with_parts_reads_are_refused(name: str) -> None:
     plan = WITH_PARTS[name]
 

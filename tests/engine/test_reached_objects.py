@@ -265,6 +265,32 @@ def test_what_is_written_to_the_optimizer_s_parameters_is_in_the_model(write: st
         assert all(torch.equal(each, torch.full_like(each, 0.5)) for each in saved)
 
 
+@pytest.mark.parametrize("compute", [None, "bfloat16"])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_a_tied_parameter_reaches_all_its_stages(write: str, compute: str | None) -> None:
+    stages = {"0": 0, "2": 1}
+
+    def run(channel: sw.Channel) -> tuple[float, float]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        plan = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages=stages), precision=sw.Precision(compute=compute))
+        engine = sw.parallelize(
+            model, plan, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), loss=loss, channel=channel
+        )
+        engine.step({"input": BATCH})
+        with torch.no_grad():
+            for each in masters(engine.optimizer):
+                WRITES[write](each)
+        return engine.evaluate({"input": BATCH}).loss, engine.step({"input": BATCH}).loss
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for each in model.parameters():
+        nn.init.constant_(each, 0.5)
+    expected = loss(model(BATCH)).item()
+    for found in sw.simulate(2, run):
+        assert found == pytest.approx([expected] * 2, rel=2e-2 if compute else 1e-5)
+
+
 @pytest.mark.parametrize("plan", ["one", "one bf16", "stage 0", "stage 1", "bf16", "pp"])
 def test_a_prediction_has_what_was_written_or_says_how_to_bring_it(plan: str) -> None:
     def run(channel: sw.Channel) -> Any:

@@ -95,6 +95,10 @@ class _Moved(torch.Tensor):
         return f"<{self._why}>"
 
 
+_LEFT = "_shardwise_alias_of"
+"""An attribute of tensors that stay behind with the values of a frozen parameter: its name, and their offset."""
+
+
 class Alias(NamedTuple):
     """A tensor that a module keeps in the memory of a parameter."""
 
@@ -132,9 +136,11 @@ def aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
                     continue
                 # An array begins anywhere in the memory of a parameter.
                 start = tensor.untyped_storage().data_ptr()
-                for name in in_storage.get(start, ()) if is_tensor else chain.from_iterable(in_storage.values()):
-                    if share_elements(parameters[name], tensor):
-                        offset = _offset_in(parameters[name], tensor)
+                left = vars(tensor).get(_LEFT, {})
+                shared = in_storage.get(start, ()) if is_tensor else chain.from_iterable(in_storage.values())
+                for name in left.keys() & parameters.keys() or shared:
+                    if name in left or share_elements(parameters[name], tensor):
+                        offset = left[name] if name in left else _offset_in(parameters[name], tensor)
                         is_trained = parameters[name].requires_grad and not is_set
                         place = ".".join(filter(None, (prefix, key)))
                         if is_trained and not is_tensor:
@@ -168,8 +174,12 @@ def take_along(aliases: Collection[Alias], parameters: Mapping[str, nn.Parameter
         if parameter is not None and is_whole and each.offset is not None:
             values = parameter.detach()
             tensor.data = values.as_strided(tensor.size(), tensor.stride(), values.storage_offset() + each.offset)
-        # Of a frozen one the values that were there stay good, also where the rank has a part of it now.
-        elif each.is_trained and type(tensor) is not _Moved:
+            vars(tensor).pop(_LEFT, None)
+        # Of a frozen one the values that were there stay good, also where the rank has a part of it now. Once it is
+        # trained, `aliases_in` finds what was left.
+        elif not each.is_trained:
+            vars(tensor).setdefault(_LEFT, {})[each.parameter] = each.offset
+        elif type(tensor) is not _Moved:
             tensor.data = tensor.new_empty(1).expand(tensor.size())  # the old memory goes
             tensor._why = (  # type: ignore[attr-defined]
                 f"{each.name} (of {each.parameter}) was in the memory of that parameter, of which this rank has a part "

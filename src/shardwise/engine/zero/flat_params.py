@@ -192,13 +192,14 @@ class FlatParams:
             return []
         return [name for name, one, other in zip(self._names, now, self._places, strict=True) if one != other]
 
-    def watch(self, *, has_copies: bool) -> None:
-        """Compare from now on what parameters hold with what the engine wrote there. has_copies: other ranks have the
-        same parameters."""
+    def watch(self, copied: Collection[str]) -> None:
+        """Compare from now on what parameters hold with what the engine wrote there. copied: those that other ranks
+        have too."""
         for bucket in self.buckets:
             # A single copy that is its own master holds what counts, whoever writes it. `free` compares a gathered one.
             is_whole = not isinstance(bucket, ShardedBucket)
-            bucket.watch(working=is_whole and (has_copies or bucket.has_master))
+            is_copied = any(slot.name in copied for slot in bucket.plan.slots)
+            bucket.watch(working=is_whole and (is_copied or bucket.has_master))
         self._settle(self.buckets)
 
     def adopt_writes(self, *, reads_all: bool = False) -> None:
