@@ -252,9 +252,6 @@ class EmulatedDeviceChannel(DeviceChannel):
             return self.control.receive(tensor, source, purpose=purpose)
         return super().receive(tensor, source, purpose=purpose)
 
-    def _is_on_host(self, tensor: torch.Tensor) -> bool:
-        return False
-
     def _mark(self) -> Callable[[], bool]:
         before = list(_own_stream)
         return lambda: all(work.ended.is_set() for work in before)

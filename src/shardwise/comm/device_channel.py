@@ -260,7 +260,7 @@ class DeviceChannel:
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`."""
-        if tensor.device.type == "cpu":
+        if tensor.device.type != self.device.type:
             return self.control.send(tensor, destination, purpose=purpose)
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         self.tally.count(signature, self.rank)
@@ -269,7 +269,7 @@ class DeviceChannel:
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
-        if tensor.device.type == "cpu":
+        if tensor.device.type != self.device.type:
             return self.control.receive(tensor, source, purpose=purpose)
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
         self.tally.count(signature, self.rank)
