@@ -440,9 +440,15 @@ def _digests(
     """sha256 of the elements of every output, or of what `changed` makes of them, in parts."""
     # One for each tensor: large ones come in several windows, between which others may come.
     sums = {name: hashlib.sha256() for name in outputs.tensors}
+    for name, elements in _elements(store, outputs, passing):
+        for part in changed(elements):
+            sums[name].update(bytes_of(part.view(torch.uint8)))
+    return {name: each.hexdigest() for name, each in sums.items()}
+
+
+def _elements(store: Store, outputs: Outputs, passing: PassingDigests | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The elements of every output, some at a time and flat: they hold until the next."""
     reader = outputs.reader(store, digests=passing)
     for window in outputs.windows([each.whole for each in outputs.tensors.values()]):
         for piece, elements in zip(window, reader.read(window), strict=True):
-            for part in changed(elements):
-                sums[piece.name].update(bytes_of(part.view(torch.uint8)))
-    return {name: each.hexdigest() for name, each in sums.items()}
+            yield piece.name, elements
