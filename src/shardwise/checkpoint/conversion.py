@@ -378,7 +378,7 @@ class Conversion:
             # Of our own saves the settings and the extra go along whole, with these files in them: they are not added
             # twice.
             has_them = self.contents.format == "shardwise" and kept == self.files  # its settings or its extra go along
-            digests = self._digests(certify=certify)
+            digests = PassingDigests(self.outputs.contents) if certify else None
             added = {} if has_them else as_extra(kept)
             made = make_save(self.store, self.outputs, store, to, added, progress, digests)
             certificate = None if digests is None else self._certified_save(store, made, digests)
@@ -388,10 +388,6 @@ class Conversion:
             with contextlib.suppress(FileExistsError):  # of an earlier save
                 store.create(name, data)
         return self._report(made, files=(*kept, *beside), certificate=certificate)
-
-    def _digests(self, *, certify: bool) -> PassingDigests | None:
-        """What takes the digests of the source as it is read; None where they are not asked for."""
-        return PassingDigests(self.outputs.contents) if certify else None
 
     def _certified_save(self, store: Store, made: WrittenCopy, digests: PassingDigests) -> Certificate:
         """Certify a save, or remove it."""
@@ -429,7 +425,7 @@ class Conversion:
         added: dict[str, bytes] = {}
         path = check_folder(destination)
         plan = plan_folder(self.outputs, to, max_shard_bytes=max_shard_bytes, places=self.places, source=self.store)
-        digests = self._digests(certify=certify)
+        digests = PassingDigests(self.outputs.contents) if certify else None
 
         def finish(store: Store) -> None:
             dtype = main_dtype(self.outputs.tensors.values())
@@ -568,8 +564,7 @@ def _with_masters(
             # A working copy in the dtype that is asked for is its master rounded once: the same bits, and half of the
             # bytes to read.
             if master is not None and tensor.dtype in COMPUTE_DTYPES and tensor.dtype not in (dtype, master.dtype):
-                pieces = tuple(replace(each, piece=replace(each.piece, name=name)) for each in master.pieces)
-                tensors[name] = StoredTensor(name=name, dtype=master.dtype, shape=master.shape, pieces=pieces)
+                tensors[name] = master.renamed(name)
                 used.append(master.name)
     return replace(contents, tensors=tensors), tuple(used)
 

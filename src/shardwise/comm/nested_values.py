@@ -48,24 +48,23 @@ def transform(value: Any, fn: Callable[[Any], Any], *, fresh: bool = False) -> A
         made = {key: transform(each, fn, fresh=fresh) for key, each in value.items()}
         # The same object where nothing changed: programs compare what they gave with what they got by `is`.
         return made if fresh or any(map(is_not, made.values(), value.values())) else value
-    if isinstance(value, MutableMapping):
-        changed = {key: new for key, old in value.items() if (new := transform(old, fn, fresh=fresh)) is not old}
-        if not changed and not fresh:
-            return value
-        filled = _copied(value)
-        for key, new in changed.items():
-            filled[key] = new
-        return filled
-    if _is_dataclass(value):
-        return _transform_dataclass(value, fn, fresh=fresh)
-    return fn(value)
+    if not is_container(value):
+        return fn(value)
+    contents = contents_of(value)
+    changed = {key: new for key, old in contents.items() if (new := transform(old, fn, fresh=fresh)) is not old}
+    if not changed and not fresh:
+        return value
+    filled = _copied(value)
+    for key, new in changed.items():
+        put_into(filled, key, new)
+    return filled
 
 
-def _copied(mapping: Any) -> Any:
-    """A new mapping with the class and the attributes (of a ModelOutput, say), whose constructor is unknown."""
-    # Another class may keep its items in an attribute, which a shallow copy would share: a dict has them then.
-    knows = isinstance(mapping, dict) or hasattr(type(mapping), "__copy__")
-    return copy.copy(mapping) if knows else dict(mapping)
+def _copied(container: Any) -> Any:
+    """A new container with the class and the attributes (of a ModelOutput, say), whose constructor is unknown."""
+    # A mapping may keep its items in an attribute, which a shallow copy would share: a dict has them then.
+    is_other = isinstance(container, MutableMapping) and not isinstance(container, dict)
+    return dict(container) if is_other and not hasattr(type(container), "__copy__") else copy.copy(container)
 
 
 def containers_in(values: Iterable[Any]) -> list[Any]:
@@ -97,7 +96,7 @@ def contents_of(container: Any) -> dict[Any, Any]:
     if isinstance(container, tuple | list):
         return dict(enumerate(container))
     if isinstance(container, MutableMapping):
-        return dict(container)
+        return dict(container.items())  # as the class gives them
     return {spec.name: getattr(container, spec.name, None) for spec in dataclasses.fields(container)}
 
 
@@ -123,7 +122,7 @@ def put_into(container: Any, key: Any, value: Any) -> None:
     elif isinstance(container, MutableMapping):
         container[key] = value
     else:
-        object.__setattr__(container, key, value)
+        object.__setattr__(container, key, value)  # a frozen one too
 
 
 def filled(value: Any, tensors: Sequence[Any], objects: Sequence[Any], *, fresh: bool = False) -> Any:
@@ -152,17 +151,3 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | TensorSlot | ObjectSlot)
-
-
-def _transform_dataclass(value: Any, fn: Callable[[Any], Any], *, fresh: bool) -> Any:
-    changed = {}
-    for spec in dataclasses.fields(value):
-        old = getattr(value, spec.name, None)
-        if (new := transform(old, fn, fresh=fresh)) is not old:
-            changed[spec.name] = new
-    if not changed and not fresh:
-        return value
-    filled = copy.copy(value)
-    for name, new in changed.items():
-        object.__setattr__(filled, name, new)  # a frozen one too
-    return filled

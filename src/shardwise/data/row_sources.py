@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count
 from multiprocessing.util import Finalize
 from os import PathLike
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -60,14 +60,13 @@ class Rows(Protocol):
         """End what reads ahead."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowSource:
+class RowSource(NamedTuple):
     """A dataset that can be read from any cursor on."""
 
     num_samples: int | None
     """In an epoch; None where that is not known."""
     rows: Callable[[Cursor, DataPlace, Settings], Rows]
-    """f(cursor, place of a rank, settings) -> its rows from there on."""
+    """Those of a rank."""
 
 
 def row_source(dataset: Any) -> RowSource:
@@ -86,8 +85,8 @@ def row_source(dataset: Any) -> RowSource:
         return _indexed(dataset)
     if (opened := as_opened(dataset)) is not None:
         return RowSource(None, partial(OpenedRows, opened))
-    if has_items(dataset):  # without an end: it is asked for the samples in the order of their numbers
-        return RowSource(None, partial(SampledRows, _AskedSamples(dataset, None), size=None, indices=list))
+    if has_items(dataset):
+        return RowSource(None, partial(SampledRows, dataset, None))
     raise DataError(
         f"a {type(dataset).__name__} cannot be read from a position on. sw.Data takes a dataset with __len__ and "
         "__getitem__, or a dict of tensors. An iterable needs open(position) or skip(count), which gives the samples "
@@ -158,17 +157,7 @@ def _indexed(dataset: Any) -> RowSource:
         raise DataError(f"the dataset, a {type(dataset).__name__}, has no number of samples: {error}") from error
     if not size:
         raise DataError(f"the dataset, a {type(dataset).__name__}, has no samples")
-
-    def rows(begin: Cursor, place: DataPlace, settings: Settings) -> Rows:
-        def indices(numbers: range) -> list[int]:
-            given = np.arange(numbers.start, numbers.stop, dtype=np.int64)
-            return list(map(int, shuffled(given, seed=settings.seed, size=size)))
-
-        # The size may have changed since the cursor was taken by hand: it is brought into an epoch.
-        begin = begin.advanced(0, size)
-        return SampledRows(_AskedSamples(dataset, size), begin, place, settings, size=size, indices=indices)
-
-    return RowSource(size, rows)
+    return RowSource(size, partial(SampledRows, dataset, size))
 
 
 class _AskedSamples:
@@ -208,28 +197,25 @@ class _AskedSamples:
 class SampledRows:
     """Rows of a dataset with `__getitem__`."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        begin: Cursor,
-        place: DataPlace,
-        settings: Settings,
-        *,
-        size: int | None,
-        indices: Callable[[range], list[int]],
-    ) -> None:
-        """indices: of the samples of these numbers, which are counted through all epochs."""
-        self.begin = begin
+    def __init__(self, dataset: Any, size: int | None, begin: Cursor, place: DataPlace, settings: Settings) -> None:
+        """size: None for a dataset without an end, which is asked for samples in the order of their numbers."""
+        # The size may have changed since the cursor was taken by hand: it is brought into an epoch.
+        self.begin = begin = begin.advanced(0, size)
         self._size = size
         self._global_batch = settings.global_batch
         first = begin.position + begin.epoch * (size or 0)
         of_rank = place.rows(settings.global_batch)
 
         def batches() -> Iterator[list[int]]:
+            # Samples are counted through all epochs.
             for start in count(first, settings.global_batch):
-                yield indices(range(start + of_rank.start, start + of_rank.stop))
+                numbers = range(start + of_rank.start, start + of_rank.stop)
+                given = np.arange(numbers.start, numbers.stop, dtype=np.int64)
+                yield list(numbers if size is None else map(int, shuffled(given, seed=settings.seed, size=size)))
 
-        self._batches = _Reading(dataset, begin, place, settings, batch_sampler=batches(), collate_fn=settings.collate)
+        self._batches = _Reading(
+            _AskedSamples(dataset, size), begin, place, settings, batch_sampler=batches(), collate_fn=settings.collate
+        )
         self.end = self._batches.end
 
     def epoch(self) -> int:
@@ -287,7 +273,10 @@ class _Opened:
 
 
 class OpenedRows:
-    """Rows of a dataset with `open`. Every rank reads the samples of all ranks, and keeps its own."""
+    """Rows of a dataset with `open(position)`, an iterable of its samples from there to the end of an epoch.
+
+    Every rank reads the samples of all ranks, and keeps its own.
+    """
 
     def __init__(self, dataset: Any, begin: Cursor, place: DataPlace, settings: Settings) -> None:
         self.begin = begin
