@@ -59,6 +59,14 @@ def norm_of_gradients(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
     return torch.stack([each.square().sum() for each in found if each is not None]).sum().sqrt()
 
 
+def product(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
+    """The Hessian times a vector."""
+    weights = list(module.parameters())
+    first = torch.autograd.grad(call(x).square().mean(), weights, create_graph=True)
+    along: Any = sum((each * each.detach()).sum() for each in first)
+    return sum(0.1 * each.square().mean() for each in torch.autograd.grad(along, weights, create_graph=True))
+
+
 def projected(module: nn.Module, call: Call, x: torch.Tensor) -> Any:
     """Two losses whose gradients are combined, and given back as a sum with the parameters."""
     weights = list(module.parameters())
@@ -121,7 +129,7 @@ def inner_step_by_autograd(module: nn.Module, call: Call, x: torch.Tensor) -> An
 WAYS: dict[str, Way] = {
     each.__name__: each
     for each in (
-        *(slope, slope_of_slope, ratio, norm_of_gradients, projected, of_function, pulled_back, pushed),
+        *(slope, slope_of_slope, ratio, norm_of_gradients, product, projected, of_function, pulled_back, pushed),
         *(jacobians, curvature, per_row, inner_step, inner_step_by_autograd),
     )
 }
@@ -253,7 +261,7 @@ PLANS = {
 }
 FORWARD_MODE = ("pushed", "jacobians", "curvature")
 OF_FUNCTIONS = (*FORWARD_MODE, "of_function", "pulled_back", "per_row", "inner_step")
-OF_PARAMETERS = ("ratio", "norm_of_gradients", "projected", "inner_step_by_autograd")
+OF_PARAMETERS = ("ratio", "norm_of_gradients", "product", "projected", "inner_step_by_autograd")
 
 
 def words_of(way: str, place: str, plan: str) -> str:
@@ -266,7 +274,7 @@ def words_of(way: str, place: str, plan: str) -> str:
     if "tp" in plan and way in OF_FUNCTIONS:
         said.append("leave the module out of tensor.rules|gives other numbers when it is cut")
     if "tp" in plan and way in OF_PARAMETERS:
-        said.append("are peers along tp and have the same samples, but their losses are")
+        said.append("their losses are .* itself takes gradients of cut parameters")
     if "pp" in plan and place != "child":
         said += [
             "asks for the graph of a value",

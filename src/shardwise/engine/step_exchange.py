@@ -487,10 +487,11 @@ def sum_of_losses(shares: Sequence[float] | Numbers, alike: Index, *, is_exact: 
         group, at = np.argwhere(~are_same)[0]
         raise MismatchError(
             f"rank {alike[group, 0]} and rank {alike[group, at]} are peers along tp and have the same samples, but "
-            f"their losses are {float(firsts[group, 0])!r} and {float(of_groups[group, at])!r}. Some module reads this "
-            "rank's part of a value as if it were whole. Look at tensor.rules: a 'column' needs a 'row' or "
-            "'colwise_gather_output' behind it, bare parameters a 'sum' around them. sw.verify (shardwise verify) "
-            "names the first tensor that differs"
+            f"their losses are {float(firsts[group, 0])!r} and {float(of_groups[group, at])!r}. A module or the "
+            "loss reads this rank's part of a value as if it were whole. Look at tensor.rules: a 'column' needs a "
+            "'row' or 'colwise_gather_output' behind it, bare parameters a 'sum' around them. sw.verify (shardwise "
+            "verify) names the first tensor that differs. A program that itself takes gradients of cut parameters "
+            "(torch.autograd.grad, Hessian products), or norms of them, has parts: use stage 3 in the place of mesh.tp"
         )
     return exact_sum(firsts[:, 0])
 
