@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine import loss_scaling
+from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.engine.step_figures import KnownFigures
 from shardwise.errors import CheckpointError, PlanError, UnderflowWarning
 from tests.engine.expected import points, sgd, square_loss
@@ -336,10 +337,11 @@ def test_scales_follow_those_of_torch_for_many_steps() -> None:
     ours = loss_scaling.LossScale("dynamic", torch.device("cpu"))
     scale, in_a_row = torch.full((), 2.0**126), torch.zeros((), dtype=torch.int32)
     ours.restore((2.0**126, 0))
+    kept = KeptNumbers(torch.device("cpu"))
     for draw in torch.rand(400, generator=random).tolist():
         is_wrong = draw < 0.4
         norm = math.nan if is_wrong else 1.0
-        ours.learn(KnownFigures(loss=1.0, grad_norm=norm, norms={}, weight=1.0, dtype=torch.float32))
+        ours.learn(KnownFigures(loss=1.0, grad_norm=norm, norms={}, weight=1.0, norm_dtype=torch.float32, kept=kept))
         torch._amp_update_scale_(scale, in_a_row, torch.tensor(float(is_wrong)), 2.0, 0.5, 2)
         assert ours.state() == (float(scale), int(in_a_row))
     assert float(scale) < 2.0**110

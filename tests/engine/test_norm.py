@@ -10,14 +10,10 @@ from torch import nn
 from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.engine.norm import (
     clip,
-    clip_on_device,
     divide_and_square,
-    norm_in_one_process,
     norm_of,
-    norm_of_norms,
     norm_on_device,
     norms_of,
-    norms_on_device,
     total_of_each,
     total_of_norms,
 )
@@ -27,8 +23,8 @@ BLOCK = 256
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
 
-def on_device(found: list[torch.Tensor], kept: KeptNumbers) -> float:
-    return float(total_of_each(norms_on_device(found), kept))
+def total_of(found: list[torch.Tensor], kept: KeptNumbers) -> float:
+    return float(total_of_each(norms_of(found), kept))
 
 
 def gradients(*dtypes: torch.dtype) -> list[torch.Tensor]:
@@ -97,13 +93,12 @@ def test_small_runs_are_divided_and_squared_together_as_one_by_one(
 )
 def test_norms_of_stages_make_the_norm_of_one_process_in_every_bit(dtypes: list[torch.dtype]) -> None:
     found = gradients(*dtypes)
-    norms = dict(enumerate(norms_of(found)))
-    there = {at: torch.tensor(norm, dtype=torch.float64) for at, norm in norms.items()}
+    there = {at: norm.double() for at, norm in norms_of(found).items()}
     kept = KeptNumbers(CPU)
     got = float(total_of_norms(there, dtypes, kept))
-    assert got == norm_of_norms(norms, dtypes, CPU) == norm_in_one_process(found) == on_device(found, kept)
+    assert got == float(nn.utils.get_total_norm(found)) == total_of(found, kept)
     assert float(total_of_norms({}, dtypes, kept)) == 0.0
-    assert on_device([], kept) == 0.0
+    assert total_of([], kept) == 0.0
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 3.7])
@@ -113,16 +108,13 @@ def test_a_clip_has_the_bits_of_torch(norm: float) -> None:
     for master, part in zip(masters, flat.clone().split([4, 9]), strict=True):
         master.grad = part
     nn.utils.clip_grads_with_norm_(masters, 1.0, torch.tensor(norm))
-    on_host = flat.clone()
-    clip([on_host], norm=norm, max_norm=1.0, dtype=torch.float32)
-    clip_on_device([flat], torch.tensor(norm), 1.0, KeptNumbers(CPU), one=torch.ones(()))
+    clip([flat], torch.tensor(norm), 1.0, KeptNumbers(CPU))
     assert torch.equal(flat, torch.cat([master.grad for master in masters if master.grad is not None]))
-    assert torch.equal(flat, on_host)
 
 
 def test_gradients_of_a_step_that_is_skipped_stay_as_they_are() -> None:
     flat = torch.tensor([1.0, math.inf, math.nan])
-    clip_on_device([flat], torch.tensor(math.nan), 1.0, KeptNumbers(CPU), one=torch.ones(()))
+    clip([flat], torch.tensor(math.nan), 1.0, KeptNumbers(CPU))
     assert torch.equal(flat.nan_to_num(nan=-7.0), torch.tensor([1.0, math.inf, -7.0]).nan_to_num(nan=-7.0))
 
 

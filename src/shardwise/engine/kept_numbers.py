@@ -16,3 +16,10 @@ class KeptNumbers:
         if found is None or found.shape != shape or found.dtype != dtype:
             found = self._places[name] = torch.empty(shape, dtype=dtype, device=self.device)
         return found
+
+    def one(self, dtype: torch.dtype) -> torch.Tensor:
+        """The number 1; nobody writes to it."""
+        name = f"one {dtype}"
+        if name not in self._places:
+            self._places[name] = torch.ones((), dtype=dtype, device=self.device)
+        return self._places[name]

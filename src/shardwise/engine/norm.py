@@ -11,7 +11,7 @@ Squares that the ranks of a mesh of 2 owners, 2 replicas and tp = 2 count; `w` i
 
 Squares are summed in float64, which makes the float32 norm independent of the cut. Where one data rank has whole
 gradients the norm is that of one process to the last bit, and so is taken as torch takes it: norms of the parameters
-first, then the norm of these, in torch's order (`norms_of`, `norm_of_norms`).
+first, then the norm of these, in torch's order (`norms_of`, `total_of_norms`).
 """
 
 import math
@@ -127,34 +127,6 @@ def norm_of(squares: Sequence[float] | Numbers, dtype: torch.dtype) -> float:
     return float(torch.tensor(math.sqrt(total), dtype=dtype)) if math.isfinite(total) else math.nan
 
 
-def norms_of(gradients: Sequence[torch.Tensor]) -> list[float]:
-    """The 2-norm of each gradient, as `torch.nn.utils.get_total_norm` takes it on its way."""
-    norms = norms_on_device(gradients)
-    # Back in the order of the parameters, by which the ranks of other stages are merged with these. One copy to the
-    # host for all norms. float64 holds any float32 norm exactly, for the way through the message.
-    return torch.stack([norms[at].double() for at in range(len(gradients))]).tolist() if norms else []
-
-
-def norm_of_norms(norms: Mapping[int, float], dtypes: Sequence[torch.dtype], device: torch.device) -> float:
-    """The 2-norm of gradients from their norms, equal to that of `norm_in_one_process` to the bit.
-
-    `norms`: from `norms_of`, by the number of the parameter. `dtypes`: of the gradients of all parameters.
-    """
-    if not norms:
-        return 0.0
-    known = sorted(norms)
-    order = [at for alike in _alike(known, dtypes, device) for at in alike]
-    stacked = torch.stack([torch.tensor(norms[at], dtype=dtypes[at].to_real(), device=device) for at in order])
-    norm = float(torch.linalg.vector_norm(stacked))
-    return norm if math.isfinite(norm) else math.nan
-
-
-def norm_in_one_process(gradients: Sequence[torch.Tensor]) -> float:
-    """The 2-norm as `torch.nn.utils.clip_grad_norm_` takes it, bit for bit; nan when it is not finite."""
-    norm = float(torch.nn.utils.get_total_norm(gradients))
-    return norm if math.isfinite(norm) else math.nan
-
-
 def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """The numbers of tensors of one dtype each, in the order in which torch goes through them."""
     grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True) if tensors else {}
@@ -169,16 +141,6 @@ def _alike(numbers: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.
     return [[numbers[at] for at in alike] for alike in _groups(stand_ins)]
 
 
-def clip(parts: Sequence[torch.Tensor], *, norm: float, max_norm: float, dtype: torch.dtype) -> None:
-    """Scale gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does; flat memory."""
-    if parts:
-        # In the dtype that torch would have: min(1, max / (norm + 1e-6)) is rounded in it.
-        total = torch.full((), norm, dtype=dtype, device=parts[0].device)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        if factor != 1:  # a pass over memory that changes nothing
-            torch._foreach_mul_(list(parts), factor)
-
-
 def clip_values(parts: Sequence[torch.Tensor], most: float) -> None:
     """Bring every element between -most and most, as `torch.nn.utils.clip_grad_value_` does; flat memory."""
     if parts:
@@ -186,7 +148,7 @@ def clip_values(parts: Sequence[torch.Tensor], most: float) -> None:
         torch._foreach_clamp_max_(list(parts), most)
 
 
-# On a device: the host reads none of these ------------------------------------------------------------------------
+# The host reads none of these ---------------------------------------------------------------------------------------
 
 
 def divide_on_device(
@@ -214,7 +176,7 @@ def norm_on_device(runs: Sequence[torch.Tensor], kept: KeptNumbers, *, out: torc
     torch.linalg.vector_norm(_stacked(norms, kept, of), out=out)
 
 
-def norms_on_device(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+def norms_of(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The 2-norm of each gradient by its place, in the order in which `torch.nn.utils.get_total_norm` adds them."""
     norms: dict[int, torch.Tensor] = {}
     for alike in _groups(gradients):
@@ -223,8 +185,8 @@ def norms_on_device(gradients: Sequence[torch.Tensor]) -> dict[int, torch.Tensor
 
 
 def total_of_each(norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, of: str = "") -> torch.Tensor:
-    """The 2-norm of gradients from `norms_on_device`, or from some of them."""
-    # What `torch.nn.utils.get_total_norm` does, but for the places.
+    """The 2-norm of gradients from `norms_of`, or from some of them, as `get_total_norm` takes it, bit for bit."""
+    # What torch does, but for the places.
     if not norms:
         return kept.place(f"norm{of}", dtype=torch.float32).zero_()
     return _norm_of(_stacked(list(norms.values()), kept, of), kept, of)
@@ -233,7 +195,11 @@ def total_of_each(norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, of: s
 def total_of_norms(
     norms: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], kept: KeptNumbers, *, of: str = ""
 ) -> torch.Tensor:
-    """As `norm_of_norms`; the norms are on the device, in float64."""
+    """As `total_of_each`, equal to it to the bit, from norms that came from other ranks.
+
+    `norms`: in float64, which holds them exactly, by the number of the parameter. `dtypes`: of the gradients of all
+    parameters.
+    """
     if not norms:
         return kept.place(f"norm{of}", dtype=torch.float32).zero_()
     known = sorted(norms)
@@ -254,13 +220,16 @@ def _norm_of(norms: torch.Tensor, kept: KeptNumbers, of: str) -> torch.Tensor:
     return norm
 
 
-def clip_on_device(
-    parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, kept: KeptNumbers, *, one: torch.Tensor
-) -> None:
-    """As `clip`, on the flat memory of gradients; they stay as they are where the norm is nan. one: 1 in its dtype."""
+def clip(parts: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, kept: KeptNumbers) -> None:
+    """Scale gradients by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does; flat memory.
+
+    norm: in the dtype that torch would have, in which the factor is rounded. They stay as they are where it is nan.
+    """
     if not parts:
         return
     # The operations of torch, so that the factor has the same bits, but for the last: the smaller one that is no nan.
     factor = torch.add(norm, 1e-6, out=kept.place("factor of the clip", dtype=norm.dtype))
-    torch.fmin(factor.reciprocal_().mul_(max_norm), one, out=factor)
+    torch.fmin(factor.reciprocal_().mul_(max_norm), kept.one(norm.dtype), out=factor)
+    if factor.device.type == "cpu" and factor == 1:  # a pass over memory that changes nothing
+        return
     torch._foreach_mul_(list(parts), factor)

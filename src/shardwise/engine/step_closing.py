@@ -21,8 +21,8 @@ from shardwise.engine.batches import MicrobatchLoss
 from shardwise.engine.bucket_updates import BucketUpdates
 from shardwise.engine.forward_writes import ForwardWrites
 from shardwise.engine.matrix_updates import MatrixUpdates
-from shardwise.engine.norm import clip, clip_values, norm_dtype
-from shardwise.engine.norm_parts import Key, NormParts, Norms, clipped_parts, norm_parts, reported_parts
+from shardwise.engine.norm import clip_values, norm_dtype
+from shardwise.engine.norm_parts import NormParts, Norms, clipped_parts, norm_parts, reported_parts
 from shardwise.engine.optimizers import can_skip_on_device, skipping
 from shardwise.engine.plain_calls import counts_steps
 from shardwise.engine.precision import computes_in_float16, warn_of_underflow
@@ -59,7 +59,6 @@ class StepClosing:
         self.runs = runs_of(rank.buffers.owned, rank.buffers.ownership, counts=self._counts)
         """What this rank owns, in as few runs of memory as can be."""
         dtypes = list(rank.names.trainable.values())
-        self._norm_dtype = norm_dtype(dtypes)
         self._figures = figures_making(
             Surroundings(
                 world=rank.channels.world,
@@ -67,7 +66,7 @@ class StepClosing:
                 ranks=rank.ranks,
                 are_whole=self._has_whole_gradients,
                 dtypes=dtypes,
-                norm_dtype=self._norm_dtype,
+                norm_dtype=norm_dtype(dtypes),
             )
         )
         self._unjudged: deque[Figures] = deque()
@@ -292,9 +291,9 @@ class StepClosing:
             # As in one process: what no microbatch used has no gradient, and the optimizer leaves it alone. Zeros would
             # decay the weights and the moments.
             master.grad = gradients[name] if name in touched else None
-        self._clip(self._gradients, figures.clip)
+        self._clip(self._gradients, figures)
         if self._host_gradients is not None:
-            self._clip(self._host_gradients, partial(self._clip_on_host, figures))
+            self._clip(self._host_gradients, figures)
         stepped = set(touched)
         if closing.shows_gradients:
             with self._shown.shown(gradients, touched, to_hooks=False) as dropped:
@@ -328,7 +327,7 @@ class StepClosing:
         # After the owner's working copy has the new values: replicas on other stages are copies of it.
         self._rank.ties.publish(self.trained)
 
-    def _clip(self, gradients: GradReduce | HostGradients, clip_by: Callable[..., None]) -> None:
+    def _clip(self, gradients: GradReduce | HostGradients, figures: Figures) -> None:
         """Every rank clips its own part of the gradient by norms of the whole one, and then by value."""
         limits = self._plan.clip_grad_norm
         if isinstance(limits, Mapping):
@@ -336,15 +335,9 @@ class StepClosing:
             runs = gradients.runs_of(self._asked.runs)
             for name, most in limits.items():
                 atoms = self._asked.atoms["clip", name]
-                clip_by([run for run, mark in runs if (mark if mark >= 0 else ~mark) in atoms], most, ("clip", name))
+                of_part = [run for run, mark in runs if (mark if mark >= 0 else ~mark) in atoms]
+                figures.clip(of_part, most, ("clip", name))
         elif limits is not None:
-            clip_by(gradients.parts, limits)
+            figures.clip(gradients.parts, limits)
         if self._plan.clip_grad_value is not None:
             clip_values(gradients.parts, self._plan.clip_grad_value)
-
-    def _clip_on_host(
-        self, figures: Figures, parts: Sequence[torch.Tensor], most: float, key: Key | None = None
-    ) -> None:
-        """As `Figures.clip`, of parts in the memory of the host, which knows the norms."""
-        norm = figures.grad_norm if key is None else figures.norms[key]
-        clip(parts, norm=norm, max_norm=most, dtype=self._norm_dtype)

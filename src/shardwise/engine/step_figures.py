@@ -36,15 +36,11 @@ from shardwise.engine.kept_numbers import KeptNumbers
 from shardwise.engine.loss_entries import LossEntries, kinds_of_ranks, names_in, sums_of_entries
 from shardwise.engine.norm import (
     clip,
-    clip_on_device,
     divide_and_square,
     divide_on_device,
-    norm_in_one_process,
     norm_of,
-    norm_of_norms,
     norm_on_device,
     norms_of,
-    norms_on_device,
     squares_of_atoms,
     total_of_each,
     total_of_norms,
@@ -116,7 +112,8 @@ class KnownFigures:
     """Of the mean gradient; nan where it is not finite."""
     norms: Mapping[Key, float]
     """Of the parts that were asked for, as `grad_norm`."""
-    dtype: torch.dtype
+    norm_dtype: torch.dtype
+    kept: KeptNumbers
     others: Mapping[str, float] = field(default_factory=dict)
     """The weighted means of what the loss function gives besides the loss."""
     is_known = True
@@ -142,14 +139,52 @@ class KnownFigures:
 
         key: of the part whose norm it is; None: of all.
         """
-        clip(parts, norm=self.grad_norm if key is None else self.norms[key], max_norm=max_norm, dtype=self.dtype)
+        norm = torch.tensor(self.grad_norm if key is None else self.norms[key], dtype=self.norm_dtype)
+        clip(parts, norm, max_norm, self.kept)
 
 
-class MadeOnHost:
-    """Figures of ranks on CPUs, in one message with what else they agree on."""
+_NormAndParts: TypeAlias = tuple[torch.Tensor, Callable[[Key], torch.Tensor]]
+"""The norm of all gradients, and the function that gives that of a part."""
+
+
+class _Making:
+    """What is made alike on the host and on a device, where each gradient is whole on one rank."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._kept = KeptNumbers(around.world.device)
+
+    @property
+    def _sends_norms(self) -> bool:
+        return self._around.are_whole and self._around.world.size > 1
+
+    def _norms_of_one(self, own: RankFigures) -> _NormAndParts:
+        """All gradients are on this rank."""
+        norms, number_of = norms_of(list(own.used.values())), list(own.used)
+
+        def of_part(key: Key) -> torch.Tensor:
+            mine = {at: norm for at, norm in norms.items() if number_of[at] in _numbers_of(key, own)}
+            return total_of_each(mine, self._kept, of=f" of {key}")
+
+        return total_of_each(norms, self._kept), of_part
+
+    def _norms_of_numbers(self, own: RankFigures, norms: Mapping[int, torch.Tensor]) -> _NormAndParts:
+        """norms: of the parameters of all ranks, by number."""
+        dtypes = self._around.dtypes
+
+        def of_part(key: Key) -> torch.Tensor:
+            mine = {at: norm for at, norm in norms.items() if at in _numbers_of(key, own)}
+            return total_of_norms(mine, dtypes, self._kept, of=f" of {key}")
+
+        return total_of_norms(norms, dtypes, self._kept), of_part
+
+
+def _numbers_of(key: Key, own: RankFigures) -> Collection[int]:
+    return own.norms.numbers[key] if own.norms is not None else ()
+
+
+class MadeOnHost(_Making):
+    """Figures of ranks on CPUs, in one message with what else they agree on."""
 
     def given(self, own: RankFigures) -> list[bytes]:
         """Divide the gradients; what this rank says in the message that closes the step, in as many parts as all."""
@@ -162,7 +197,9 @@ class MadeOnHost:
             squares = [divide_and_square(runs, divisor, around.world.device)]
         else:
             squares = squares_of_atoms(own.marked, divisor, around.world.device, num_atoms=own.norms.num_atoms)
-        norms = norms_of(list(own.used.values())) if around.are_whole and around.world.size > 1 else []
+        found = norms_of(list(own.used.values())) if self._sends_norms else {}
+        # One copy to the host for all norms. float64 holds any float32 norm exactly, for the way through the message.
+        norms = torch.stack([found[at].double() for at in range(len(found))]).tolist() if found else []
         values = torch.stack([each.loss.double() for each in own.losses]).tolist() if own.losses else []
         entries = LossEntries(own.losses, own.weighting, around.data_rank)
         loss = own.weighting.share_of_mean(values, around.data_rank)
@@ -176,33 +213,32 @@ class MadeOnHost:
         has_atoms = own.norms is not None and not around.are_whole
         num_atoms = own.norms.num_atoms if own.norms is not None and has_atoms else 1
         shares, *squares = numbers_in(answers[0], 1 + num_atoms, purpose=_PURPOSE)
-        parts: dict[Key, float] = {}
         loss = sum_of_losses(shares, around.ranks.alike_index, is_exact=True)
         kinds, given = answers[1:3]
         others = sums_of_entries(kinds, given, around.ranks.alike_index, is_exact=True, purpose=_PURPOSE)
-        if not around.are_whole:
-            norm = norm_of(np.concatenate(squares), around.norm_dtype)
-            for key, atoms in own.norms.atoms.items() if own.norms is not None else ():
-                of_part = [squares[at] for at in atoms]
-                parts[key] = norm_of(np.concatenate(of_part), around.norm_dtype) if of_part else 0.0
-        elif around.world.size == 1 and own.norms is None:
-            norm = norm_in_one_process(list(own.used.values()))
-        else:
+        if around.are_whole:
             if around.world.size == 1:
-                norms = dict(zip(own.used, norms_of(list(own.used.values())), strict=True))
+                total, of_part = self._norms_of_one(own)
             else:
-                pairs = understood(answers[3], self._norms_in, purpose=_PURPOSE)
-                norms = {number: norm for each in pairs for number, norm in each}
-            norm = norm_of_norms(norms, around.dtypes, around.world.device)
-            for key, numbers in own.norms.numbers.items() if own.norms is not None else ():
-                of_numbers = {at: each for at, each in norms.items() if at in numbers}
-                parts[key] = norm_of_norms(of_numbers, around.dtypes, around.world.device)
+                pairs = [pair for each in understood(answers[3], self._norms_in, purpose=_PURPOSE) for pair in each]
+                found = torch.tensor([norm for _, norm in pairs], dtype=torch.float64).unbind()
+                norms = dict(zip((number for number, _ in pairs), found, strict=True))
+                total, of_part = self._norms_of_numbers(own, norms)
+            norm = _or_nan(float(total))
+            parts = {key: _or_nan(float(of_part(key))) for key in _keys(own)}
+        else:
+            norm = norm_of(np.concatenate(squares), around.norm_dtype)
+            parts = {
+                key: norm_of([square for at in atoms for square in squares[at]], around.norm_dtype)
+                for key, atoms in (own.norms.atoms.items() if own.norms is not None else ())
+            }
         return KnownFigures(
             loss=loss,
             weight=own.weighting.total,
             grad_norm=norm,
             norms=parts,
-            dtype=around.norm_dtype,
+            norm_dtype=around.norm_dtype,
+            kept=self._kept,
             others=others,
         )
 
@@ -217,17 +253,21 @@ def _known(number: int, around: "Surroundings") -> int:
     return number
 
 
+def _keys(own: RankFigures) -> tuple[Key, ...]:
+    """The parts whose norms are asked for."""
+    return () if own.norms is None else tuple(own.norms.numbers)
+
+
+def _or_nan(norm: float) -> float:
+    return norm if math.isfinite(norm) else math.nan
+
+
 def _packed_numbers(numbers: Collection[int]) -> bytes:
     return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
-class MadeOnDevice:
+class MadeOnDevice(_Making):
     """Figures that stay on the device until somebody looks."""
-
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
-        self._one = torch.ones((), dtype=around.norm_dtype, device=around.world.device)
-        self._kept = KeptNumbers(around.world.device)
 
     def given(self, own: RankFigures) -> list[bytes]:
         """See `MadeOnHost`. Only what the hosts have to know to bring the norms of parameters together."""
@@ -241,16 +281,22 @@ class MadeOnDevice:
         used, said = answers
         kinds = kinds_of_ranks(said, purpose=_PURPOSE)
         told = understood(used, self._counts_in, purpose=_PURPOSE)
-        numbers = [each for _, each in told]
         num_atoms = 1 if own.norms is None else own.norms.num_atoms
-        keys = () if own.norms is None else tuple(own.norms.numbers)
+        keys, names = _keys(own), names_in(kinds)
+        num_losses = own.weighting.counts[[*around.ranks.data_ranks]].tolist()
         places = _Places(
-            num_losses=own.weighting.counts[[*around.ranks.data_ranks]].tolist(),
-            num_norms=[len(each) if self._sends_norms else 0 if around.are_whole else num_atoms for each in numbers],
+            sizes=[
+                (
+                    count,
+                    len(numbers) if self._sends_norms else 0 if around.are_whole else num_atoms,
+                    0 if own.weights is None else count,
+                    num_digests,
+                    count * len(names) if given else 0,
+                )
+                for count, (num_digests, numbers), given in zip(num_losses, told, kinds, strict=True)
+            ],
             has_weights=own.weights is not None,
-            num_digests=[count for count, _ in told],
-            names=names_in(kinds),
-            has_entries=[bool(each) for each in kinds],
+            names=names,
         )
         # In float64, which holds any loss and any norm exactly.
         table = self._kept.place("table", places.total + 1 + len(keys), dtype=torch.float64)
@@ -261,61 +307,32 @@ class MadeOnDevice:
             losses = [each.loss for each in own.losses]
             torch.stack([*losses, *weights, *entries, norm], out=table[: places.total + 1])
         else:
-            row = self._row(own, places.num_norms[world.rank])
+            row = self._row(own, places.sizes[world.rank])
             world.all_gather(table[: places.total], row, counts=places.counts, purpose="losses and norms").wait()
-            norm, of_part = (self._norms_of_numbers if around.are_whole else self._norms_of_atoms)(
-                own, places, numbers, table
-            )
+            if around.are_whole:
+                norms = {
+                    number: norm
+                    for rank, (_, numbers) in enumerate(told)
+                    for number, norm in zip(numbers, table[places.of(_NORMS, rank)].unbind(), strict=True)
+                }
+                norm, of_part = self._norms_of_numbers(own, norms)
+                table[places.total].copy_(norm)
+            else:
+                norm, of_part = self._norms_of_atoms(own, places, table)
         parts = {key: self._in_norm_dtype(of_part(key), f"norm of {key} in its dtype") for key in keys}
         for at, each in enumerate(parts.values()):
             table[places.total + 1 + at].copy_(each)
         norm = self._in_norm_dtype(norm, "norm in its dtype")
-        return DeviceFigures(self._around, own, places, table, norm, parts, self._one, self._kept)
+        return DeviceFigures(self._around, own, places, table, norm, parts, self._kept)
 
-    # The norm of all, and the function that gives that of a part, where gradients are ..
-
-    def _norms_of_one(self, own: RankFigures) -> "_NormAndParts":
-        """.. all on this rank."""
-        norms = norms_on_device(list(own.used.values()))
-        if own.norms is None:
-            return total_of_each(norms, self._kept), _no_part
-        number_of, of_parts = list(own.used), own.norms.numbers
-
-        def of_part(key: Key) -> torch.Tensor:
-            mine = {at: norm for at, norm in norms.items() if number_of[at] in of_parts[key]}
-            return total_of_each(mine, self._kept, of=f" of {key}")
-
-        return total_of_each(norms, self._kept), of_part
-
-    def _norms_of_numbers(
-        self, own: RankFigures, places: "_Places", numbers: Sequence[Sequence[int]], table: torch.Tensor
-    ) -> "_NormAndParts":
-        """.. each whole on one rank."""
-        norms = {
-            number: table[places.norms(rank).start + at]
-            for rank, each in enumerate(numbers)
-            for at, number in enumerate(each)
-        }
-        dtypes = self._around.dtypes
-
-        def of_part(key: Key) -> torch.Tensor:
-            mine = {at: norm for at, norm in norms.items() if own.norms is not None and at in own.norms.numbers[key]}
-            return total_of_norms(mine, dtypes, self._kept, of=f" of {key}")
-
-        norm = total_of_norms(norms, dtypes, self._kept)
-        table[places.total].copy_(norm)
-        return norm, of_part
-
-    def _norms_of_atoms(
-        self, own: RankFigures, places: "_Places", numbers: Sequence[Sequence[int]], table: torch.Tensor
-    ) -> "_NormAndParts":
-        """.. in parts on several ranks."""
+    def _norms_of_atoms(self, own: RankFigures, places: "_Places", table: torch.Tensor) -> _NormAndParts:
+        """Gradients are in parts on several ranks."""
         # A rank gives one norm of each atom, mostly in rows that are alike.
         size = self._around.world.size
         if len(set(places.counts)) == 1:
-            columns = table[: places.total].view(size, -1)[:, places.norms(0)]
+            columns = table[: places.total].view(size, -1)[:, places.of(_NORMS, 0)]
         else:
-            columns = torch.stack([table[places.norms(rank)] for rank in range(size)])
+            columns = torch.stack([table[places.of(_NORMS, rank)] for rank in range(size)])
 
         def of_part(key: Key) -> torch.Tensor:
             place = self._kept.place(f"norm of {key}", dtype=torch.float64)
@@ -338,11 +355,10 @@ class MadeOnDevice:
             raise ValueError(f"{num_digests} digests")
         return num_digests, [_known(each, self._around) for each in numbers]
 
-    def _row(self, own: RankFigures, num_norms: int) -> torch.Tensor:
-        """What this rank gives. `num_norms`: of parameters, or the one of all that it counts."""
+    def _row(self, own: RankFigures, sizes: Sequence[int]) -> torch.Tensor:
+        """What this rank gives. `sizes`: see `_Places`."""
         entries = LossEntries(own.losses, own.weighting, self._around.data_rank).on_device(self._around.world.device)
-        num_losses, num_digests = len(own.losses), len(own.digests)
-        sizes = [num_losses, num_norms, 0 if own.weights is None else num_losses, num_digests, len(entries)]
+        num_losses, num_norms, _, num_digests, _ = sizes
         row = self._kept.place("row", sum(sizes), dtype=torch.float64)
         losses, norms, weights, digests, others = row.split(sizes)
         own_losses = [each.loss for each in own.losses]
@@ -366,17 +382,6 @@ class MadeOnDevice:
         if entries:
             torch.stack(entries, out=others)
         return row
-
-    @property
-    def _sends_norms(self) -> bool:
-        return self._around.are_whole and self._around.world.size > 1
-
-
-_NormAndParts: TypeAlias = tuple[torch.Tensor, Callable[[Key], torch.Tensor]]
-
-
-def _no_part(key: Key) -> torch.Tensor:
-    raise KeyError(key)
 
 
 class HostCopy:
@@ -403,33 +408,23 @@ class HostCopy:
         return values
 
 
+_LOSSES, _NORMS, _WEIGHTS, _DIGESTS, _ENTRIES = range(5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Places:
     """Where in the table what is: of each rank losses, norms, weights, digests, entries, in this order."""
 
-    num_losses: Sequence[int]
-    """Of each rank, as all numbers of them."""
-    num_norms: Sequence[int]
+    sizes: Sequence[Sequence[int]]
+    """Of each rank: how many of each."""
     has_weights: bool
-    num_digests: Sequence[int]
     names: Sequence[str]
     """Of other entries of losses."""
-    has_entries: Sequence[bool]
-    """Whether each rank has any: one that computes nothing has none."""
 
-    def _num_entries(self, rank: int) -> int:
-        return self.num_losses[rank] * len(self.names) * self.has_entries[rank]
-
-    @property
+    @cached_property
     def counts(self) -> list[int]:
         """How much each rank gives."""
-        num_numbers = 1 + self.has_weights
-        return [
-            num_losses * num_numbers + num_norms + num_digests + self._num_entries(rank)
-            for rank, (num_losses, num_norms, num_digests) in enumerate(
-                zip(self.num_losses, self.num_norms, self.num_digests, strict=True)
-            )
-        ]
+        return [*map(sum, self.sizes)]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -440,31 +435,16 @@ class _Places:
         """How much all ranks give; the norm of all is behind it, and then those of parts."""
         return self._starts[-1]
 
-    def losses(self, rank: int) -> slice:
-        """Of a rank."""
-        start = self._starts[rank]
-        return slice(start, start + self.num_losses[rank])
+    def of(self, kind: int, rank: int) -> slice:
+        """Those of one kind of a rank."""
+        start = self._starts[rank] + sum(self.sizes[rank][:kind])
+        return slice(start, start + self.sizes[rank][kind])
 
-    def norms(self, rank: int) -> slice:
-        """Of a rank."""
-        start = self.losses(rank).stop
-        return slice(start, start + self.num_norms[rank])
-
-    def weights(self, rank: int) -> slice:
-        """Of a rank."""
-        start = self.norms(rank).stop
-        return slice(start, start + self.num_losses[rank] * self.has_weights)
-
-    def digests(self, rank: int) -> slice:
-        """Of a rank."""
-        start = self.weights(rank).stop
-        return slice(start, start + self.num_digests[rank])
-
-    def entries(self, rank: int, name: int) -> slice:
+    def entries(self, name: int, rank: int) -> slice:
         """Those of a rank of the name with this number."""
-        count = self._num_entries(rank) // len(self.names)
-        start = self.digests(rank).stop + name * count
-        return slice(start, start + count)
+        place = self.of(_ENTRIES, rank)
+        count = (place.stop - place.start) // len(self.names)
+        return slice(place.start + name * count, place.start + (name + 1) * count)
 
 
 class DeviceFigures:
@@ -478,16 +458,14 @@ class DeviceFigures:
         table: torch.Tensor,
         norm: torch.Tensor,
         parts: Mapping[Key, torch.Tensor],
-        one: torch.Tensor,
         kept: KeptNumbers,
     ) -> None:
-        """table: what all ranks gave, behind it the norm and those of `parts`. one: the number, in the norm's dtype.
+        """table: what all ranks gave, behind it the norm and those of `parts`.
 
         All of them are `kept`, and hold until the next step; what is asked later is in the copy for the host.
         """
         self._kept = kept
         self._around = around
-        self._one = one
         self._given_weighting = own.weighting
         self._entries = list(own.digests)
         self._places = places
@@ -520,13 +498,13 @@ class DeviceFigures:
     def loss(self) -> float:
         """See `KnownFigures`."""
         self._check_batches()
-        return self._mean_of(self._places.losses)
+        return self._mean_of(partial(self._places.of, _LOSSES))
 
     @property
     def others(self) -> dict[str, float]:
         """See `KnownFigures`."""
         places = self._places
-        return {name: self._mean_of(partial(places.entries, name=at)) for at, name in enumerate(places.names)}
+        return {name: self._mean_of(partial(places.entries, at)) for at, name in enumerate(places.names)}
 
     def _mean_of(self, place_of: Callable[[int], slice]) -> float:
         """The weighted mean of numbers that each rank has for its microbatches; none where it computed nothing."""
@@ -552,8 +530,7 @@ class DeviceFigures:
         return {key: self._norm_at(self._places.total + 1 + at) for at, key in enumerate(self._parts)}
 
     def _norm_at(self, place: int) -> float:
-        norm = float(torch.tensor(self._values[place], dtype=self._around.norm_dtype))
-        return norm if math.isfinite(norm) else math.nan
+        return _or_nan(float(torch.tensor(self._values[place], dtype=self._around.norm_dtype)))
 
     @property
     def is_finite(self) -> bool:
@@ -566,12 +543,15 @@ class DeviceFigures:
 
     def clip(self, parts: Sequence[torch.Tensor], max_norm: float, key: Key | None = None) -> None:
         """See `KnownFigures`."""
-        norm = self._norm
-        if key is not None:
+        norm, kept = self._norm, self._kept
+        if parts and parts[0].device != norm.device:  # in the memory of the host, which knows the norms by then
+            norm = torch.tensor(self.grad_norm if key is None else self.norms[key], dtype=norm.dtype)
+            kept = KeptNumbers(norm.device)
+        elif key is not None:
             # And nan where the norm of all is: then nothing is scaled.
             place = self._kept.place(f"norm of {key} or nan", dtype=norm.dtype)
             norm = torch.add(self._parts[key], norm, alpha=0, out=place)
-        clip_on_device(parts, norm, max_norm, self._kept, one=self._one)
+        clip(parts, norm, max_norm, kept)
 
     @cached_property
     def _values(self) -> list[float]:
@@ -582,7 +562,7 @@ class DeviceFigures:
         if not self._places.has_weights:
             return self._given_weighting
         ranks = self._around.ranks.speakers
-        weighting = Weighting.of([self._values[self._places.weights(rank)] for rank in ranks])
+        weighting = Weighting.of([self._values[self._places.of(_WEIGHTS, rank)] for rank in ranks])
         check_weighting(weighting)
         return weighting
 
@@ -601,7 +581,7 @@ class DeviceFigures:
             refuse_different_batches(lines_of, self._around.ranks.first_of)
 
     def _digests_on_device(self, name: str, ranks: Sequence[int], table: torch.Tensor) -> torch.Tensor:
-        given = [table[self._places.digests(rank)] for rank in ranks]
+        given = [table[self._places.of(_DIGESTS, rank)] for rank in ranks]
         if len(given) == 1:
             return given[0].view(torch.int64)
         place = self._kept.place(name, sum(map(len, given)), dtype=torch.float64)
@@ -609,7 +589,7 @@ class DeviceFigures:
 
     def _digests_of(self, rank: int) -> list[str]:
         # As bytes: a digest may be the bits of a nan, which is unlike itself.
-        return [struct.pack("<d", value).hex() for value in self._values[self._places.digests(rank)]]
+        return [struct.pack("<d", value).hex() for value in self._values[self._places.of(_DIGESTS, rank)]]
 
 
 Figures: TypeAlias = KnownFigures | DeviceFigures

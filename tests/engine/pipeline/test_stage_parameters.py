@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import weakref
 from itertools import chain
 from typing import Any
@@ -13,7 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.inventory import Inventory, take_inventory
-from shardwise.engine.norm import norm_in_one_process, norm_of_norms, norms_of
+from shardwise.engine.kept_numbers import KeptNumbers
+from shardwise.engine.norm import norms_of, total_of_norms
 from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign, move_to
 from shardwise.errors import BatchError, CheckpointError, MismatchError, PlanError
 from shardwise.plan import Placement
@@ -171,20 +171,18 @@ def test_the_norm_of_norms_is_the_norm_of_one_process_in_every_bit(seed: int) ->
         for at in range(1 + seed * 3)
     ]
     owner_of = torch.randint(0, 4, (len(gradients),), generator=numbers).tolist()
-    norms = [math.nan] * len(gradients)
+    norms = {}
     for owner in range(4):
         mine = [at for at in range(len(gradients)) if owner_of[at] == owner]
-        for at, norm in zip(mine, norms_of([gradients[at] for at in mine]), strict=True):
-            norms[at] = norm
-    got = norm_of_norms(dict(enumerate(norms)), [each.dtype for each in gradients], torch.device("cpu"))
-    assert got == norm_in_one_process(gradients)
+        for place, norm in norms_of([gradients[at] for at in mine]).items():
+            norms[mine[place]] = norm.double()
+    got = total_of_norms(norms, [each.dtype for each in gradients], KeptNumbers(torch.device("cpu")))
+    assert float(got) == float(nn.utils.get_total_norm(gradients))
 
 
-def test_a_norm_that_is_not_finite_is_nan_and_that_of_nothing_is_zero() -> None:
-    cpu = torch.device("cpu")
-    assert math.isnan(norm_of_norms({0: 1.0, 1: math.inf}, [torch.float32] * 2, cpu))
-    assert norm_of_norms({}, [], cpu) == 0.0
-    assert norms_of([]) == []
+def test_the_norm_of_nothing_is_zero() -> None:
+    assert float(total_of_norms({}, [], KeptNumbers(torch.device("cpu")))) == 0.0
+    assert norms_of([]) == {}
 
 
 # -- in an engine
