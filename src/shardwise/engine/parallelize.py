@@ -94,7 +94,7 @@ from shardwise.engine.weight_averages import WeightAverages
 from shardwise.engine.wrapping import unwrap
 from shardwise.engine.zero.flat_params import FlatParams
 from shardwise.engine.zero.host_gradients import HostGradients
-from shardwise.engine.zero.install import OwnedLayout, install, make_params, plan_layout, units_of
+from shardwise.engine.zero.install import OwnedLayout, install, plan_layout, units_of
 from shardwise.errors import MismatchError, PlanError
 from shardwise.plan import Placement, Plan
 from shardwise.plan.units import Units
@@ -535,10 +535,11 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
         but=[each for name, each in held.parameters.items() if name in buffered or name not in owned.parameters],
     )
     optimizers = know(inspected.optimizers, inventory, keys)  # while they still have all parameters
-    buffers = make_params(
-        layout,
+    buffers = FlatParams(
         owned,
+        layout.ownership,
         channels.owners,
+        unit_of=layout.units.unit_of(),
         whole=work.keys() if sliced else held.parameters.keys(),
         waiting=waiting,
         offload=plan.sharding.offload,

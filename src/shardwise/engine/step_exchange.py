@@ -179,16 +179,15 @@ def factors_on_device(
     """
     device = everyone.device
     held = [each if isinstance(each, torch.Tensor) else torch.full((), each, device=device) for each in weights]
-    own = torch.stack([each.to(device) for each in held]).double() if held else of_none(device)
+    own = (
+        torch.stack([each.to(device) for each in held]).double()
+        if held
+        else torch.empty(0, dtype=torch.float64, device=device)
+    )
     of_all = torch.empty(weighting.num_microbatches, dtype=own.dtype, device=device)
     counts = None if weighting.is_same_count else weighting.counts.tolist()
     everyone.all_gather(of_all, own, counts=counts, purpose="weights of microbatches").wait()
     return own, list((own * (weighting.num_microbatches / of_all.sum())).float().unbind())
-
-
-def of_none(device: torch.device) -> torch.Tensor:
-    """The numbers of a rank that has none."""
-    return torch.empty(0, dtype=torch.float64, device=device)
 
 
 def scaled_loss(loss: torch.Tensor, factor: Weight) -> torch.Tensor:

@@ -262,18 +262,17 @@ def _or_nan(norm: float) -> float:
     return norm if math.isfinite(norm) else math.nan
 
 
-def _packed_numbers(numbers: Collection[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)
-
-
 class MadeOnDevice(_Making):
     """Figures that stay on the device until somebody looks."""
 
     def given(self, own: RankFigures) -> list[bytes]:
         """See `MadeOnHost`. Only what the hosts have to know to bring the norms of parameters together."""
         divide_on_device(own.parts, own.divisor, own.scale, self._kept)
-        counts = struct.pack("<q", len(own.digests)) + _packed_numbers(own.used if self._sends_norms else ())
-        return [counts, LossEntries(own.losses, own.weighting, self._around.data_rank).packed_kinds()]
+        numbers = [len(own.digests), *(own.used if self._sends_norms else ())]
+        return [
+            struct.pack(f"<{len(numbers)}q", *numbers),
+            LossEntries(own.losses, own.weighting, self._around.data_rank).packed_kinds(),
+        ]
 
     def made(self, own: RankFigures, answers: Sequence[RankValues]) -> "DeviceFigures":
         """See `MadeOnHost`."""

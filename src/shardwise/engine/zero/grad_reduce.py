@@ -33,7 +33,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -49,17 +48,11 @@ from shardwise.engine.zero.flat_params import Mark, Owned, Run
 from shardwise.engine.zero.grad_buffers import GradBuffer, GradBuffers, OwnedGradients
 from shardwise.engine.zero.grad_copies import MOST_ELEMENTS, GradCopies
 from shardwise.engine.zero.grad_hooks import Collectors
+from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.errors import ModelError
 from shardwise.plan import Arena, Bucket, Ownership, Precision, plan_arena
 from shardwise.plan.memory import buffered_dtype, run_dtype, wire_dtype
-
-
-class PartsTaker(Protocol):
-    """Who takes the reduced part of each bucket, as soon as there is one."""
-
-    def send(self, bucket: Bucket, part: torch.Tensor) -> None:
-        """The owned part of a bucket has its last value."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -126,12 +119,12 @@ class GradReduce(Passes):
         adds_after: bool = False,
         stage_of: Mapping[str, int] | None = None,
         starts_when_complete: bool = True,
-        taker: PartsTaker | None = None,
+        taker: HostGradients | None = None,
     ) -> None:
         """`late`: parameters whose gradient is not complete when the backward that finished them was the last.
         `adds_after`: reduce the others after each microbatch. `stage_of`: which backward finishes a parameter, where a
         rank has several stages. `starts_when_complete`: reduce a bucket when its last gradient has come; False: when
-        the caller says so.
+        the caller says so. `taker`: gets the owned part of each bucket as soon as it has its last value.
         """
         self._precision = precision
         self._owners, self._replicas = owners, replicas

@@ -21,13 +21,13 @@ from shardwise.engine.reports import Counters
 from shardwise.engine.transformed_functions import see_transformations
 from shardwise.engine.wrapping import wrap
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.grad_reduce import GradReduce, PartsTaker
+from shardwise.engine.zero.grad_reduce import GradReduce
+from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.engine.zero.uneven_microbatches import Passes
 from shardwise.engine.zero.unit_calls import GatheredUnit
 from shardwise.engine.zero.unshard import Unshard
 from shardwise.engine.zero.unshard_hooks import OutsideReads, UnshardHook
 from shardwise.plan import Ownership, Placement, Plan, plan_ownership
-from shardwise.plan.specs import Offload
 from shardwise.plan.units import Units, plan_units
 
 
@@ -113,27 +113,6 @@ def _restricted(units: Units, names: Collection[str]) -> Units:
     return Units(units=tuple(part for part in parts if part.parameters))
 
 
-def make_params(
-    layout: OwnedLayout,
-    inventory: Inventory,
-    owners: Channel,
-    *,
-    whole: Collection[str],
-    waiting: Collection[str] = (),
-    offload: Offload | None = None,
-) -> FlatParams:
-    """The working copies and masters of a layout; see `FlatParams`."""
-    return FlatParams(
-        inventory,
-        layout.ownership,
-        owners,
-        unit_of=layout.units.unit_of() if layout.stage == 3 else {},
-        whole=whole,
-        waiting=waiting,
-        offload=offload,
-    )
-
-
 def install(
     model: nn.Module,
     layout: OwnedLayout,
@@ -144,7 +123,7 @@ def install(
     owners: Channel,
     replicas: Channel,
     counters: Counters,
-    taker: PartsTaker | None = None,
+    taker: HostGradients | None = None,
 ) -> tuple[GradReduce, Passes]:
     """How gradients are reduced, and what data ranks do around microbatches: chosen here, once, by the stage.
 
