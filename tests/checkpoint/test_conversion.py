@@ -1,8 +1,10 @@
 """`convert`: from every form to every other, by the byte, whole or not at all, in bounded memory."""
 
+import gc
 import json
 from collections import ChainMap
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,7 @@ from tests.checkpoint.cut_tensors import Cut, Tensors, cut, save_pieces, save_sh
 from tests.checkpoint.memory_peaks import peaks_of
 from tests.checkpoint.small_states import contents, rubbish, same, same_tensor, share_of_state, whole_state
 from tests.checkpoint.stored_values import random_state, save_dcp
+from tests.costs import calls_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -368,3 +371,19 @@ def test_a_causal_model_with_a_tie_is_loaded_by_transformers(tmp_path: Path) -> 
         assert diff(path / "a", path / "theirs", model_only=True).equal
         convert(path / "theirs", path / "back")
         assert diff(path / "a", path / "back", model_only=True).equal
+
+
+@pytest.mark.parametrize(("to", "most"), [("whole", 800), ("dcp", 1200)])
+def test_very_many_tensors_cost_few_calls_each_and_no_looks_at_all_objects(
+    tmp_path: Path, to: Literal["whole", "dcp"], most: int
+) -> None:
+    counts = []
+    for number in (200, 600):
+        torch.save({f"layers.{each}.w": torch.full((4,), float(each)) for each in range(number)}, tmp_path / "from.pt")
+        convert(tmp_path / "from.pt", tmp_path / f"warm {number}", to=to)
+        counts.append(calls_in(partial(convert, tmp_path / "from.pt", tmp_path / f"{number}", to=to)))
+    assert (counts[1] - counts[0]) / 400 <= most
+    looks = gc.get_stats()[2]["collections"]
+    convert(tmp_path / "from.pt", tmp_path / "once more", to=to)
+    assert gc.get_stats()[2]["collections"] == looks
+    assert gc.get_threshold()[2] < 1000

@@ -31,6 +31,7 @@ from shardwise.errors import CheckpointError, few_of
 from shardwise.moving.copies import put
 from shardwise.plan.dtypes import COMPUTE_DTYPES, is_complex, promote
 from shardwise.plan.names import meant_by, nearest
+from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
 Accumulate = Literal["float64", "float32"]
@@ -75,6 +76,7 @@ class AverageReport:
     """What of the sources is not averaged, or is a guess: see `Contents.notes`."""
 
 
+@uncollected()
 def average(
     sources: Sequence[Address],
     destination: Address,

@@ -53,6 +53,7 @@ from shardwise.plan.names import MASTER, holds_weights, plain_names, split_state
 from shardwise.plan.saved_settings import CONFIG
 from shardwise.rewrite import Rewrite
 from shardwise.rewrite.compiled_ops import QUANTISED
+from shardwise.rewrite.sections import uncollected
 from shardwise.rewrite.spelling import quoted
 
 ConvertTarget = Literal["pieces", "whole", "hf", "dcp", "torchtitan", "deepspeed-universal", "megatron"]
@@ -107,6 +108,7 @@ class ConvertReport:
     """What came back of the conversion, where that was asked for."""
 
 
+@uncollected()
 def convert(
     source: Address,
     destination: Address,

@@ -12,11 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from shardwise.checkpoint.foreign.dcp_training import KeyPath
-from shardwise.checkpoint.foreign.pickle_writer import pickled
+from shardwise.checkpoint.foreign.pickle_writer import Repeated, pickled
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named
 from shardwise.checkpoint.torch_archives import Archive, ArchiveFile, pickled_tensor
 from shardwise.errors import CheckpointError, few_of
@@ -90,7 +91,9 @@ def plan_dcp(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject], *, max_
         chunks = [chunk for chunk, _ in pairs]
         names = [_name(path) for path in tensor.paths]
         for name, path in zip(names, tensor.paths, strict=True):
-            entries[name] = _tensor_entry(tensor.whole, chunks)
+            entries[name] = _tensor_entry(
+                tensor.whole.dtype, tensor.whole.global_shape, tuple((each.offset, each.shape) for each in chunks)
+            )
             paths[name] = path
         archives += (
             (Archive(pickled_tensor(chunk), [source]), [(name, chunk.offset) for name in names])
@@ -158,24 +161,25 @@ def _made(of: Named, **fields: Any) -> MadeObject:
     return MadeObject(of=of, args=(), state=fields)
 
 
-def _size(sizes: Sequence[int]) -> MadeObject:
-    return MadeObject(of=Named("torch", "Size"), args=(tuple(sizes),))
+# Models have few kinds of tensors, and many of each.
+@lru_cache(maxsize=4096)
+def _size(sizes: tuple[int, ...]) -> Repeated:
+    return Repeated(MadeObject(of=Named("torch", "Size"), args=(sizes,)))
 
 
-def _tensor_entry(whole: Piece, chunks: Sequence[Piece]) -> MadeObject:
+@lru_cache(maxsize=4096)
+def _tensor_entry(dtype: str, shape: tuple[int, ...], chunks: tuple[tuple[tuple[int, ...], ...], ...]) -> Repeated:
     layout = MadeObject(of=Named("torch.serialization", "_get_layout"), args=("torch.strided",))
     contiguous = MadeObject(of=_metadata("_MEM_FORMAT_ENCODING"), args=(0,))
     properties = MadeObject(
         of=_metadata("TensorProperties"),
         args=(),
-        state=(Named("torch", whole.dtype), layout, False, contiguous, False),
+        state=(Named("torch", dtype), layout, False, contiguous, False),
     )
     boxes = [
-        _made(_metadata("ChunkStorageMetadata"), offsets=_size(each.offset), sizes=_size(each.shape)) for each in chunks
+        _made(_metadata("ChunkStorageMetadata"), offsets=_size(offset), sizes=_size(size)) for offset, size in chunks
     ]
-    return _made(
-        _metadata("TensorStorageMetadata"), properties=properties, size=_size(whole.global_shape), chunks=boxes
-    )
+    return Repeated(_made(_metadata("TensorStorageMetadata"), properties=properties, size=_size(shape), chunks=boxes))
 
 
 def _index(name: str, offset: tuple[int, ...] | None) -> MadeObject:

@@ -24,6 +24,7 @@ from shardwise.checkpoint.stores import Address, Store, store_of
 from shardwise.checkpoint.windows import BATCH_BYTES, PieceReader, check_whole, part_of_piece, windows
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import itemsize_bytes
+from shardwise.rewrite.sections import uncollected
 from shardwise.space.boxes import index_of_element
 
 _HEAD = ("tensor", "differs in", "A", "B", "elements", "max |A-B|", "first at")
@@ -114,6 +115,7 @@ class Difference:
         }
 
 
+@uncollected()
 def diff(
     a: Address,
     b: Address,

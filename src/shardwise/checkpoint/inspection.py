@@ -26,6 +26,7 @@ from shardwise.checkpoint.windows import ReadTarget, is_in_strips
 from shardwise.comm import Channel, alone
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.errors import CheckpointError, PlanError, few_of
+from shardwise.rewrite.sections import uncollected
 from shardwise.space import Box, Piece, check_cover
 
 Index = Box | slice | Sequence[slice]
@@ -182,6 +183,7 @@ class VerifyReport:
         return not self.findings
 
 
+@uncollected()
 def verify(
     path: Address, *, step: int | None = None, progress: Callable[[int], None] = lambda num_bytes: None
 ) -> VerifyReport:

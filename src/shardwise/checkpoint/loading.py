@@ -45,6 +45,7 @@ from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.plan.names import is_state_name
 from shardwise.plan.saved_settings import KEPT
 from shardwise.rewrite import Rewrite
+from shardwise.rewrite.sections import uncollected
 from shardwise.space import Piece
 
 Verify = bool | Literal["first"]
@@ -180,6 +181,7 @@ def load_seen(
         return _loaded(used, path, state, options, None, None, see)
 
 
+@uncollected()
 def _loaded(
     used: Channel,
     path: Address,

@@ -79,22 +79,11 @@ class Archive:
     def __init__(self, value: Any, pieces: Sequence[Piece] = ()) -> None:
         """value: see `pickled`, or its bytes; the piece of number n is in it as `saved_tensor(n, piece)`."""
         self.pieces = tuple(pieces)
-        fixed = [
-            ("data.pkl", value if isinstance(value, bytes) else pickled(value)),
-            ("byteorder", b"little"),
-            ("version", b"3\n"),
-        ]
-        at = 0
-        self._parts: list[_ArchivePart] = []
-        for name, data in fixed:
-            self._parts.append(_ArchivePart(name, at, len(data), data))
-            at = self._parts[-1].end
-        for number, piece in enumerate(self.pieces):
-            size = piece.num_elements * itemsize_bytes(piece.dtype)
-            self._parts.append(_ArchivePart(f"data/{number}", at, size, None))
-            at = self._parts[-1].end
-        self.num_bytes = at + len(_directory(self._parts, [0] * len(self._parts)))
-        """Of the whole archive."""
+        sizes = tuple(piece.num_elements * itemsize_bytes(piece.dtype) for piece in self.pieces)
+        # Models have few kinds of tensors, and many of each; other values are as large as they are.
+        known = _laid_out_alike(value, sizes) if isinstance(value, bytes) else _laid_out(pickled(value), sizes)
+        self._parts, self.num_bytes = known
+        """`num_bytes`: of the whole archive."""
 
     def frames(self, sums: Sequence[int]) -> Iterator[bytes]:
         """What is before each piece, and behind the last.
@@ -112,6 +101,23 @@ class Archive:
             data = bytearray(part.descriptor(sums[-1]))
         sizes = len(self.pieces)
         yield bytes(data + _directory(self._parts, [*known, *(sums[-sizes:] if sizes else ())]))
+
+
+def _laid_out(value: bytes, sizes: tuple[int, ...]) -> "tuple[list[_ArchivePart], int]":
+    """The parts of an archive of a pickle and of pieces with so many bytes, and the bytes of all."""
+    fixed = [("data.pkl", value), ("byteorder", b"little"), ("version", b"3\n")]
+    at = 0
+    parts: list[_ArchivePart] = []
+    for name, data in fixed:
+        parts.append(_ArchivePart(name, at, len(data), data))
+        at = parts[-1].end
+    for number, size in enumerate(sizes):
+        parts.append(_ArchivePart(f"data/{number}", at, size, None))
+        at = parts[-1].end
+    return parts, at + len(_directory(parts, [0] * len(parts)))
+
+
+_laid_out_alike = lru_cache(maxsize=4096)(_laid_out)
 
 
 @dataclass(frozen=True, slots=True)

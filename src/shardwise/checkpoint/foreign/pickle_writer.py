@@ -7,6 +7,7 @@ formats need is known: plain values, lists, tuples, dicts, and objects by the na
 """
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint.foreign.pickles import MadeObject, Named, Persistent
@@ -23,12 +24,20 @@ def pickled(value: Any) -> bytes:
     return b"\x80\x02" + bytes(writing.data) + b"."
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeated:
+    """A value that is in others at many places: its program is made once."""
+
+    value: object
+
+
 class _Writing:
     """Appends the program of one value after the other."""
 
     def __init__(self) -> None:
         self.data = bytearray()
         self._memo: dict[Named, int] = {}
+        self._repeated: dict[Repeated, bytes] = {}
 
     def add(self, value: Any) -> None:
         """Append the instructions that put a value on the stack."""
@@ -48,8 +57,20 @@ class _Writing:
             self.data += b"Q"
         elif isinstance(value, MadeObject):
             self._object(value)
+        elif isinstance(value, Repeated):
+            self._again(value)
         else:
             self.data += _scalar(value)
+
+    def _again(self, repeated: Repeated) -> None:
+        if repeated in self._repeated:
+            self.data += self._repeated[repeated]
+            return
+        start, num_names = len(self.data), len(self._memo)
+        self.add(repeated.value)
+        # The program that remembers a name is another one than those that recall it.
+        if len(self._memo) == num_names:
+            self._repeated[repeated] = bytes(self.data[start:])
 
     def _all(self, values: Any) -> None:
         for each in values:
