@@ -87,11 +87,10 @@ class LossParameters:
 
     def _take_parts(self, leaves: Collection[torch.Tensor]) -> None:
         """leaves: what the code between stages computed with, on all ranks alike; the last stage alone has the loss."""
-        known = {*self._found, *map(id, self._parts)}
+        known = {*map(id, self._parts)}
         for leaf in leaves:
             if id(leaf) not in known and isinstance(leaf, nn.Parameter) and not is_of_engine(leaf):
-                known.add(id(leaf))
-                self._found[id(leaf)] = _Found(weakref.ref(leaf), leaf.grad, is_whole=False)
+                self._found.setdefault(id(leaf), _Found(weakref.ref(leaf), leaf.grad, is_whole=False))
                 leaf.grad = None
 
     def _look_at(self, root: Any, outputs: Any, microbatch: Microbatch) -> None:

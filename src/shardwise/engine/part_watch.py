@@ -8,7 +8,7 @@ Hooks are not tried at `parallelize`: a norm that is only logged changes no upda
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -31,10 +31,16 @@ _Roots = frozenset[int]
 class PartWatch(TorchDispatchMode):
     """Follows values of parameters and gradients, and refuses what needs more of them than is here."""
 
-    def __init__(self, held: Sequence[tuple[torch.Tensor, bool, int]], *, stale: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        held: Sequence[tuple[torch.Tensor, bool, int]],
+        *,
+        stale: Collection[int] = (),
+        refusal: Callable[[str], ShardwiseError] | None = None,
+    ) -> None:
         """held: tensors of this rank; with each whether it is a part of one, and a number that it shares with what it
         may meet (its gradient). stale: storages that have no new values before the update is over, but for what is
-        held of them."""
+        held of them. refusal: what to say of an operation; None: of one in a hook around an update."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, root) for each, _, root in held)
         self._starts = [start for start, *_ in self._spans]
@@ -42,6 +48,7 @@ class PartWatch(TorchDispatchMode):
         self._slices = {id(each): each for each, is_part, _ in held if is_part}
         """What has another shape than the parameter or its gradient, by id."""
         self._stale = stale
+        self._refusal = refusal or _refusal
         self._made: dict[int, tuple[torch.Tensor, _Roots]] = {}
         """By storage what was made of them. Kept, so that no other tensor takes its memory."""
         self._on = ExitStack()
@@ -62,28 +69,24 @@ class PartWatch(TorchDispatchMode):
         is_each = name.startswith("_foreach")
         of_all = frozenset().union(*roots)
         if name in _JOINS or (len(of_all) > 1 and not is_each):
-            raise self.refusal(name)
+            raise self._refusal(name)
         output = func(*args, **kwargs)
         made = [each for each in tree_leaves(output) if torch.is_tensor(each)]
         takes_less = is_sum(func._overloadpacket) or any(each.numel() < min(followed) for each in made)
         if takes_less and max(followed) > 1 and not of_all.isdisjoint(self._parts):
-            raise self.refusal(name)
+            raise self._refusal(name)
         for at, each in enumerate(made):
             # What is true or false of elements is no number of them.
             if each.dtype != torch.bool and not self._roots_of(each):
                 self._made[_storage(each)] = each, roots[at] if is_each else of_all
         return output
 
-    def refusal(self, name: str) -> ShardwiseError:
-        """What to say of an operation."""
-        return _refusal(name)
-
     def refuse_unseen(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a function that takes values out of torch, where no operation is seen, or gives a part's shape."""
         if func in _SHAPES and id(tensor) in self._slices:
-            raise self.refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
+            raise self._refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
         if func in LEAVE and self._roots_of(tensor):
-            raise self.refusal(func.__name__)
+            raise self._refusal(func.__name__)
 
     def _roots_of(self, tensor: torch.Tensor) -> _Roots:
         if (made := self._made.get(_storage(tensor))) is not None:

@@ -47,28 +47,6 @@ class ReadsBetweenSteps:
                 self.turn(on=not on)
 
 
-class _Read(PartWatch):
-    """Of one operation. Parts of several parameters may meet: they are cut alike, or torch refuses their shapes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out one operation of torch below autograd."""
-        given = [each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
-        if not any(each.is_meta for each in given):
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        name = func._overloadpacket.__name__
-        is_filled = name == "copy_" and given[0].is_meta
-        if not is_filled and any(each.dim() and not each.is_meta for each in given):
-            raise self.refusal(name)
-        try:
-            return func(*args, **(kwargs or {}))
-        except NotImplementedError as error:  # what needs values
-            raise self.refusal(name) from error
-
-    def refusal(self, name: str) -> ModelError:
-        """What to say of an operation."""
-        return _refusal(name)
-
-
 def _refusal(what: str) -> ModelError:
     return ModelError(
         f"{what!r} of the model's parameters between steps, of which this rank has a part (mesh.tp), or which are on "
@@ -90,11 +68,14 @@ def _followed(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
             return func(*args, **kwargs).view(_PartArray)
         if func in _REFUSED or (func in LEAVE and is_elsewhere):
             raise _refusal(name)
+        # Parts of several parameters may meet, which are cut alike, or torch refuses their shapes. Of what is elsewhere
+        # it makes other descriptions, and refuses what needs values.
+        watch = PartWatch([(each, True, 0) for each in parts if not each.is_meta], refusal=_refusal)
         try:
-            with _Read([(each, True, 0) for each in parts]):
+            with watch:
                 output = func(*args, **kwargs)
         except RuntimeError as error:
-            raise _refusal(f"{name}: {error}") from error
+            raise _refusal(name) from error
     return tree_map(lambda each: each.as_subclass(Part) if type(each) is torch.Tensor else each, output)
 
 
