@@ -287,7 +287,7 @@ class GradReduce(Passes):
         is_alone = self._owners.size * self._replicas.size == 1
         self._starts_early = self._owners.progresses_alone or (is_alone and self._taker is not None)
         for pending in self._before:
-            pending.missing = self._expected(pending)
+            pending.missing = set(pending.names if self._trained.names is None else pending.names & self._trained.names)
 
     def expect(self, touched: Collection[str]) -> None:
         """Learn from an update: what no rank had a gradient for is not waited for in the next one.
@@ -425,12 +425,10 @@ class GradReduce(Passes):
             self._launch(pending)
             self._counters.early_reductions += 1
 
-    def _expected(self, pending: _Pending) -> set[str]:
-        names = pending.names - self._unused
-        return set(names if self._trained.names is None else names & self._trained.names)
-
     def _open(self, pending: _Pending) -> None:
-        pending.missing = self._expected(pending)
+        pending.missing = set(pending.names - self._unused)
+        if self._trained.names is not None:
+            pending.missing &= self._trained.names
         pending.touched.clear()
         pending.is_launched = pending.is_left_out
 
@@ -450,7 +448,8 @@ class GradReduce(Passes):
     def _views_in(self, flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The place of a bucket, and those of its parameters by name."""
         return flat, {
-            slot.name: flat[slot.run.start : slot.run.stop].view(self._shapes[slot.name]) for slot in bucket.slots
+            slot.name: flat[slot.start : slot.start + slot.num_elements].view(self._shapes[slot.name])
+            for slot in bucket.slots
         }
 
     def _launch(self, pending: _Pending) -> None:
@@ -480,9 +479,8 @@ class GradReduce(Passes):
         work = None
         if self._owners.size > 1 or not pending.adds_before:
             self._counters.reduce_scatters += 1
-            work = self._owners.reduce_scatter(
-                target, flat.to(pending.wire), counts=pending.bucket.counts, purpose=pending.purpose
-            )
+            source = flat if flat.dtype == pending.wire else flat.to(pending.wire)
+            work = self._owners.reduce_scatter(target, source, counts=pending.bucket.counts, purpose=pending.purpose)
         self._flights.append(
             _Flight(pending=pending, buffer=pending.buffer, target=target, work=work, is_apart=is_apart)
         )
