@@ -13,13 +13,14 @@ that the optimizer keeps.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain, compress
 from typing import Any
 
 import torch
 
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizer_steps import OptimizerStep
 from shardwise.engine.optimizer_trials import updates_apart
@@ -179,18 +180,12 @@ class BucketUpdates:
         return ("bucket", self._buffers.bucket_of(each)) if number is None else ("round", number)
 
 
-@contextmanager
-def _only_groups(known: KnownOptimizer, chosen: frozenset[str]) -> Iterator[None]:
+def _only_groups(known: KnownOptimizer, chosen: frozenset[str]) -> AbstractContextManager[None]:
     """Inside, the optimizer has only the groups with something that is chosen, here or on another rank."""
     # An optimizer may count the steps of a group, whether or not its parameters have gradients.
-    groups = known.optimizer.param_groups
-    known.optimizer.param_groups = [
-        group for group, names in zip(groups, known.parameters, strict=True) if not chosen.isdisjoint(names)
-    ]
-    try:
-        yield
-    finally:
-        known.optimizer.param_groups = groups
+    pairs = zip(known.optimizer.param_groups, known.parameters, strict=True)
+    left = [group for group, names in pairs if not chosen.isdisjoint(names)]
+    return attributes_set(known.optimizer, {"param_groups": left})
 
 
 def _chosen(group: Mapping[str, Any], chosen: Sequence[bool]) -> dict[str, list[Any]]:

@@ -418,7 +418,7 @@ class Engine(Generic[Model_co]):
         refuse_moved([*self._buffers.moved(), *self._rank.ties.moved()])
         self._buffers.adopt_writes(reads_all=True)
         # After `adopt_writes`: masters would be saved without what `load_state_dict` wrote to working copies.
-        return state_of(self._rank.inventory, self.model, self._buffers, self._known_optimizers, self._rank.averages)
+        return state_of(self._rank, self._known_optimizers)
 
     def gradients(self) -> dict[Piece, torch.Tensor]:
         """The gradients of the last step, of what this rank owns, as the optimizer saw them: averaged and clipped.
@@ -471,13 +471,9 @@ class Engine(Generic[Model_co]):
             self._check_model()
             state, settings = self.state(), self.settings()
         return HandOver(
-            model=self.model,
-            channel=world,
-            names=self._rank.names,
+            rank=self._rank,
             state=state,
             settings=settings,
-            loss=self._computation.loss,
-            loss_weight=self._rank.loss_weight,
             optimizers=self._known_optimizers,
             frozen=self._contents.frozen,
             unfrozen=self._contents.unfrozen,

@@ -1,7 +1,7 @@
 """What objects hold for a while, and what they held before: a module that runs aside has no trace of it afterwards."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any
 
@@ -23,17 +23,24 @@ def attributes_set(holder: object, values: Mapping[str, object]) -> Iterator[Non
 
 
 @contextmanager
-def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
+def items_set(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Dicts have these values under these keys meanwhile: (dict, key, value)."""
+    saved = [(held, key, held.get(key), value) for held, key, value in places]
+    for held, key, _, value in saved:
+        held[key] = value
+    try:
+        yield
+    finally:
+        for held, key, before, _ in saved:
+            held[key] = before
+
+
+def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> AbstractContextManager[None]:
     """The module holds these tensors in the place of parameters meanwhile."""
     # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter. In a rehearsal, and for the
     # zeros of a bias, plain tensors are what the forward has to see.
     held: dict[str, Any] = module._parameters
-    saved = {key: held[key] for key in values}
-    held.update(values)
-    try:
-        yield
-    finally:
-        held.update(saved)
+    return items_set((held, key, value) for key, value in values.items())
 
 
 def kept_attributes(modules: Iterable[nn.Module], *, contents: tuple[type, ...] = ()) -> Callable[[], None]:

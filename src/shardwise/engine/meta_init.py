@@ -27,7 +27,7 @@ draw in the call. So a tensor's values do not depend on the other tensors with m
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -267,8 +267,7 @@ class _LikeCpu(TorchFunctionMode):
         return _LIKE_CPU[func] if func in _LIKE_CPU and args[0].is_meta else func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _truncated_at_once(trace: _CallTrace) -> Iterator[None]:
+def _truncated_at_once(trace: _CallTrace) -> AbstractContextManager[None]:
     """`trunc_normal_` is one draw: torch's goes by values, and draws again until all are within the bounds."""
     # `nn.init.trunc_normal_` looks this name up when it is called, so the replacement reaches it however it was
     # imported.
@@ -282,11 +281,7 @@ def _truncated_at_once(trace: _CallTrace) -> Iterator[None]:
         with trace.one_draw() if generator is None else nullcontext():
             return original(tensor, *args, generator=generator)
 
-    nn.init._no_grad_trunc_normal_ = truncated  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.init._no_grad_trunc_normal_ = original
+    return attributes_set(nn.init, {"_no_grad_trunc_normal_": truncated})
 
 
 class Initialisation:

@@ -11,7 +11,7 @@ subclass is a shell around its tensors, and is made anew where they come to anot
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.comm.local_tensors import dtype_name, is_dtensor
+from shardwise.engine.held_meanwhile import items_set
 from shardwise.engine.zero.sharded_params import plain_class
 from shardwise.plan.dtypes import COMPUTE_DTYPES, is_complex
 
@@ -206,22 +207,14 @@ def put_back(swapped: Swapped) -> None:
         torch.utils.swap_tensors(tensor, content)
 
 
-@contextmanager
-def shells_aside(model: nn.Module) -> Iterator[None]:
+def shells_aside(model: nn.Module) -> AbstractContextManager[None]:
     """Modules hold no shells inside: torch would put others in their place, around other tensors."""
-    places = [
-        (module._parameters, key, each)
+    return items_set(
+        (module._parameters, key, None)
         for module in model.modules()
         for key, each in module._parameters.items()
         if each is not None and is_shell(each)
-    ]
-    for parameters, key, _ in places:
-        parameters[key] = None
-    try:
-        yield
-    finally:
-        for parameters, key, each in places:
-            parameters[key] = each
+    )
 
 
 @torch.no_grad()

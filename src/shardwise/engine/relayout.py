@@ -68,7 +68,7 @@ def relayout(engine: Engine[Model], plan: Plan) -> Engine[Model]:
 
 def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None) -> Engine[Model]:
     handed = engine.hand_over()
-    channel = handed.channel
+    channel = handed.rank.channels.world
     swapped: Swapped = []
     engine._rank.plain_calls.reads.turn(on=False)
     with aborting(channel, "relayout"), _going_back(engine, handed, swapped):
@@ -84,8 +84,8 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
             model=engine.model,
             plan=plan,
             optimizer=tuple(known.optimizer for known in handed.optimizers),
-            loss=handed.loss,
-            loss_weight=handed.loss_weight,
+            loss=handed.rank.computation.loss,
+            loss_weight=handed.rank.loss_weight,
             channel=channel,
             seed=settings["random"]["seed"],
             sample=None,
@@ -99,7 +99,7 @@ def _relaid(engine: Engine[Model], plan: Plan, counters: Counters | None = None)
         )
         new = engine.rebuild(asked)
         restoration = _restoration(channel, new, stored, settings)
-        reshard(sources, targets_of(restoration, handed.model), channel, cast=True, compare=False)
+        reshard(sources, targets_of(restoration, handed.rank.model), channel, cast=True, compare=False)
         restoration.finish()
         take_along(aliases, dict(engine.model.named_parameters()))
         # Last: an error before leaves the old engine in charge.
@@ -140,7 +140,7 @@ def refit(engine: Engine[Model]) -> None:
 
 def _settings_of_all(channel: Channel, handed: HandOver, plan: object) -> dict[str, Any]:
     """The settings that ranks know together. Raises, on all ranks, where it cannot go on."""
-    given = [name for name, parameter in handed.model.named_parameters() if is_dtensor(parameter)]
+    given = [name for name, parameter in handed.rank.model.named_parameters() if is_dtensor(parameter)]
     with Gathering("settings of a relayout").agreed(channel) as gathered:
         if not isinstance(plan, Plan):
             raise PlanError(f"relayout was given a {type(plan).__name__} as the plan; give sw.Plan(mesh=sw.Mesh(..))")
@@ -172,20 +172,20 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
 
     swapped: takes note of the parameters that stay the same objects, and of what has their content now.
     """
-    spec_of = {spec.name: spec for spec in handed.names.specs}
+    spec_of = {spec.name: spec for spec in handed.rank.names.specs}
     fresh: dict[str, nn.Parameter] = {}
-    ties = handed.names.ties
+    ties = handed.rank.names.ties
     carried = [
         replace(each, name=ties.get(each.name, each.name))
-        for each in all_carried(handed.model)
+        for each in all_carried(handed.rank.model)
         if each.is_view or ties.get(each.name, each.name) in spec_of  # else it came since, and stays what it is
     ]
-    for module, attribute, place, parameter in list(named_places(handed.model)):
+    for module, attribute, place, parameter in list(named_places(handed.rank.model)):
         if is_shell(parameter):  # what is inside is emptied below
             continue
         # Each tie gets one object, and specs have shapes without cuts: what the old plan made of them is undone here,
         # and the new one plans the model as it was built.
-        name = handed.names.ties.get(place, place)
+        name = handed.rank.names.ties.get(place, place)
         if name not in fresh:
             spec = spec_of[name]
             values = torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
@@ -201,9 +201,9 @@ def _empty(handed: HandOver, swapped: Swapped) -> None:
         spec.name: torch.empty(spec.global_shape, dtype=torch_dtype(spec.dtype), device="meta")
         for spec in carried_specs
     }
-    swapped += put_in(handed.model, carried, empty)
+    swapped += put_in(handed.rank.model, carried, empty)
     rooms: dict[torch.Tensor, torch.Tensor] = {}
-    for module in handed.model.modules():
+    for module in handed.rank.model.modules():
         for attribute, buffer in module.named_buffers(recurse=False):
             module._buffers[attribute] = rooms.setdefault(buffer, torch.empty_like(buffer, device="meta"))
     for known in handed.optimizers:
@@ -220,7 +220,7 @@ def _going_back(engine: Engine[Any], handed: HandOver, swapped: Swapped) -> Iter
     """Where ranks agree that it cannot be, leave model and optimizers as they were."""
     # Objects, not values: nothing is copied. Old parameters stay alive until the body ends, which is the memory that
     # this snapshot costs.
-    put_back = kept_attributes(handed.model.modules(), contents=(dict,))
+    put_back = kept_attributes(handed.rank.model.modules(), contents=(dict,))
     optimizers = [
         (
             known.optimizer,

@@ -25,14 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm import Channel
 from shardwise.comm.local_tensors import dtype_name, torch_dtype
-from shardwise.engine.batches import LossOfModel, LossWeight
 from shardwise.engine.inventory import Inventory
 from shardwise.engine.loss_scaling import of_settings
 from shardwise.engine.optimizer_doubles import with_shells
 from shardwise.engine.optimizers import KnownOptimizer
-from shardwise.engine.rank_parts import ModelNames, RankParts
+from shardwise.engine.rank_parts import RankParts
 from shardwise.engine.trained_parameters import GivenGroups
 from shardwise.engine.weight_averages import WeightAverages, averages_of_settings
 from shardwise.engine.zero.flat_params import FlatParams, Owned
@@ -56,14 +54,11 @@ from shardwise.space import Box, Piece
 class HandOver:
     """All that another engine needs to go on with the model."""
 
-    model: nn.Module
-    channel: Channel
-    names: ModelNames
+    rank: RankParts
     state: dict[Piece, torch.Tensor]
     settings: dict[str, Any]
-    loss: LossOfModel
-    loss_weight: LossWeight | None
     optimizers: tuple[KnownOptimizer, ...]
+    """With what came into their groups."""
     groups: GivenGroups
     frozen: frozenset[str]
     """Parameters that are trained when they are unfrozen again."""
@@ -71,13 +66,7 @@ class HandOver:
     """Parameters that were frozen so far: they begin without optimizer state."""
 
 
-def state_of(
-    inventory: Inventory,
-    model: nn.Module,
-    buffers: FlatParams,
-    optimizers: Sequence[KnownOptimizer],
-    averages: WeightAverages | None,
-) -> dict[Piece, torch.Tensor]:
+def state_of(rank: RankParts, optimizers: Sequence[KnownOptimizer]) -> dict[Piece, torch.Tensor]:
     """Everything this rank owns, as views: parameters, masters, optimizer state; buffers and unfused parameters whole.
 
     Names: a parameter's own name for its working copy, `optimizer/<parameter>/master` for a master of another dtype,
@@ -85,7 +74,8 @@ def state_of(
     Where these are in the place of the weights, there is the model alone. Raises OptimizerError for state that is
     neither a tensor nor a number.
     """
-    state = state_of_model(inventory, model, buffers)
+    inventory, buffers, averages = rank.inventory, rank.buffers, rank.averages
+    state = state_of_model(inventory, rank.model, buffers)
     if averages is not None and averages.are_in:
         return state
     updated = {each.segment.name: each for each in buffers.updated}

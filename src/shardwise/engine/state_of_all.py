@@ -31,7 +31,7 @@ def sources_of(handed: HandOver) -> Pieces:
     # meet, and the move casts.
     masters = {split[0] for piece in handed.state if (split := split_state_name(piece.name)) and split[1] == MASTER}
     given = {_of_parameter(piece): tensor for piece, tensor in handed.state.items() if piece.name not in masters}
-    return given | _buffers(handed.model)
+    return given | _buffers(handed.rank.model)
 
 
 def targets_of(restoration: EngineRestoration, model: nn.Module) -> Mapping[Piece, torch.Tensor | None]:

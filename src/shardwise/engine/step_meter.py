@@ -100,7 +100,7 @@ class _DeviceStep:
         return self.whole.is_over and all(each.is_over for each in self.waits)
 
 
-class DeviceMeter:
+class _DeviceMeter:
     """Of a rank whose device computes, by events on its current stream. The host never waits for one."""
 
     def __init__(self, channel: Channel) -> None:
@@ -116,7 +116,6 @@ class DeviceMeter:
         self._known: tuple[int, RankTimes] | None = None
 
     def begin(self) -> None:
-        """See `HostMeter`."""
         self._tally.open()
         begun = self._tally.event(self._device)
         if self._left is not None:
@@ -125,7 +124,6 @@ class DeviceMeter:
         self._closed = self._closed or begun
 
     def packed(self) -> list[bytes]:
-        """See `HostMeter`."""
         assert self._closed is not None, "a step has begun"
         closed = self._tally.event(self._device)
         self._counted.append(self._tally.take())
@@ -150,7 +148,6 @@ class DeviceMeter:
         return times.packed(num_ranks=self._num_ranks, late_steps=self._number - 1 - number)
 
     def end(self) -> None:
-        """See `HostMeter`."""
         self._left = self._tally.event(self._device)
         self._counted.append(self._tally.take())
         self._tally.close()
@@ -199,9 +196,9 @@ def _peak_of_process() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-StepMeter: TypeAlias = HostMeter | DeviceMeter
+StepMeter: TypeAlias = HostMeter | _DeviceMeter
 
 
 def step_meter(channel: Channel) -> StepMeter:
     """The one for the device of a channel."""
-    return HostMeter(channel) if channel.device.type == "cpu" else DeviceMeter(channel)
+    return HostMeter(channel) if channel.device.type == "cpu" else _DeviceMeter(channel)

@@ -72,7 +72,7 @@ def whole_inside(
 ) -> Iterator[None]:
     """See `Engine.whole`. only: globs or names."""
     handed = hand_over()
-    channel = handed.channel
+    channel = handed.rank.channels.world
     ranks = range(1) if rank0_only else range(channel.size)
     changes = _Changes()
     failure: Exception | None = None
@@ -83,7 +83,7 @@ def whole_inside(
             held = None
             if channel.rank in ranks:
                 stack.enter_context(plain_calls.lifted())
-                model = stack.enter_context(_WholeModel(handed.model, handed.names, values))
+                model = stack.enter_context(_WholeModel(handed.rank.model, handed.rank.names, values))
                 known = handed.optimizers if optimizer else ()
                 held = model, stack.enter_context(_WholeOptimizers(known, settings, values, model))
                 before = model.versions(), held[1].versions()
@@ -109,7 +109,7 @@ def _gathered(
     handed: HandOver, *, optimizer: bool, offload: bool, ranks: range, only: Collection[str] | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings that all ranks know together, and the whole tensors by name, on ranks that take part."""
-    channel = handed.channel
+    channel = handed.rank.channels.world
     asked = f"optimizer={optimizer}, rank0_only={ranks == range(1)}, offload={offload}"
     if only is not None:
         asked += f", only={few_of(sorted(only))} (digest {digest_of_lines(sorted(only))[:8]})"
@@ -148,7 +148,7 @@ def _gathered(
         sources = {piece: each for piece, each in sources.items() if piece.name not in left}
     wanted: Pieces = {}
     if channel.rank in ranks:
-        dtypes = {spec.name: spec.dtype for spec in handed.names.specs}
+        dtypes = {spec.name: spec.dtype for spec in handed.rank.names.specs}
         for name, piece in stored.items():
             split = split_state_name(name)
             # Where torch has the count of updates, whatever the device.
@@ -162,9 +162,9 @@ def _gathered(
 
 def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     """The parameters and buffers that `only` means. Raises ModelError, the same on all ranks, where that is nothing."""
-    names = {spec.name: (spec.name, *spec.aliases) for spec in handed.names.specs}
+    names = {spec.name: (spec.name, *spec.aliases) for spec in handed.rank.names.specs}
     buffers: dict[int, list[str]] = {}
-    for name, each in handed.model.named_buffers(remove_duplicate=False):
+    for name, each in handed.rank.model.named_buffers(remove_duplicate=False):
         buffers.setdefault(id(each), []).append(name)
     names |= {each[0]: tuple(each) for each in buffers.values()}
     # The name of a packed weight means what belongs to it, too: its codes are worth nothing alone.
@@ -180,7 +180,7 @@ def _meant(handed: HandOver, only: Collection[str]) -> frozenset[str]:
     ):
         raise ModelError(*problems)
     # Numbers that belong to packed weights are always there: modules write them into texts of their state dicts.
-    exact |= {spec.name for spec in handed.names.specs if spec.name in belongs and not spec.shape}
+    exact |= {spec.name for spec in handed.rank.names.specs if spec.name in belongs and not spec.shape}
     return frozenset(exact | {name for name, alike in names.items() if globs and any_matches(globs, alike)})
 
 
@@ -425,7 +425,7 @@ def _take_in(
     handed: HandOver, restore: Restore, message: Mapping[str, Any], written: Pieces, origin: Mapping[str, Any]
 ) -> None:
     """Give what rank 0 wrote to the ranks that hold it; alike on all ranks. `origin`: which the values keep."""
-    with agreed(handed.channel, purpose="verdict on the values written inside engine.whole()"):
+    with agreed(handed.rank.channels.world, purpose="verdict on the values written inside engine.whole()"):
         stored = {piece.name: piece for piece in whole_pieces(message["stored"])}
         restoration = restore(stored, {**message["settings"], **origin})
         # Without settings no optimizer was written to: it goes on with its state.
@@ -433,6 +433,8 @@ def _take_in(
             raise CheckpointError("what was written inside engine.whole(): " + "; ".join(restoration.findings))
         restoration.leave_averages()
     # No others: a master that is wider than the model's own dtype would be rounded.
-    targets = {piece: each for piece, each in targets_of(restoration, handed.model).items() if piece.name in stored}
-    reshard(written, targets, handed.channel, cast=True, compare=False)
+    targets = {
+        piece: each for piece, each in targets_of(restoration, handed.rank.model).items() if piece.name in stored
+    }
+    reshard(written, targets, handed.rank.channels.world, cast=True, compare=False)
     restoration.finish()

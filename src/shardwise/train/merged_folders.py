@@ -36,7 +36,7 @@ def save_merged(engine: Engine[nn.Module], folder: str | os.PathLike[str], *, ma
     channel = engine.channel
     with aborting(channel, "sw.save_merged"):
         path = ""
-        names = engine.hand_over(doing="sw.save_merged", needs_weights=False).names
+        names = engine.hand_over(doing="sw.save_merged", needs_weights=False).rank.names
         with agreed(channel, purpose="verdict on sw.save_merged"):
             merged = MergedModel(engine, names)
             if channel.rank == 0:

@@ -1,12 +1,14 @@
 """Buffers that a forward writes to, for a module that is run again: running statistics move once per microbatch."""
 
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from shardwise.engine.held_meanwhile import items_set
 from shardwise.engine.write_watch import SeenTensor, holds_same, is_small
 from shardwise.errors import ModelError
 
@@ -98,22 +100,14 @@ class KeptBuffers:
             return False
         return (is_small(now) and now.device.type != "cpu") or self._buffers.is_known(at) or not holds_same(kept, now)
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """Inside, modules hold the buffers as they were before; what is written to them is lost."""
-        swapped = [
-            (module, key, module._buffers.get(key)) for at in self._copies for module, key in self._buffers.places[at]
-        ]
+        places: list[tuple[dict[str, Any], str, Any]] = []
         for at, kept in self._copies.items():
             with torch._C.DisableTorchFunction():
                 again = None if kept is None else kept.clone()  # a second backward needs it too
-            for module, key in self._buffers.places[at]:
-                module._buffers[key] = again
-        try:
-            yield
-        finally:
-            for module, key, held in swapped:
-                module._buffers[key] = held
+            places += [(module._buffers, key, again) for module, key in self._buffers.places[at]]
+        return items_set(places)
 
 
 class _NoBuffers(KeptBuffers):

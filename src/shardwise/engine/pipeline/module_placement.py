@@ -22,6 +22,7 @@ from shardwise.comm import Channel
 from shardwise.comm.accelerators import random_numbers_kept, synchronize
 from shardwise.comm.agreement import a_pair, agreed, understood
 from shardwise.engine.batches import Batch, LossOfModel, first_microbatch
+from shardwise.engine.held_meanwhile import attributes_set
 from shardwise.engine.kept_objects import own_generators
 from shardwise.engine.packed_tensors import PackedPlaces
 from shardwise.errors import ModelError, PlanError
@@ -169,11 +170,8 @@ def calls_watched(module: nn.Module, start: Callable[[], None], stop: Callable[[
             stop()
             return output
 
-        module._compiled_call_impl = timed
-        try:
+        with attributes_set(module, {"_compiled_call_impl": timed}):
             yield
-        finally:
-            module._compiled_call_impl = compiled
     else:
         before = module.register_forward_pre_hook(lambda *_: start())
         after = module.register_forward_hook(lambda *_: stop())
