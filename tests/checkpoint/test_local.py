@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.checkpoint import local
 from shardwise.checkpoint.local import LocalStore
 from tests.contracts.store_cases import content, put, read
 from tests.forks.calls import exit_code_of
@@ -121,7 +122,7 @@ def test_short_reads_and_writes_are_continued(store: LocalStore, monkeypatch: py
 def test_a_full_disk_shows_before_the_first_byte(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    monkeypatch.setattr(local, "fallocate", failing(errno.ENOSPC))
     with pytest.raises(OSError, match=r"No space left on device: '.*/store/save/data'"):
         store.write("save/data", num_bytes=10).__enter__()
     assert files_under(tmp_path) == ["store"]
@@ -142,9 +143,21 @@ def test_a_disk_that_fills_while_writing_is_named_and_freed(
 def test_file_systems_that_reserve_no_room_are_written_all_the_same(
     number: int, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", failing(number))
+    monkeypatch.setattr(local, "fallocate", failing(number))
     put(store, "file", content(100))
     assert read(store, "file") == content(100)
+
+
+def test_where_no_room_is_reserved_nothing_is_written_in_its_place(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()  # of which the kernel reserves nothing, and a byte per block would be in it
+    with pytest.raises(OSError, match="Illegal seek"):
+        local.fallocate(write_end, 1 << 16)
+    os.close(write_end)
+    with open(read_end, "rb") as rest:
+        assert rest.read() == b""
+    with open(tmp_path / "file", "wb") as file:
+        local.fallocate(file.fileno(), 1 << 16)
+        assert os.fstat(file.fileno()).st_size == 1 << 16
 
 
 def test_the_room_of_a_file_is_taken_when_it_begins(store: LocalStore) -> None:
@@ -264,10 +277,10 @@ def test_no_descriptor_stays_open(store: LocalStore, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "link", failing(errno.EPERM))
     store.create("save/other", content(100))
     acts = {"put": partial(put, store, "save/failed", b"1"), "create": partial(store.create, "save/failed", b"1")}
-    for call, act in product(("posix_fallocate", "write", "fsync", "link"), acts):
-        if (call, act) not in (("posix_fallocate", "create"), ("link", "put")):  # which do not call it
+    for call, act in product(("fallocate", "write", "fsync", "link"), acts):
+        if (call, act) not in (("fallocate", "create"), ("link", "put")):  # which do not call it
             with monkeypatch.context() as patch:
-                patch.setattr(os, call, failing(errno.EIO))
+                patch.setattr(local if call == "fallocate" else os, call, failing(errno.EIO))
                 with pytest.raises(OSError, match="Input/output error"):
                     acts[act]()
     assert os.listdir("/proc/self/fd") == before

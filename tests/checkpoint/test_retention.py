@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver, LocalStore
+from shardwise.checkpoint import AsyncSaver, LocalStore, local
 from shardwise.checkpoint.saves import list_saves
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel
@@ -140,11 +140,11 @@ def test_a_mount_that_says_too_little_is_tried_and_a_full_one_leaves_nothing(
     for store in (tmp_path / "a", f"file://{tmp_path}/b", "memory://retention"):
         sw.save(store, whole_state(1))
 
-    def fallocate(descriptor: int, start: int, num_bytes: int) -> None:
+    def fallocate(descriptor: int, num_bytes: int) -> None:
         if num_bytes > 100:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(local, "fallocate", fallocate)
     with pytest.raises(
         CheckpointError, match=r"No space left on device; .* Keep fewer saves, make room, or save elsewhere"
     ):

@@ -22,15 +22,16 @@ from types import TracebackType
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """What `link` answers on file systems that cannot do it."""
 _NO_RESERVING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
-"""What `posix_fallocate` answers on file systems that cannot do it."""
+"""What `fallocate` answers on file systems that cannot do it."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)
 """What `fsync` of a folder answers on file systems that have nothing to sync there."""
 _WRITE_BYTES = 1 << 20
 """So much is written at a time. Measured on ext4: calls of 8 MiB take up to twice the time of the processor."""
 _BEGIN_BYTES = 8 << 20
 """After so many bytes the disk is asked to begin."""
-_SYNC_FILE_RANGE = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux; Python has no name for it."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SYNC_FILE_RANGE = getattr(_LIBC, "sync_file_range", None)
+"""Linux; Python has no name for it, nor for `fallocate`."""
 _SYNC_FILE_RANGE_WRITE = ctypes.c_uint(2)
 _ATTEMPTS = 100
 """Times that a new file may find its folder removed, with the last file in it, by another process."""
@@ -361,10 +362,25 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
     if num_bytes == 0:
         return
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        fallocate(descriptor, num_bytes)
     except OSError as error:
         if error.errno not in _NO_RESERVING:
             raise
+
+
+def fallocate(descriptor: int, num_bytes: int) -> None:
+    """Give a file the room for so many bytes. Raises OSError, also where the file system cannot do it.
+
+    Not `posix_fallocate`, which writes to each block there (its manual), so that all bytes would be written twice.
+    """
+    call = getattr(_LIBC, "fallocate", None)
+    if call is None or not call(ctypes.c_int(descriptor), 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+        return
+    number = ctypes.get_errno()
+    if number == errno.EINTR:
+        fallocate(descriptor, num_bytes)
+    else:
+        raise OSError(number, os.strerror(number))
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
