@@ -233,7 +233,7 @@ class _Reading:
     """The batches of torch's DataLoader, whose workers end with it, and at the latest before Python does."""
 
     def __init__(self, dataset: Any, begin: Cursor, place: DataPlace, settings: Settings, **options: Any) -> None:
-        """options: what the DataLoader is told besides."""
+        """options: further arguments of the DataLoader."""
         # torch draws the seeds of workers from here; else it would draw from the generator of the program. They depend
         # on the cursor too: workers of a run that goes on shall not draw again what they have drawn.
         word = epoch_key(settings.seed, begin.epoch) ^ np.uint64(begin.position) ^ np.uint64(place.data_rank << 40)

@@ -13,6 +13,7 @@ whose state it is, names stay as they are in the folder. So they do where severa
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,7 @@ class _SavedOptimizers:
     """The parts of optimizers in a folder, by the path of each optimizer."""
 
     def __init__(self, paths: Iterable[KeyPath]) -> None:
-        self.optimizers: dict[KeyPath, _SavedOptimizer] = {}
+        self.optimizers: defaultdict[KeyPath, _SavedOptimizer] = defaultdict(_SavedOptimizer)
         # A module of a model may be called "state", but none has groups as well.
         self._flattened = {path[:-1] for path in paths if len(path) > 1 and str(path[-1]).startswith(f"{_GROUPS}.")}
 
@@ -139,20 +140,17 @@ class _SavedOptimizers:
         """Take a value over if it belongs to an optimizer."""
         last = path[-1]
         if len(path) > 3 and path[-3] == _STATE:
-            self._of(path[:-3]).state.setdefault(str(path[-2]), {})[str(last)] = value
+            self.optimizers[path[:-3]].state.setdefault(str(path[-2]), {})[str(last)] = value
         elif len(path) > 3 and path[-3] == _GROUPS and isinstance(path[-2], int):
-            self._of(path[:-3]).groups.setdefault(path[-2], {})[str(last)] = value
+            self.optimizers[path[:-3]].groups.setdefault(path[-2], {})[str(last)] = value
         elif path[:-1] in self._flattened and str(last).startswith((f"{_STATE}.", f"{_GROUPS}.")):
             kind, _, rest = str(last).partition(".")
             parameter, _, key = rest.rpartition(".")
-            optimizer = self._of(path[:-1])
+            optimizer = self.optimizers[path[:-1]]
             (optimizer.state if kind == _STATE else optimizer.settings).setdefault(parameter, {})[key] = value
         else:
             return False
         return True
-
-    def _of(self, root: KeyPath) -> "_SavedOptimizer":
-        return self.optimizers.setdefault(root, _SavedOptimizer())
 
 
 @dataclass(slots=True)
