@@ -197,7 +197,7 @@ def test_microbatches_that_some_ranks_skip_are_refused() -> None:
             channel=channel,
         )
         batch: Batch = {"x": torch.ones(2, 4), "counts": torch.ones(2) * channel.rank}
-        with pytest.raises(ModelError, match="as many microbatches"):
+        with pytest.raises(ModelError, match="the same number of microbatches"):
             engine.step(batch)
         engine.step({"x": torch.ones(2, 4), "counts": torch.ones(2)})
 

@@ -232,7 +232,7 @@ class Findings(list[str]):
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add the problems of an error that is raised within. What follows goes on."""
+        """Add the problems of an error that is raised within. What follows still runs."""
         try:
             yield
         except CheckpointError as error:

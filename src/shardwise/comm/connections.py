@@ -224,7 +224,7 @@ def compared_records(texts: Sequence[str], own_rank: int) -> list[HostRecord]:
         shown = "; ".join(f"rank {rank}: {versions[rank]}" for rank in (0, *others[:_SHOWN_RANKS]))
         warnings.warn(
             f"{len(others)} of {len(versions)} ranks have other versions than rank 0, and may compute, plan or save "
-            f"otherwise: {shown}. Install the same ones on all hosts",
+            f"in another way: {shown}. Install the same versions on all hosts",
             VersionsWarning,
             stacklevel=2,
         )

@@ -121,11 +121,11 @@ class Computation:
             )
 
     def check_joint(self, joint: Sequence[Joint]) -> None:
-        """Raise ModelError where data ranks would wait for each other's rows; alike on all ranks."""
+        """Raise ModelError, the same on all ranks, where data ranks would wait for each other's rows."""
         if Joint.SOME in joint and synchronised_in(self._model):
             raise ModelError(
                 "some data ranks skip a microbatch (it has no weight, or the list is shorter), and SyncBatchNorm takes "
-                "the rows of all. Give all data ranks as many microbatches with a weight, or use BatchNorm"
+                "the rows of all. Give all data ranks the same number of microbatches with a weight, or use BatchNorm"
             )
 
     @contextmanager

@@ -115,7 +115,7 @@ class ForwardWrites:
         # compare. Of what torch does not count the next step takes over what all ranks wrote alike.
         pairs = zip(self._specs, self.found(compares=False), before, strict=True) if self._has_copies else ()
         if (written := next((spec.name for spec, flag, was in pairs if flag > was), None)) is not None:
-            raise ModelError(_refusal(written, "every rank has a copy, and they are to stay alike"))
+            raise ModelError(_refusal(written, "every rank has a copy, and the copies have to stay equal"))
 
     def _now(self) -> list[int]:
         return [each._version for each in self._others.values()]

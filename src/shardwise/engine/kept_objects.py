@@ -32,7 +32,7 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
-    """The generators that modules keep. Streams leave them alone: as in one process, each goes on from call to call."""
+    """The generators that modules keep. Streams leave them alone: each continues as in one process."""
     return _kept_in((each for module in model.modules() for _, each in _attributes(module)), torch.Generator, {})
 
 
@@ -146,7 +146,7 @@ def aliases_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list
                         if is_trained and not is_tensor:
                             raise ModelError(
                                 f"{place} (of {name}) is an array in the memory of a parameter, which moves. It would "
-                                "show the first values for ever. Make it of the parameter in forward, or in a property"
+                                "keep the first values. Compute it from the parameter in forward, or in a property"
                             )
                         found.append(Alias(place, tensor, name, parameters[name].shape, offset, is_trained))
     return found
@@ -182,8 +182,8 @@ def take_along(aliases: Collection[Alias], parameters: Mapping[str, nn.Parameter
         elif type(tensor) is not _Moved:
             tensor.data = tensor.new_empty(1).expand(tensor.size())  # the old memory goes
             tensor._why = (  # type: ignore[attr-defined]
-                f"{each.name} (of {each.parameter}) was in the memory of that parameter, of which this rank has a part "
-                "or nothing (tp, pp, stage 3), or which has another dtype. Read the parameter itself in forward, as "
+                f"{each.name} (of {each.parameter}) was in the memory of that parameter. This rank has a part of it "
+                "or nothing (tp, pp, stage 3), or it has another dtype. Read the parameter itself in forward, as "
                 "`self.weight`, or make the attribute a property"
             )
             tensor.__class__ = _Moved

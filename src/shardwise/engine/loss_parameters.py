@@ -36,7 +36,7 @@ WAY_OUT = (
 _PURPOSE = "trainable parameters of the loss"
 _IN_PARTS = (
     "it is of a trainable parameter of the loss (or of a module that the model does not register), and no rank has all "
-    f"of it under pp or tp. {WAY_OUT}. One that is not to be trained is frozen by requires_grad_(False)"
+    f"of it under pp or tp. {WAY_OUT}. Freeze what is not to be trained: requires_grad_(False)"
 )
 _MOST_NODES = 100
 """Of a graph that are looked at in most steps: each takes Python a microsecond."""

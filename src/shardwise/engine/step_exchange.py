@@ -357,8 +357,8 @@ def _refuse_different_steps(asked: Sequence[tuple[int, str, str]]) -> None:
         if trained != first:
             raise MismatchError(
                 f"ranks would train different parameters: rank 0 trains {first or 'all'}, and rank {rank} trains "
-                f"{trained or 'all'}. Call step(only=..., norms=...) and requires_grad_() alike on all ranks, on the "
-                "parameters that the model has after parallelize"
+                f"{trained or 'all'}. Call step(only=..., norms=...) and requires_grad_() the same on all ranks, on "
+                "the parameters that the model has after parallelize"
             )
 
 

@@ -89,7 +89,7 @@ def compare_samples(
     pairs = dict.fromkeys(different.values())
     ranks_in_words = few_of([f"{one} and {other}" for one, other in pairs], quotes=False)
     raise kind(
-        f"{few_of(list(different))}: ranks {ranks_in_words} hold different values under one name, of which one "
+        f"{few_of(list(different))}: ranks {ranks_in_words} hold different values under one name, and only one of them "
         "counts. Give what is a rank's own a name of its own (experts.4.w on rank 1), or as its part of one tensor "
         "({sw.Piece(...): tensor}). Of replicas that may differ, such as running statistics, give those of one rank "
         "and leave them out on the others"

@@ -249,7 +249,7 @@ class FlatParams:
         if self.written_masters and (has_stages or self.is_shared):
             raise ModelError(
                 f"weights were written through the optimizer since the last step, and {doing} does not bring them to "
-                "the other ranks. Call engine.evaluate(batch) before, which does, or engine.step"
+                "the other ranks. Call engine.evaluate(batch) or engine.step first, which do"
             )
 
     def _is_master_written(self, bucket: WholeBucket) -> bool:
