@@ -490,7 +490,7 @@ def sum_of_losses(shares: Sequence[float] | Numbers, alike: Index, *, is_exact: 
             "loss reads this rank's part of a value as if it were whole. Look at tensor.rules: a 'column' needs a "
             "'row' or 'colwise_gather_output' behind it, bare parameters a 'sum' around them. sw.verify (shardwise "
             "verify) names the first tensor that differs. A program that itself takes gradients of cut parameters "
-            "(torch.autograd.grad, Hessian products), or norms of them, has parts: use stage 3 in the place of mesh.tp"
+            "(torch.autograd.grad, Hessian products), or norms of them, gets parts. Use stage 3 instead of mesh.tp"
         )
     return exact_sum(firsts[:, 0])
 

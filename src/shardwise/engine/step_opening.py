@@ -136,7 +136,7 @@ class StepOpening:
         return OpenedBatch(parts, weights, weighting)
 
     def _settle_writes(self, told: Collection[str]) -> None:
-        """Give all ranks what was written from outside, or refuse it on all. told: by all ranks."""
+        """Give all ranks what was written from outside, or refuse it on all: what all ranks have said."""
         masters, uncounted = (
             {each.removeprefix(mark) for each in told if each.startswith(mark)} for mark in (_OF_MASTERS, _UNCOUNTED)
         )
