@@ -126,8 +126,8 @@ def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkey
     """A host that sends to a connection that is closed there gets a reset, and nothing more of what is on its way."""
     monkeypatch.setattr("shardwise.comm.switchboard._LAST_WORDS_SECONDS", 0.0)
     ours, theirs = tcp_pair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 128 << 10)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 200_000)  # which any system grants
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
     asked: list[int] = []
     num_left = PeerLink._num_unacknowledged_bytes
     monkeypatch.setattr(PeerLink, "_num_unacknowledged_bytes", lambda link: asked.append(num_left(link)) or asked[-1])
@@ -135,7 +135,7 @@ def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkey
         ProcessChannel(Switchboard(rank, {1 - rank: link}, timeout_seconds=60.0), (0, 1), owns_board=True)
         for rank, link in enumerate((PeerLink(ours, rank=1, local=False), PeerLink(theirs, rank=0, local=False)))
     )
-    sent = torch.arange(INLINE_BYTES_BETWEEN_HOSTS // 4, dtype=torch.int32)
+    sent = torch.arange(15_000)
     for purpose in ("warm up", "parting"):
         near.send(sent, 1, purpose=purpose)
     leaving = threading.Thread(target=near.close, daemon=True)
