@@ -240,7 +240,7 @@ class PlacedModule:
         self._structure = structures.setdefault(_structure_of(module, name), len(structures))
         self.frozen: tuple[str, ...] = ()
         """Parameters inside without `requires_grad` at present, which decides what needs a gradient."""
-        self._outline: tuple[str | int, ...] = ()
+        self._outline: tuple[object, ...] = ()
         """The names of its attributes, and the numbers of its hooks before a forward, when they were last looked at."""
         self._own_names: list[str] = []
         """Attributes that may be values of a stage."""
