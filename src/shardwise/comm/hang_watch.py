@@ -130,8 +130,7 @@ class QuietThread:
         self._on_end = on_end
         self._ends = threading.Event()
         # A daemon: a program that forgets `close` must end all the same.
-        self._thread = threading.Thread(target=self._run, name="shardwise hang watch", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="shardwise hang watch", daemon=True).start()
 
     def stop(self) -> None:
         """There is nothing to watch any more; the thread ends soon."""

@@ -155,11 +155,11 @@ def undo(
     for name in gone:
         statement = graph.dropped_by(sources[name])
         if name in survivors:
-            tasks.append(_task(statement, [Expanded((survivors[name],), (name,))]))
+            tasks.append(_task(statement, Expanded((survivors[name],), (name,))))
         # `_ -> name`: the target keeps what it has under the name, as the rewrite back has nothing to put there.
         elif not _follows(name, lost):
             losses.append(graph.dropping(statement, name, sources[name]))
-            tasks.append(_task(statement, [Expanded((), (name,))]))
+            tasks.append(_task(statement, Expanded((), (name,))))
     lost.update([name for name in sources if _follows(name, lost)])
     notes = _worded(loss for loss, _ in changed if loss.what == _CROPS)
     return Undoing(tuple(tasks), _worded(losses), frozenset(lost), notes)
@@ -171,10 +171,8 @@ def _follows(name: str, lost: Collection[str]) -> bool:
     return split is not None and split[0] in lost
 
 
-def _task(
-    statement: Statement, instances: Iterable[Expanded], operations: tuple[StatementOperation, ...] = ()
-) -> StatementTask:
-    return StatementTask(back(statement), (InstanceGroup(operations, tuple(instances)),))
+def _task(statement: Statement, instance: Expanded) -> StatementTask:
+    return StatementTask(back(statement), (InstanceGroup((), (instance,)),))
 
 
 def back(statement: Statement, *, optional: bool = False) -> Statement:
@@ -280,7 +278,7 @@ class _Undone:
         if self.added:
             tasks.append(StatementTask(back(self.statement, optional=True), (InstanceGroup((), tuple(self.added)),)))
         if self.spare:
-            tasks.append(_task(self.statement, [Expanded(tuple(self.spare), ())]))
+            tasks.append(_task(self.statement, Expanded(tuple(self.spare), ())))
         return tasks
 
 
