@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.checkpoint.local import check_complete, check_not_longer, checked_name
+from shardwise.checkpoint.local import check_complete, check_not_longer, checked_name, cut_off
 from shardwise.keepers.keeper_host import KeeperAddress, answered, asked
 from shardwise.keepers.keeper_talk import receive_into, send_head
 
@@ -183,10 +183,7 @@ class KeeperReader:
     def read_into(self, buffer: memoryview, start: int) -> None:
         """Fill `buffer` with the bytes from `start` on; raises EOFError when the file ends before."""
         if buffer.nbytes and start + buffer.nbytes > self.size:
-            raise EOFError(
-                f"{self._place}: wanted {buffer.nbytes} bytes from byte {start} on, but the file has only "
-                f"{max(0, self.size - start)} of them"
-            )
+            raise cut_off(self._place, buffer.nbytes, start, max(0, self.size - start))
         if self._connection is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF), self._place)
         if not buffer.nbytes:

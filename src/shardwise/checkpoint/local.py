@@ -55,6 +55,11 @@ def check_not_longer(path: str, num_bytes: int, num_written: int, num_more: int)
         )
 
 
+def cut_off(path: str, num_bytes: int, start: int, num_there: int) -> EOFError:
+    """Of a file that ends before the bytes that are wanted of it."""
+    return EOFError(f"{path}: wanted {num_bytes} bytes from byte {start} on, but the file has only {num_there} of them")
+
+
 def check_complete(path: str, num_bytes: int, num_written: int) -> None:
     """Raise ValueError where a file ends before the size with which it was announced."""
     if num_written != num_bytes:
@@ -239,10 +244,7 @@ class LocalReader:
                 rest = buffer.cast("B")[num_read:]
                 # preadv takes its place as an argument: threads that share the descriptor do not move each other.
                 if (num_more := os.preadv(self._descriptor, [rest], start + num_read)) == 0:
-                    raise EOFError(
-                        f"{self._path}: wanted {buffer.nbytes} bytes from byte {start} on, "
-                        f"but the file has only {num_read} of them"
-                    )
+                    raise cut_off(self._path, buffer.nbytes, start, num_read)
                 num_read += num_more
 
     def close(self) -> None:

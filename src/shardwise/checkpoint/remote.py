@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from shardwise.checkpoint.local import LocalStore, LocalWriter, check_complete, check_not_longer, checked_name
+from shardwise.checkpoint.local import LocalStore, LocalWriter, check_complete, check_not_longer, checked_name, cut_off
 from shardwise.errors import CheckpointError
 
 _REQUEST_BYTES = 1 << 26
@@ -213,10 +213,7 @@ class _RemoteReader:
             if len(data) < num_more:  # the file has shrunk since it was opened
                 num_there = num_read
         if num_there < buffer.nbytes:
-            raise EOFError(
-                f"{self._path}: wanted {buffer.nbytes} bytes from byte {start} on, "
-                f"but the file has only {num_there} of them"
-            )
+            raise cut_off(self._path, buffer.nbytes, start, num_there)
 
     def close(self) -> None:
         """Nothing is held: every read is a separate request."""
