@@ -216,7 +216,7 @@ def _rewrite(source: str, step: int | None, name: str | None, parameters: dict[s
 
 
 def _with_parameters(rewrite: "Rewrite", name: str, parameters: dict[str, int | str]) -> "Rewrite":
-    """The rewrite with the parameters of `--parameter`; it has to know all of them."""
+    """The rewrite with these parameters; it has to know all of them."""
     from shardwise.errors import RewriteError
 
     if not parameters:

@@ -125,7 +125,7 @@ def errors_in_words(*, debug: bool, rank: int | None = None, verdicts: Path | No
 
 
 class Renamed(click.Option):
-    """An option that help shows by its first name. Scripts may have the others, which mean something else elsewhere."""
+    """An option whose first name alone is shown. Scripts may use the others, which mean something else elsewhere."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """See click."""

@@ -1,11 +1,12 @@
-"""Names in modules and classes of other libraries, which mean something else in the thread that asks for it.
+"""Names in modules and classes of other libraries, which one thread may give another function.
 
     thread A    with instead({(trl, "gather"): ours}) ........................      trl.gather calls ours
     thread B            with instead({(trl, "gather"): others}) ...........         trl.gather calls others
     thread C                                                                        trl.gather is what it was
     afterwards  trl.gather is what it was for all
 
-A name has the same function for all threads of a process, so the threads that borrow one are counted.
+A module has one function under a name for all threads: it asks who calls. The last thread that leaves puts the
+original back.
 """
 
 import threading

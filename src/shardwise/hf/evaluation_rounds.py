@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
 
 
 def _joined(parts: Sequence[Any], device: torch.device) -> Any:
-    """Tensors one after the other in dim 0; as long in dim 1 as the longest, filled with -100 as the Trainer does."""
+    """Tensors joined in dim 0, padded in dim 1 to the longest with -100, as the Trainer does."""
     first = parts[0]
     if isinstance(first, dict):
         return {name: _joined([each[name] for each in parts], device) for name in first}

@@ -147,5 +147,5 @@ class GeneratedInputs:
 
 
 def _over_ranks(accelerator: PlanAccelerator, name: str, _: Any, *args: Any, **kwargs: Any) -> Any:
-    """Instead of a function of accelerate in a module of trainers: over data ranks."""
+    """Called instead of a function of accelerate in a module of trainers; works over data ranks."""
     return getattr(accelerator, name)(*args, **kwargs)

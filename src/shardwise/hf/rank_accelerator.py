@@ -24,7 +24,7 @@ from shardwise.trainers.rank_calls import RankCalls, RankState
 
 
 class ArgumentsState(RankState):
-    """In the place of `args.distributed_state`, whose processes are all ranks of the world."""
+    """Replaces `args.distributed_state`; its processes are all ranks of the world."""
 
     distributed_type = DistributedType.NO
 

@@ -122,7 +122,7 @@ def _has_no_values(value: object) -> bool:
 
 
 def _refusing(original: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Instead of what gives the pickle or the text of a tensor."""
+    """Called instead of the functions that give the pickle or the text of a tensor."""
     if _has_no_values(tensor):
         raise NotImplementedError("a tensor without values is written")
     return original(tensor, *args, **kwargs)

@@ -36,7 +36,7 @@ class ManualProgram:
     """One call of `training_step`, for one microbatch."""
 
     def __init__(self, step: Callable[[], Any], *, number: int, begins: Sequence[Any], looks_at_graphs: bool) -> None:
-        """`number`: of the microbatch. `begins`: the optimizers whose section begins at once; none: a toggle says it.
+        """`number`: of the microbatch. `begins`: the optimizers whose section begins at once; none: a toggle decides.
         `looks_at_graphs`: whether losses are tensors here, with graphs."""
         self.number = number
         self.output: Any = None
@@ -44,9 +44,9 @@ class ManualProgram:
         self.section: Sequence[Any] = ()
         """The optimizers whose section the program is in."""
         self._is_begun = False
-        """Whether it has stopped at the begin of its section."""
+        """Whether it has stopped at the beginning of its section."""
         self._to_step: dict[Any, Any] = {}
-        """Optimizers that were updated with the one that stepped, and the settings by which they were."""
+        """Optimizers that were updated with the one that stepped, and the settings of that update."""
         self._known: list[tuple[Any, float | None]] = []
         """Losses of sections that have ended, and their means over all ranks."""
         self._losses: list[Any] = []
@@ -75,7 +75,7 @@ class ManualProgram:
         if self._is_begun:
             return found
         if not self._greenlet.dead:
-            raise ModelError("training_step calls opt.step() for some microbatches of a batch, and not for others")
+            raise ModelError("training_step calls opt.step() for some microbatches of a batch and not for others")
         self._check_stepped("training_step ended")
         self.output = found
         return None
@@ -171,7 +171,9 @@ class ManualProgram:
             )
         self._check_remembered()
         if self.clipped and any(each not in self.clipped for each in self.section):
-            raise self._refused("gradients of some optimizers were clipped by value, and a plan clips those of all")
+            raise self._refused(
+                "gradients of some optimizers were clipped by value, and a plan clips those of all optimizers"
+            )
         loss = self._losses[0] if len(self._losses) == 1 else sum(self._losses)
         self._known.append((loss, None))
         self._to_step = {each: _settings(each) for each in self.section if each is not optimizer}
@@ -213,7 +215,7 @@ class ManualProgram:
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
-    """The numbers of its groups by which an update goes, as they are now."""
+    """The numbers in its groups that an update reads, as they are now."""
     return [
         {name: float(each) for name, each in group.items() if isinstance(each, float | int) or torch.is_tensor(each)}
         for group in optimizer.param_groups

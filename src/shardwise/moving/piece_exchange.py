@@ -165,7 +165,7 @@ def consent(
     """Plan together with all ranks of the channel. `sources` and `targets` are what this one holds and wants.
 
     refusal: why this rank cannot take part; then every rank raises it. word: a short text for all ranks. replicas: what
-        it holds, where all ranks give that, and several have to hold one piece alike.
+        it holds, where all ranks give that, and holders of one piece must have equal values.
     Raises PlanError or MismatchError, the same on every rank.
     """
     texts = [pack_pieces(sources), pack_pieces(targets)]

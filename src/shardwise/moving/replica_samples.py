@@ -1,4 +1,4 @@
-"""Samples of replicas: what several ranks hold as one piece is saved from one of them, and has to be alike on all.
+"""Samples of replicas: what several ranks hold as one piece is saved from one of them, and has to be equal on all.
 
     rank 0    experts.0.w   0.1 0.3 ...      digest 5e1f
     rank 1    experts.0.w   0.7 0.2 ...      digest 09ab      refused: another tensor under the same name
@@ -33,9 +33,10 @@ _GOLDEN = 0.6180339887498949
 
 @torch.no_grad()
 def samples_of(shared: SharedPieces, rank: int, tensors: Mapping[Piece, torch.Tensor]) -> Callable[[], bytes]:
-    """Take a sample of each replica that `rank` holds; gives what returns their digests. tensors: those compared.
+    """Take a sample of each replica that `rank` holds; returns a function that gives their digests.
 
-    Copies out of devices are queued behind what these have to do. The digests wait for them, in any thread.
+    tensors: those that are compared. Copies out of devices are queued behind what these have to do. The digests wait
+        for them, in any thread.
     """
     digests = {piece: _NOT_COMPARED for piece, ranks in shared if rank in ranks}
     on_devices: dict[torch.device, list[tuple[Piece, torch.Tensor]]] = {}

@@ -200,7 +200,7 @@ class OptimizerGroup:
     settings: Mapping[str, Any]
     """By torch's keys; values of a live optimizer, or of JSON."""
     idle: tuple[str, ...] = ()
-    """What it had besides, and never updated: the target may train it, or not."""
+    """Further parameters, which it never updated: the target may train them, or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -497,7 +497,7 @@ def _of_group(
     live_keys: Collection[str],
     divided: Collection[str],
 ) -> tuple[dict[str, Any], list[str]]:
-    """What saved groups say of a group's parameters with one voice, as far as it can take that; and what does not fit.
+    """The settings that a group takes, as the saved groups of its parameters agree on them; and what does not fit.
 
     sources: the saved settings by parameter. Where they disagree, and under the keys `divided`, the live value stays.
     """
@@ -535,7 +535,7 @@ def _of_group(
 def _divided(optimizer: NamedOptimizer, source: Mapping[str, Any], places: Mapping[str, Any]) -> dict[str, str]:
     """Settings in which live groups differ that were one group in the checkpoint: key -> finding.
 
-    The checkpoint does not say what they are to have apart, so that live values stay.
+    The checkpoint does not say which value each is to have, so live values stay.
     """
     groups: dict[int, dict[int, OptimizerGroup]] = {}
     for group in optimizer.groups:

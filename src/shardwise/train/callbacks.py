@@ -104,7 +104,7 @@ class StepMetrics:
     learning_rates: tuple[float, ...] = ()
     """Of all groups of all optimizers, where they differ."""
     rows: str = "tokens"
-    """What `tokens_per_second` counts; files and curves name it so, "rows_per_second"."""
+    """What `tokens_per_second` counts: "tokens", or "rows" where files and curves have "rows_per_second"."""
     ranks: tuple[RankTimes, ...] = ()
     """What each rank did with its time, up to the norm of this update. On rank 0."""
 

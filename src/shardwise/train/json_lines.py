@@ -10,7 +10,7 @@ from typing import Any
 class JsonLines:
     """A file with a JSON object per line, which is on disk as soon as it is added.
 
-    kept: the lines with which it begins, of the run before; they are written as they come.
+    kept: the lines of the run before, with which it begins; they are written as they come.
     """
 
     def __init__(self, path: Path, *, kept: Iterable[str] = ()) -> None:

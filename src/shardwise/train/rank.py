@@ -121,7 +121,7 @@ class _PreparedRun:
         settings = settings_of(self.engine)
         self.begin, words = BEGINNING, [start.words] if start.words else []
         self.states: Mapping[str, Any] = {}
-        """Of callbacks, in the save that the run goes on from."""
+        """Of callbacks, in the save from which the run resumes."""
         if not start.is_fresh:
             self.begin, self.states, words = take_up(
                 start, config, self.engine, channel, data=self.data, fresh=settings

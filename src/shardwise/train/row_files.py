@@ -43,7 +43,7 @@ def files_of(source: str, folder: Path, pattern: str = "*") -> list[Path]:
 class JsonRows:
     """Lines of JSON, an object each; blank lines are no rows.
 
-    Their places are known to every rank. To parse them takes long: with share = (rank, size) this one parses every
+    Their places are known to every rank. Parsing takes long: with share = (rank, size) this rank parses every
     size-th row. What it has found is in `problems`, by the number of the row, and `check` has seen the row.
     """
 

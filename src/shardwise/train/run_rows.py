@@ -87,7 +87,7 @@ class RunRows:
 def read_rows(config: RunConfig, share: tuple[int, int] = (0, 1)) -> RunRows:
     """The rows of [data]. Raises ConfigError or DataError for what cannot be read.
 
-    share: of `JsonRows`, of which all ranks `take` what all have `told`. One that reads all has done so.
+    share: of `JsonRows`. Where several ranks share the rows, each has to `take` what all of them have `told`.
     """
     data, folder = config.data, config.folder
     tokenizer = tokenizer_of(data, folder) if data.has_rows and data.reads_tokens else None

@@ -102,7 +102,7 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 
 class TraceBar(NamedTuple):
-    """Anything else that a rank did, in seconds on the clock of the timeline, or on its own."""
+    """Anything else that a rank did, in seconds on the clock of the timeline, or of the rank."""
 
     name: str
     category: str

@@ -54,7 +54,7 @@ class DataRanks:
             metrics.update(json.loads(bytes(told[0])))
 
     def check_alike(self, own: torch.Tensor) -> None:
-        """Raise MismatchError, the same on all of them, where ranks along tp computed another tensor each."""
+        """Raise MismatchError, the same on all of them, where ranks along tp computed different tensors."""
         if self._copies is None:
             return
         values = own.detach().to("cpu", torch.float64).reshape(-1)
@@ -64,8 +64,8 @@ class DataRanks:
         if all(each.shape == first.shape and np.allclose(each, first, rtol=1e-5, equal_nan=True) for each in others):
             return
         raise MismatchError(
-            "ranks along tp have the same rows, and the loss gathers other values on each of them. Some module, or a "
-            "head whose weight the loss reads, has this rank's part where the whole is read. Leave lm_head whole, by "
+            "ranks along tp have the same rows, and the loss gathers different values on each of them. Some module, or "
+            "a head whose weight the loss reads, has this rank's part where the whole is read. Leave lm_head whole, by "
             "tensor.rules for the layers alone"
         )
 
@@ -107,7 +107,7 @@ def reduced(parts: Sequence[torch.Tensor], how: str) -> torch.Tensor:
     """The tensors of ranks as one, element by element, in the order of ranks and in their dtype.
 
     how: sum, mean, max or min. Bools are counted, in int64. A mean of whole numbers is of the default dtype. Raises
-    BatchError for other words and for tensors of unlike shapes.
+    BatchError for other words and for tensors of different shapes.
     """
     if how not in _FOLDS:
         raise BatchError(f"tensors of ranks are reduced by {how!r}; give one of {', '.join(_FOLDS)}")
@@ -124,7 +124,7 @@ def reduced(parts: Sequence[torch.Tensor], how: str) -> torch.Tensor:
 
 
 def padded_to(tensor: torch.Tensor, size: int, *, dim: int, value: Any, first: bool = False) -> torch.Tensor:
-    """The tensor with `size` in `dim`, filled with `value` behind it, or before it."""
+    """The tensor, padded with `value` to `size` in `dim`, at its end or at its beginning."""
     missing = size - tensor.shape[dim]
     if missing <= 0:
         return tensor

@@ -25,7 +25,7 @@ from shardwise.trainers.data_ranks import DataRanks, padded_to, reduced
 
 
 class RankState(PartialState):
-    """In the place of a state of accelerate: the data ranks are its processes, and its decorators and contexts too."""
+    """Replaces a state of accelerate: its processes, also in its decorators and contexts, are the data ranks."""
 
     # Properties of PartialState; none of them changes during a run.
     is_main_process = is_local_main_process = is_last_process = use_distributed = False
@@ -93,7 +93,7 @@ def _taken(inputs: Any, part: Any, device: torch.device) -> Any:
 
 
 def _of_state(name: str) -> Callable[..., Any]:
-    """The method of the accelerator's state: that of accelerate asks the state of its process."""
+    """A method that calls the one of the accelerator's state; accelerate's own asks the state of its process."""
 
     def called(self: "RankCalls", *args: Any, **kwargs: Any) -> Any:
         return getattr(self.state, name)(*args, **kwargs)
@@ -155,7 +155,7 @@ class RankCalls(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Nothing: loaders give all data ranks as many batches. Raises ModelError where they would not."""
+        """Nothing: loaders give all data ranks the same number of batches. Raises ModelError where they would not."""
         if self.ranks.count > 1 and not (self.even_batches if even_batches is None else even_batches):
             raise ModelError(
                 "join_uneven_inputs(even_batches=False): ranks of an engine step together, and one that has no batch "
@@ -202,7 +202,7 @@ class RankCalls(Accelerator):
         return found if count is None else recursively_apply(lambda each: each[:count], found)
 
     def _num_rows_at_end(self) -> int | None:
-        """Rows of the last round of the loader that is at its end; None: all that came."""
+        """How many rows count in the last round of a loader that is at its end; None: all that came."""
         if self.num_processes == 1:
             return None
         under_way = [each for each in self.gradient_state.dataloader_references if each is not None]
