@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import windows
+from shardwise.checkpoint import reading, windows
 from shardwise.checkpoint.local import LocalReader
 from shardwise.space import Piece
 from tests.checkpoint.stored_values import save_dcp
@@ -31,7 +31,7 @@ def written(folder: Path) -> tuple[bytes, object]:
 def test_zero3_is_the_same_by_ranges_and_by_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewrite: str | None
 ) -> None:
-    monkeypatch.setattr(windows, "_MAX_OPEN_FILES", 1)  # of three
+    monkeypatch.setattr(reading, "_MAX_OPEN_FILES", 1)  # of three
     made: dict[int, tuple[bytes, object]] = {}
     for strip_bytes in (NEVER, ALWAYS):
         monkeypatch.setattr(windows, "_STRIP_BYTES", strip_bytes)

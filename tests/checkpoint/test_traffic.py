@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shardwise as sw
+from shardwise import checkpoint
 from shardwise.checkpoint import Address, LocalStore, read_rounds, saving
 from shardwise.checkpoint.stores import Store
 from shardwise.comm import Channel, Work
 from shardwise.errors import CheckpointError
 from shardwise.moving.mover import Mover
 from shardwise.space import Piece
-from tests.checkpoint.faulty import Counting
+from tests.checkpoint.faulty import Counting, Operation
+from tests.checkpoint.faulty import Watched as Observed
 from tests.checkpoint.small_states import Whole, empty_state, same, save_state, whole_state
 from tests.comm.boards import on_threads
 from tests.moving.watched import Watched
@@ -249,3 +253,69 @@ def test_damage_that_only_the_holder_sees_is_told_to_all(tmp_path: Path) -> None
             assert file.name in errors[0]
             assert all(same(target, empty_state()) for target in targets)
         file.write_bytes(good)
+
+
+def test_ranks_open_the_files_that_they_read_and_a_share_of_all(tmp_path: Path) -> None:
+    """Not each rank each file; and a file stays open from one batch to the next."""
+    num_ranks = 8
+
+    def run(channel: Channel) -> int:
+        held = {by_rows(name, shape, channel.rank, num_ranks): torch.ones(shape[0] // num_ranks, shape[1])
+                for name, shape in LARGE.items()}  # fmt: skip
+        sw.save(tmp_path, held, channel=channel)
+        store = Counting(LocalStore(tmp_path))
+        sw.load(store, held, channel=channel)
+        return sum(each.kind == "open" and each.name.endswith(".safetensors") for each in store.operations)
+
+    # Two looks at most, at its own file and at one of all, and one to read.
+    assert max(sw.simulate(num_ranks, run)) <= 3
+
+
+@pytest.mark.parametrize("layout", ["own", "others too"])
+def test_a_file_is_opened_once_for_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    for name in ("ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE", "ROUND_BYTES", "OWN_BYTES", "IN_PLACE_BYTES"):
+        monkeypatch.setattr(read_rounds, name, 1 << 20)
+    sw.save(tmp_path, {name: torch.ones(shape) for name, shape in LARGE.items()})
+
+    def run(channel: Channel) -> int:
+        store = Counting(LocalStore(tmp_path))
+        sw.load(store, {name: torch.empty(shape) for name, shape in LARGE.items()}, channel=channel)
+        assert store.num_operations["read_into"] > 4
+        return sum(each.kind == "open" and each.name.endswith(".safetensors") for each in store.operations)
+
+    assert max(sw.simulate(1 if layout == "own" else 2, run)) <= 2
+
+
+class SideBySide(Observed):
+    """A store that is far: a read returns when another one is under way too."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.pairs = threading.Barrier(2)
+
+    @property
+    def parallel_reads(self) -> int:
+        return 8
+
+    def perform(self, operation: Operation, act: Callable[[], Any], half: Callable[[], None] | None = None) -> Any:
+        if operation.kind == "read_into" and operation.num_bytes >= 4 << 20:
+            self.pairs.wait(timeout=60)
+        return act()
+
+
+@pytest.mark.parametrize("way", ["load", "load foreign", "verify", "convert"])
+def test_one_large_tensor_is_read_by_several_requests_side_by_side(tmp_path: Path, way: str) -> None:
+    whole = torch.arange(float(16 << 20)).view(4096, 4096)  # 64 MiB
+    if way == "load foreign":
+        save_file({"w": whole}, tmp_path / "model.safetensors")
+    else:
+        sw.save(tmp_path, {"w": whole})
+    store = SideBySide(LocalStore(tmp_path))
+    if way == "verify":
+        assert checkpoint.verify(store).good
+    elif way == "convert":
+        checkpoint.convert(store, tmp_path / "made", to="dcp")
+    else:
+        target = torch.empty_like(whole)
+        sw.load(store, {"w": target})
+        assert torch.equal(target, whole)

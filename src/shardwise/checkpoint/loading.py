@@ -275,22 +275,31 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     located = _locate(channel, view, target, wanted, found)
     # Scales before the elements that are multiplied by them.
     rounds = [located] if located.scales is None else [located.scales, located]
-    files = {piece.file for each in rounds for name in each.names for piece in contents.tensors[name].pieces}
     verify = bool(options.verify) and contents.verifiable
+    stored = [[piece for name in each.names for piece in contents.tensors[name].pieces] for each in rounds]
+    plans = [
+        plan_reads(pieces, each.sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        for each, pieces in zip(rounds, stored, strict=True)
+    ]
     # Each rank looks at what it wants itself; together they have looked at all that is read.
     findings = [finding for each in rounds for finding in _coverage(each.sources[channel.rank], contents)]
     if channel.rank in readers:
-        # Each header is verified by one of the ranks that see it: a thousand ranks would otherwise read each a
-        # thousand times.
-        turn = (sorted(readers).index(channel.rank), len(readers)) if verify else None
-        findings += _file_findings(store, contents, files, turn)
+        # Each file is looked at by the ranks that read from it, and by one more: a thousand ranks would otherwise open
+        # a thousand files each.
+        files = sorted({piece.file for pieces in stored for piece in pieces})
+        dealt = files[sorted(readers).index(channel.rank) :: len(readers)]
+        read = {name for plan in plans for name in plan.files(read_for_others=verify or not options.shared)}
+        for name in sorted(read.union(dealt)):
+            findings += check_file(store, contents, name, head=verify and name in dealt)[1]
     if findings := gather_findings(channel, findings, purpose="findings on the files"):
         raise CheckpointError(*findings, about=f"{contents.location} is not as it was written")
     compared_bytes = 0 if view is None else compare_numbers(channel, view, store, readers)
     # After the files were found whole, and before the target changes: it reads stored bytes, and may refuse.
     compared_bytes += compare_twins(channel, store, contents, view, found.twins, readers)
     with torch.no_grad():
-        traffics = [_fill(channel, source, each, options, verify=verify) for each in rounds]
+        traffics = [
+            _fill(channel, source, *each, options, verify=verify) for each in zip(rounds, stored, plans, strict=True)
+        ]
         # After the reads: damage leaves the target as it was, where it does.
         for each in located.padding:
             each.fill()
@@ -312,14 +321,21 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     return target.restoration, report
 
 
-def _fill(channel: Channel, source: Source, located: Located, options: _Options, *, verify: bool) -> ReadTraffic:
+def _fill(
+    channel: Channel,
+    source: Source,
+    located: Located,
+    stored: Sequence[StoredPiece],
+    plan: ReadPlan,
+    options: _Options,
+    *,
+    verify: bool,
+) -> ReadTraffic:
     """Read what ranks want. All ranks call it together."""
     store, contents, sources = source.store, source.contents, located.sources
-    stored = [piece for name in located.names for piece in contents.tensors[name].pieces]
-    plan = plan_reads(stored, sources, channel.rank, block_bytes=contents.block_bytes, readers=source.readers)
     # Without checksums there is no reason to read whole blocks: every rank reads its own bytes, and nothing is sent.
     # Strips of some KiB are an exception, because each costs a call.
-    if options.shared and not verify and not _in_strips(channel, stored, sources[channel.rank], plan):
+    if options.shared and not verify and not _in_strips(channel, store, stored, sources[channel.rank], plan):
         return read_exactly(channel, store, stored, located.targets)
     twice = options.verify == "first"
     return read_in_rounds(channel, store, contents, stored, plan, located.targets, verify=verify, twice=twice)
@@ -349,12 +365,16 @@ def _as_stored(piece: Piece, found: Match) -> Piece:
     return piece if piece.name == name else replace(piece, name=name)
 
 
-def _in_strips(channel: Channel, stored: Sequence[StoredPiece], wanted: Sequence[Piece], plan: ReadPlan) -> bool:
+def _in_strips(
+    channel: Channel, store: Store, stored: Sequence[StoredPiece], wanted: Sequence[Piece], plan: ReadPlan
+) -> bool:
     """Whether ranks want strips so thin that to read whole blocks for each other is faster than each strip alone.
 
     That is done only where no rank reads noticeably more than it needs, or as much as takes longer than the strips.
     """
     thin, max_bytes = is_in_strips(stored, wanted)
+    # Over a network blocks are read side by side, ranges one after the other.
+    thin = thin or store.parallel_reads > 1
     exact = plan.read_bytes <= max_bytes
     # All decide alike: otherwise some would wait for rounds that others do not make.
     purpose = "which ranks read thin strips"
@@ -449,17 +469,4 @@ def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:
                 f"{each}: {lacking} of {each.num_elements} elements are in no piece "
                 f"of {each.name} that the checkpoint has; it is incomplete"
             )
-    return findings
-
-
-def _file_findings(store: Store, contents: Contents, files: set[str], turn: tuple[int, int] | None) -> list[str]:
-    """Data files that are missing, of another size than they were written with, or damaged in their first bytes.
-
-    Each rank that sees the storage looks at all sizes (they cost no reading). With `turn` = (i, n) it verifies the
-    headers of each n-th file from the i-th on.
-    """
-    findings = []
-    for number, name in enumerate(sorted(files)):
-        head = turn is not None and number % turn[1] == turn[0]
-        findings += check_file(store, contents, name, head=head)[1]
     return findings

@@ -118,6 +118,12 @@ class ReadPlan:
             for span in (*self.own_reads, *self.handed_reads)
         )
 
+    def files(self, *, read_for_others: bool) -> set[str]:
+        """Data files from which this rank reads: its share of all, or all that it needs itself."""
+        spans = (*self.own_reads, *self.handed_reads)
+        ordinals = {span.ordinal for span in spans} if read_for_others else self._needed
+        return {self._stored[ordinal].file for ordinal in ordinals}
+
     @property
     def reads(self) -> tuple[BlockSpan, ...]:
         """All that this rank reads, in order of file and byte. Spans are disjoint."""

@@ -83,7 +83,7 @@ def read_in_rounds(
     Raises the same CheckpointError on all ranks; it says so when tensors have been written by then.
     """
     handover = _Handover(channel, contents.block_bytes, stored, plan, targets)
-    rounds = _Rounds(channel, plan, stored, contents.block_bytes, handover)
+    rounds = _Rounds(channel, plan, stored, contents.block_bytes, handover, store.parallel_reads)
     reader = BatchReader(store, contents, stored, verify=verify)
     buffers = _Buffers(channel, rounds.num_bytes)
     number = 0
@@ -127,7 +127,11 @@ class _Rounds:
         stored: Sequence[StoredPiece],
         block_bytes: int,
         handover: "_Handover",
+        num_parallel: int,
     ) -> None:
+        # So that as many reads are under way.
+        own_bytes, in_place_bytes = OWN_BYTES * num_parallel, IN_PLACE_BYTES * num_parallel
+
         def cut(spans: Sequence[BlockSpan], max_bytes: int) -> list[list[BlockSpan]]:
             return batches_of(spans, stored, block_bytes=block_bytes, max_bytes=max_bytes)
 
@@ -143,15 +147,16 @@ class _Rounds:
         for is_large, spans in groupby(plan.own_reads, lambda span: largest([[span]]) >= OWN_BYTES):
             # Small tensors together, in as few reads as possible; they are copied out of the cache.
             if not is_large:
-                batches += [(batch, None) for batch in cut(list(spans), OWN_BYTES)]
+                batches += [(batch, None) for batch in cut(list(spans), own_bytes)]
                 continue
             for span in spans:
-                for batch in cut([span], IN_PLACE_BYTES):
+                for batch in cut([span], in_place_bytes):
                     memory = handover.memory_of(batch[0])
                     # What has to be copied afterwards is read in parts that stay in the cache.
-                    pieces = cut(batch, OWN_BYTES) if memory is None else [batch]
+                    pieces = cut(batch, own_bytes) if memory is None else [batch]
                     batches += [(each, memory) for each in pieces]
-        self.own = [batches[start : start + OWN_BATCHES] for start in range(0, len(batches), OWN_BATCHES)]
+        step = max(1, OWN_BATCHES // num_parallel)
+        self.own = [batches[start : start + step] for start in range(0, len(batches), step)]
         # All ranks have to make the same number of exchanges, and their buffers have one size, so that each can view
         # the others'.
         own = [len(at_once), largest(at_once), len(self.handed), largest(self.handed), len(self.own)]

@@ -35,6 +35,9 @@ _PART_BYTES = 1 << 20
 
 _ALIGNMENT_BYTES = 64
 
+_MAX_OPEN_FILES = 64
+"""So many files stay open between reads."""
+
 
 class GrowingBuffer:
     """Memory that each use takes over from the one before, and that grows where one needs more.
@@ -111,6 +114,29 @@ def batches_of(
     return batches
 
 
+class OpenFiles:
+    """Data files of a store that are open for reading; a save of a thousand ranks has more than a process may have."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._readers: dict[str, Reader] = {}
+
+    def __getitem__(self, name: str) -> Reader:
+        if name not in self._readers:
+            self._readers[name] = open_data(self._store, name)
+        return self._readers[name]
+
+    def trim(self) -> None:
+        """Give back those that are too many."""
+        while len(self._readers) > _MAX_OPEN_FILES:
+            self._readers.popitem()[1].close()
+
+    def close(self) -> None:
+        """Give all back."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+
 class BatchReader:
     """Reads batches of spans and verifies them."""
 
@@ -131,12 +157,14 @@ class BatchReader:
         self._stored = stored
         self._verify = verify
         self._buffer = buffer or GrowingBuffer()
+        self._files = OpenFiles(store)
         self._threads: ThreadPoolExecutor | None = None
         if store.parallel_reads > 1:
             self._threads = ThreadPoolExecutor(store.parallel_reads, thread_name_prefix="shardwise-read")
 
     def close(self) -> None:
-        """Give back the threads."""
+        """Give back the threads and the files."""
+        self._files.close()
         if self._threads is not None:
             self._threads.shutdown()
 
@@ -167,16 +195,20 @@ class BatchReader:
         self.read_bytes += stop - start
 
     def _fill(self, stretches: Sequence[_FileStretch], buffer: torch.Tensor) -> list[str]:
-        readers: dict[str, Reader] = {}
         findings: list[str] = []
+        jobs = []
         try:
-            # Files are open for one batch: a save of a thousand ranks has more of them than a process may have open.
-            for name in dict.fromkeys(stretch.file for stretch in stretches):
+            for stretch in stretches:
                 try:
-                    readers[name] = open_data(self._store, name)
+                    reader = self._files[stretch.file]
                 except OSError as error:
-                    findings.append(f"{self._store.location}/{name} cannot be read: {reason(error)}")
-            jobs = [(stretch, readers[stretch.file]) for stretch in stretches if stretch.file in readers]
+                    findings.append(f"{self._store.location}/{stretch.file} cannot be read: {reason(error)}")
+                else:
+                    # Over a network each request waits as long as many bytes travel: there a part is one request, and
+                    # many are under way.
+                    part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
+                    parts = _parts(stretch, self._stored, self._contents.block_bytes, part_bytes)
+                    jobs += [(part, reader) for part in parts]
 
             def fill(job: tuple[_FileStretch, Reader]) -> list[str]:
                 return self._fill_one(*job, buffer)
@@ -185,25 +217,17 @@ class BatchReader:
             for each in done:
                 findings += each
         finally:
-            for reader in readers.values():
-                reader.close()
+            self._files.trim()
         # A file that cannot be read is found by each of its stretches, and named once.
         return list(dict.fromkeys(findings))
 
-    def _fill_one(self, stretch: _FileStretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
-        size = self._contents.block_bytes
-        findings = []
-        # Over a network each request waits as long as many bytes travel: there a stretch is one request.
-        part_bytes = _PART_BYTES if self._threads is None else _STRETCH_BYTES
-        for part in _parts(stretch, self._stored, size, part_bytes):
-            memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
-            try:
-                reader.read_into(memory, part.start)
-            except (OSError, EOFError) as error:
-                return [f"{self._store.location}/{part.file} cannot be read: {reason(error)}"]
-            if self._verify:
-                findings += [each for span in part.spans for each in self._damage(span, part, memory)]
-        return findings
+    def _fill_one(self, part: _FileStretch, reader: Reader, buffer: torch.Tensor) -> list[str]:
+        memory = bytes_of(buffer[part.at : part.at + part.stop - part.start])
+        try:
+            reader.read_into(memory, part.start)
+        except (OSError, EOFError) as error:
+            return [f"{self._store.location}/{part.file} cannot be read: {reason(error)}"]
+        return [each for span in part.spans for each in self._damage(span, part, memory)] if self._verify else []
 
     def _damage(self, span: BlockSpan, stretch: _FileStretch, memory: memoryview) -> list[str]:
         stored = self._stored[span.ordinal]

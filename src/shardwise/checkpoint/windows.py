@@ -20,9 +20,9 @@ from shardwise.checkpoint.block_scales import BlockScales
 from shardwise.checkpoint.contents import Contents, StoredPiece, StoredTensor
 from shardwise.checkpoint.passing_digests import PassingDigests
 from shardwise.checkpoint.read_plan import count_exact_ranges, exact_ranges, plan_reads
-from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, batches_of
+from shardwise.checkpoint.reading import BatchReader, GrowingBuffer, OpenFiles, batches_of
 from shardwise.checkpoint.safetensors_files import cast_through, is_plain, plain_bytes
-from shardwise.checkpoint.stores import Reader, Store, open_data, reason
+from shardwise.checkpoint.stores import Reader, Store, reason
 from shardwise.comm.local_tensors import bytes_of, torch_dtype
 from shardwise.errors import CheckpointError
 from shardwise.moving.copies import part_of, parts_of, put
@@ -41,8 +41,6 @@ LARGE_WINDOW_BYTES = 32 << 20
 BATCH_BYTES = 4 << 20
 """So much is read at a time: it is verified and copied while it is in the cache."""
 
-
-_MAX_OPEN_FILES = 64
 
 _STRIP_BYTES = 16 << 10
 """Below so many bytes a read costs more than the bytes that it brings."""
@@ -267,28 +265,24 @@ def fill_exactly(
 
     digests: sees what is read straight into the memory of a target. Raises CheckpointError for what cannot be read.
     """
-    readers: dict[str, Reader] = {}
+    files = OpenFiles(store)
     read_bytes = 0
     name = ""
     try:
         for ordinal, source, index, target in exact_ranges(stored, [each.source for each in targets]):
             piece, name = stored[ordinal], stored[ordinal].file
-            # Open until the end: pieces of one file come one after the other, but wanted pieces change between files.
-            # But not all of a save of a thousand ranks, which has more files than a process may have open.
-            if name not in readers:
-                while len(readers) >= _MAX_OPEN_FILES:
-                    readers.popitem()[1].close()
-                readers[name] = open_data(store, name)
+            # Pieces of one file come one after the other, but wanted pieces change between files.
+            reader = files[name]
             num_skipped = source.start * itemsize_bytes(piece.piece.dtype)
-            elements = _read_run(readers[name], piece.start + num_skipped, piece.piece.dtype, targets[index], target)
+            elements = _read_run(reader, piece.start + num_skipped, piece.piece.dtype, targets[index], target)
             if digests is not None and elements is not None:
                 digests.see(piece.piece, elements, num_skipped)
             read_bytes += source.num_elements * itemsize_bytes(piece.piece.dtype)
+            files.trim()
     except (OSError, EOFError) as error:
         raise CheckpointError(f"{store.location}/{name} cannot be read: {reason(error)}") from error
     finally:
-        for reader in readers.values():
-            reader.close()
+        files.close()
     return read_bytes
 
 
@@ -397,7 +391,8 @@ class PieceReader:
         plan = plan_reads(stored, [wanted], 0, block_bytes=block_bytes, readers={0})
         reader = BatchReader(self._store, self.contents, stored, verify=True, buffer=self._batch)
         try:
-            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=BATCH_BYTES):
+            max_bytes = BATCH_BYTES * self._store.parallel_reads
+            for batch in batches_of(plan.reads, stored, block_bytes=block_bytes, max_bytes=max_bytes):
                 for span, elements in reader.read(batch).items():
                     # Right after it was verified, so that the copy finds it in the cache.
                     if self._digests is not None:
