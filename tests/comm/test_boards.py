@@ -130,7 +130,12 @@ def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkey
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
     asked: list[int] = []
     num_left = PeerLink._num_unacknowledged_bytes
-    monkeypatch.setattr(PeerLink, "_num_unacknowledged_bytes", lambda link: asked.append(num_left(link)) or asked[-1])
+
+    def noted(link: PeerLink) -> int:
+        asked.append(num_left(link))
+        return asked[-1]
+
+    monkeypatch.setattr(PeerLink, "_num_unacknowledged_bytes", noted)
     near, far = (
         ProcessChannel(Switchboard(rank, {1 - rank: link}, timeout_seconds=60.0), (0, 1), owns_board=True)
         for rank, link in enumerate((PeerLink(ours, rank=1, local=False), PeerLink(theirs, rank=0, local=False)))
