@@ -112,7 +112,7 @@ def fitted(
     settings: Any = {"steps": train.steps, "now_s": lambda: engine.seconds}
     with TrainingLoop(trained, callbacks, begin=begin or Position(), **settings) as loop:
         held_out = data.evaluation(place, train.global_batch)
-        fit(engine, train, batches, held_out, loop, tokens_per_row=4, now_s=lambda: engine.seconds)
+        fit(trained, train, batches, held_out, loop, tokens_per_row=4, now_s=lambda: engine.seconds)
     assert not engine.asked, "a loop that is over asks no more"
     return loop.position.held_out_loss
 
@@ -132,7 +132,7 @@ def test_data_ranks_together_evaluate_every_held_out_row_once() -> None:
     for num_data_ranks in (1, 2, 3, 5, 9):
         batches: list[list[int]] = [[], []]
         for data_rank in range(num_data_ranks):
-            engine = NotingEngine()
+            engine: Any = NotingEngine()
             place = DataPlace(data_rank=data_rank, num_data_ranks=num_data_ranks)
             loss = evaluate(engine, data_of(global_batch=5).evaluation(place, 5))["loss"]
             assert num_data_ranks > 1 or loss == pytest.approx(held_out.mean())

@@ -10,16 +10,17 @@ all. So they make the same calls of the engine.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
-import torch
+from torch import nn
 
-from shardwise.engine.batches import Batch, LossFunction
-from shardwise.engine.reports import EvaluationReport, StepReport
+from shardwise.engine import Engine
+from shardwise.engine.batches import Batch
 from shardwise.errors import DivergedError
 from shardwise.train.callbacks import TrainingLoop, values_of
 from shardwise.train.config import TrainTable
 from shardwise.train.learning_rates import SchedulerMaker, advance, decaying
+from shardwise.train.run_trace import Tracer
 from shardwise.train.turns import Turns
 
 # A bad batch may skip an update or a few. After so many different batches the fault is in the parameters, and skipped
@@ -28,25 +29,8 @@ PATIENCE_UPDATES = 20
 """So many updates in a row whose gradient is not finite end a run."""
 
 
-# A protocol, so that the loop is tested with an engine of ten lines, and `Tracer` can stand in the engine's place.
-class Trainee(Protocol):
-    """The part of an engine that the loop needs."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers that `step` runs."""
-
-    def step(
-        self, batch: Batch, *, only: str | Sequence[str] | None = None, loss: LossFunction | None = None
-    ) -> StepReport:
-        """One update from this data rank's rows; of a group of parameters, by another loss than the engine's."""
-
-    def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
-        """The loss over the rows of all data ranks, and metrics by name; this rank may have no rows."""
-
-
 def fit(
-    engine: Trainee,
+    engine: Engine[nn.Module] | Tracer,
     train: TrainTable,
     batches: Iterator[Batch],
     held_out: Sequence[Batch],
@@ -111,7 +95,9 @@ def _scale_advice(loss_scale: float | None) -> str:
     return "" if loss_scale is None else f". Losses were scaled by {loss_scale:.10g}: see precision.loss_scale"
 
 
-def evaluate(engine: Trainee, held_out: Sequence[Batch], metrics: Mapping[str, Any] | None = None) -> dict[str, float]:
+def evaluate(
+    engine: Engine[nn.Module] | Tracer, held_out: Sequence[Batch], metrics: Mapping[str, Any] | None = None
+) -> dict[str, float]:
     """The mean loss over the rows of all data ranks, further losses and metrics, by name; a rank may have no rows."""
     # All ranks make each call, those without rows too: it exchanges sums.
     if metrics:

@@ -85,7 +85,7 @@ class Tracer:
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """See `loop.Trainee`."""
+        """See `Engine`."""
         return self._engine.optimizers
 
     def step(
@@ -116,7 +116,7 @@ class Tracer:
         return report
 
     def evaluate(self, batch: Batch, *, metrics: Mapping[str, Any] | None = None) -> EvaluationReport:
-        """See `loop.Trainee`."""
+        """See `Engine`."""
         return self._engine.evaluate(batch, **({"metrics": metrics} if metrics else {}))
 
     def gathered(self) -> RunTrace | None:
