@@ -95,9 +95,9 @@ def test_norms_of_stages_make_the_norm_of_one_process_in_every_bit(dtypes: list[
     found = gradients(*dtypes)
     there = {at: norm.double() for at, norm in norms_of(found).items()}
     kept = KeptNumbers(CPU)
-    got = float(total_of_norms(there, dtypes, kept))
+    got = float(total_of_norms(there, kept, dtypes=dtypes))
     assert got == float(nn.utils.get_total_norm(found)) == total_of(found, kept)
-    assert float(total_of_norms({}, dtypes, kept)) == 0.0
+    assert float(total_of_norms({}, kept, dtypes=dtypes)) == 0.0
     assert total_of([], kept) == 0.0
 
 

@@ -193,7 +193,7 @@ def total_of_each(norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, of: s
 
 
 def total_of_norms(
-    norms: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype], kept: KeptNumbers, *, of: str = ""
+    norms: Mapping[int, torch.Tensor], kept: KeptNumbers, *, dtypes: Sequence[torch.dtype], of: str = ""
 ) -> torch.Tensor:
     """As `total_of_each`, equal to it to the bit, from norms that came from other ranks.
 

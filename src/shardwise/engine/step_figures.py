@@ -18,7 +18,7 @@ table is the same on all ranks, so that they clip and skip alike, and the host c
 
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -143,8 +143,8 @@ class KnownFigures:
         clip(parts, norm, max_norm, self.kept)
 
 
-_NormAndParts: TypeAlias = tuple[torch.Tensor, Callable[[Key], torch.Tensor]]
-"""The norm of all gradients, and the function that gives that of a part."""
+_NormAndParts: TypeAlias = tuple[torch.Tensor, dict[Key, torch.Tensor]]
+"""The norm of all gradients, and those of the parts that are asked for."""
 
 
 class _Making:
@@ -160,27 +160,22 @@ class _Making:
 
     def _norms_of_one(self, own: RankFigures) -> _NormAndParts:
         """All gradients are on this rank."""
-        norms, number_of = norms_of(list(own.used.values())), list(own.used)
-
-        def of_part(key: Key) -> torch.Tensor:
-            mine = {at: norm for at, norm in norms.items() if number_of[at] in _numbers_of(key, own)}
-            return total_of_each(mine, self._kept, of=f" of {key}")
-
-        return total_of_each(norms, self._kept), of_part
+        numbers = list(own.used)
+        norms = {numbers[at]: norm for at, norm in norms_of(list(own.used.values())).items()}
+        return self._norm_and_parts(own, norms, total_of_each)
 
     def _norms_of_numbers(self, own: RankFigures, norms: Mapping[int, torch.Tensor]) -> _NormAndParts:
-        """norms: of the parameters of all ranks, by number."""
-        dtypes = self._around.dtypes
+        """norms: of the parameters of all ranks, by number, in float64."""
+        return self._norm_and_parts(own, norms, partial(total_of_norms, dtypes=self._around.dtypes))
 
-        def of_part(key: Key) -> torch.Tensor:
-            mine = {at: norm for at, norm in norms.items() if at in _numbers_of(key, own)}
-            return total_of_norms(mine, dtypes, self._kept, of=f" of {key}")
-
-        return total_of_norms(norms, dtypes, self._kept), of_part
-
-
-def _numbers_of(key: Key, own: RankFigures) -> Collection[int]:
-    return own.norms.numbers[key] if own.norms is not None else ()
+    def _norm_and_parts(
+        self, own: RankFigures, norms: Mapping[int, torch.Tensor], total: Callable[..., torch.Tensor]
+    ) -> _NormAndParts:
+        parts = {
+            key: total({at: norm for at, norm in norms.items() if at in numbers}, self._kept, of=f" of {key}")
+            for key, numbers in (own.norms.numbers.items() if own.norms is not None else ())
+        }
+        return total(norms, self._kept), parts
 
 
 class MadeOnHost(_Making):
@@ -218,14 +213,14 @@ class MadeOnHost(_Making):
         others = sums_of_entries(kinds, given, around.ranks.alike_index, is_exact=True, purpose=_PURPOSE)
         if around.are_whole:
             if around.world.size == 1:
-                total, of_part = self._norms_of_one(own)
+                total, of_parts = self._norms_of_one(own)
             else:
                 pairs = [pair for each in understood(answers[3], self._norms_in, purpose=_PURPOSE) for pair in each]
                 found = torch.tensor([norm for _, norm in pairs], dtype=torch.float64).unbind()
                 norms = dict(zip((number for number, _ in pairs), found, strict=True))
-                total, of_part = self._norms_of_numbers(own, norms)
+                total, of_parts = self._norms_of_numbers(own, norms)
             norm = _or_nan(float(total))
-            parts = {key: _or_nan(float(of_part(key))) for key in _keys(own)}
+            parts = {key: _or_nan(float(each)) for key, each in of_parts.items()}
         else:
             norm = norm_of(np.concatenate(squares), around.norm_dtype)
             parts = {
@@ -253,11 +248,6 @@ def _known(number: int, around: "Surroundings") -> int:
     return number
 
 
-def _keys(own: RankFigures) -> tuple[Key, ...]:
-    """The parts whose norms are asked for."""
-    return () if own.norms is None else tuple(own.norms.numbers)
-
-
 def _or_nan(norm: float) -> float:
     return norm if math.isfinite(norm) else math.nan
 
@@ -280,8 +270,8 @@ class MadeOnDevice(_Making):
         used, said = answers
         kinds = kinds_of_ranks(said, purpose=_PURPOSE)
         told = understood(used, self._counts_in, purpose=_PURPOSE)
-        num_atoms = 1 if own.norms is None else own.norms.num_atoms
-        keys, names = _keys(own), names_in(kinds)
+        num_atoms, num_parts = (1, 0) if own.norms is None else (own.norms.num_atoms, len(own.norms.numbers))
+        names = names_in(kinds)
         num_losses = own.weighting.counts[[*around.ranks.data_ranks]].tolist()
         places = _Places(
             sizes=[
@@ -298,9 +288,9 @@ class MadeOnDevice(_Making):
             names=names,
         )
         # In float64, which holds any loss and any norm exactly.
-        table = self._kept.place("table", places.total + 1 + len(keys), dtype=torch.float64)
+        table = self._kept.place("table", places.total + 1 + num_parts, dtype=torch.float64)
         if world.size == 1:
-            norm, of_part = self._norms_of_one(own)
+            norm, parts = self._norms_of_one(own)
             weights = () if own.weights is None else own.weights.unbind()
             entries = LossEntries(own.losses, own.weighting, around.data_rank).on_device(world.device)
             losses = [each.loss for each in own.losses]
@@ -314,11 +304,11 @@ class MadeOnDevice(_Making):
                     for rank, (_, numbers) in enumerate(told)
                     for number, norm in zip(numbers, table[places.of(_NORMS, rank)].unbind(), strict=True)
                 }
-                norm, of_part = self._norms_of_numbers(own, norms)
+                norm, parts = self._norms_of_numbers(own, norms)
                 table[places.total].copy_(norm)
             else:
-                norm, of_part = self._norms_of_atoms(own, places, table)
-        parts = {key: self._in_norm_dtype(of_part(key), f"norm of {key} in its dtype") for key in keys}
+                norm, parts = self._norms_of_atoms(own, places, table)
+        parts = {key: self._in_norm_dtype(each, f"norm of {key} in its dtype") for key, each in parts.items()}
         for at, each in enumerate(parts.values()):
             table[places.total + 1 + at].copy_(each)
         norm = self._in_norm_dtype(norm, "norm in its dtype")
@@ -333,15 +323,14 @@ class MadeOnDevice(_Making):
         else:
             columns = torch.stack([table[places.of(_NORMS, rank)] for rank in range(size)])
 
-        def of_part(key: Key) -> torch.Tensor:
-            place = self._kept.place(f"norm of {key}", dtype=torch.float64)
-            atoms = () if own.norms is None else own.norms.atoms[key]
-            if not atoms:
-                return place.zero_()
-            found: torch.Tensor = torch.linalg.vector_norm(torch.stack([columns[:, at] for at in atoms]), out=place)
-            return found
-
-        return torch.linalg.vector_norm(columns, out=table[places.total]), of_part
+        parts: dict[Key, torch.Tensor] = {}
+        for key, atoms in own.norms.atoms.items() if own.norms is not None else ():
+            parts[key] = place = self._kept.place(f"norm of {key}", dtype=torch.float64)
+            if atoms:
+                torch.linalg.vector_norm(torch.stack([columns[:, at] for at in atoms]), out=place)
+            else:
+                place.zero_()
+        return torch.linalg.vector_norm(columns, out=table[places.total]), parts
 
     def _in_norm_dtype(self, norm: torch.Tensor, name: str) -> torch.Tensor:
         dtype = self._around.norm_dtype

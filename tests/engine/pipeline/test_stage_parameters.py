@@ -176,12 +176,12 @@ def test_the_norm_of_norms_is_the_norm_of_one_process_in_every_bit(seed: int) ->
         mine = [at for at in range(len(gradients)) if owner_of[at] == owner]
         for place, norm in norms_of([gradients[at] for at in mine]).items():
             norms[mine[place]] = norm.double()
-    got = total_of_norms(norms, [each.dtype for each in gradients], KeptNumbers(torch.device("cpu")))
+    got = total_of_norms(norms, KeptNumbers(torch.device("cpu")), dtypes=[each.dtype for each in gradients])
     assert float(got) == float(nn.utils.get_total_norm(gradients))
 
 
 def test_the_norm_of_nothing_is_zero() -> None:
-    assert float(total_of_norms({}, [], KeptNumbers(torch.device("cpu")))) == 0.0
+    assert float(total_of_norms({}, KeptNumbers(torch.device("cpu")), dtypes=[])) == 0.0
     assert norms_of([]) == {}
 
 
