@@ -1,6 +1,7 @@
 """What an engine costs a rank in bytes: its buffers, and what it sends in an update."""
 
 from dataclasses import replace
+from typing import Any
 
 from shardwise.comm.device_sums import sums_of
 from shardwise.engine.matrix_updates import MatrixUpdates
@@ -40,29 +41,19 @@ class PlanSizes:
     def footprint(self, num_microbatches: int) -> Footprint:
         """Bytes that the buffers take."""
         layout, precision, k = self._layout, self._plan.precision, num_microbatches
+        held: Any = {"sums": self._sums, "goes_ahead": self._goes_ahead, "offload": self._offload}
         if layout.stage < 2:
-            owned = footprint(
-                layout.ownership,
-                self._owner,
-                precision,
-                num_microbatches=k,
-                sums=self._sums,
-                goes_ahead=self._goes_ahead,
-                offload=self._offload,
-            )
+            owned = footprint(layout.ownership, self._owner, precision, num_microbatches=k, **held)
         else:
-            units = [unit.name for unit in layout.units.units]
             owned = sharded_footprint(
                 layout.ownership,
                 self._owner,
                 precision,
                 num_microbatches=k,
-                units=units,
+                units=[unit.name for unit in layout.units.units],
                 keeps=self._plan.sharding.keep_gathered,
                 late=layout.late,
-                sums=self._sums,
-                goes_ahead=self._goes_ahead,
-                offload=self._offload,
+                **held,
             )
         if self._matrices is not None:
             whole, messages = self._matrices.held_bytes
