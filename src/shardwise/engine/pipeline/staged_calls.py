@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.accelerators import outlive_threads
 from shardwise.comm.nested_values import tensors_in
-from shardwise.engine.held_meanwhile import kept_attributes
+from shardwise.engine.held_meanwhile import items_set, kept_attributes
 from shardwise.engine.pipeline.nested import is_plain, token_of
 from shardwise.engine.pipeline.stage_values import Spec, StageTensor
 from shardwise.engine.wrapping import as_compiled, is_ours, structures_of
@@ -347,18 +347,15 @@ class PlacedModule:
         if not hooked:
             yield records
             return
-        originals = [each._forward_hooks for _, each in hooked]
+        places: list[tuple[dict[str, Any], str, Any]] = []
         for at, each in hooked:
             recorders = [
                 (number, hook if is_ours(hook) else _recorder(records, at, position, number, each))
                 for position, (number, hook) in enumerate(each._forward_hooks.items())
             ]
-            vars(each)["_forward_hooks"] = OrderedDict(recorders)
-        try:
+            places.append((vars(each), "_forward_hooks", OrderedDict(recorders)))
+        with items_set(places):
             yield records
-        finally:
-            for (_, each), hooks in zip(hooked, originals, strict=True):
-                vars(each)["_forward_hooks"] = hooks
 
     def _hooked(self) -> list[tuple[int, nn.Module]]:
         """The modules inside that have hooks of others, by position; hooks come and go."""
