@@ -236,7 +236,16 @@ def read_contents(store: Store) -> Contents:
     `extra["skipped"]`. Raises `CheckpointError`, with all findings, for missing, truncated or damaged files. It also
     refuses a `.metadata` that names other classes than those of such metadata, and runs none of it.
     """
-    parts = [_with_paths(store, folder) for folder in parts_of(list(store.names())) or [""]]
+    names = list(store.names())
+    folders = parts_of(names) or [""]
+    torn = {each[1] for each in map(_PART_DATA.fullmatch, names) if each} - set(folders)
+    if torn and folders != [""]:
+        raise CheckpointError(
+            f"{store.location} has data in {few_of(sorted(torn), quotes=False)} without the .metadata, which is "
+            "written last: the save was interrupted or copied in part. To have the rest alone, name "
+            f"{store.location}/{folders[0]}"
+        )
+    parts = [_with_paths(store, folder) for folder in folders]
     contents, paths = parts[0]
     for other, more in parts[1:]:
         contents = contents.joined(other, where="in the model and in the optimizer")
@@ -272,7 +281,8 @@ def _settings_of(contents: Contents, paths: Mapping[str, KeyPath], store: Store)
     return {name: number for name, number in found.items() if number is not None}
 
 
-_PART = re.compile(r"((?:pytorch_model_fsdp|optimizer)(?:_\d+)?/)\.metadata")
+_FOLDER = r"((?:pytorch_model_fsdp|optimizer)(?:_\d+)?/)"
+_PART, _PART_DATA = re.compile(rf"{_FOLDER}\.metadata"), re.compile(rf"{_FOLDER}__\d+_\d+\.distcp")
 
 
 def parts_of(names: Sequence[str]) -> list[str]:
