@@ -65,12 +65,12 @@ def per_parameter(calls: Callable[[int], int]) -> float:
     return (calls(MANY) - calls(FEW)) / (2 * (MANY - FEW))
 
 
-@pytest.mark.parametrize(("stage", "most"), [(0, 33), (1, 23), (2, 23), (3, 117)])
+@pytest.mark.parametrize(("stage", "most"), [(0, 33), (1, 23), (2, 23), (3, 110)])
 def test_an_update_adds_few_calls_per_parameter_for_any_number_of_ranks(stage: Stage, most: int) -> None:
     plain = per_parameter(calls_of_plain_loop)
     added = [per_parameter(partial(calls_of_engine, stage=stage, num_ranks=ranks)) - plain for ranks in (2, 32)]
     # In stage 3 each block of this model is a unit, with all that goes around one for two parameters. It takes some 95
-    # calls, which vary from process to process, and some 10 to see inner gradients and writes that count nothing.
+    # calls, which vary from process to process.
     assert max(added) < most
     assert added[1] < 1.1 * added[0]
 

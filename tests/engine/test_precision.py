@@ -262,18 +262,12 @@ def test_no_parameter_is_cast_in_forward_or_backward_and_each_owned_element_once
             for master in masters:
                 if master.untyped_storage().data_ptr() not in casts._watched:
                     casts.watch("master", master)
-            steps = []
             for batch in BATCHES:
                 engine.step(share_of(batch, channel.rank, channel.size))
-                steps.append([each[:2] for each in casts.seen])
-                casts.seen.clear()
+        assert {label for label, _, _ in casts.seen} == {"master"}
+        assert len(casts.seen) == len(BATCHES)  # one bucket has masters apart
         kept = sum(master.numel() for master in masters if master.untyped_storage().data_ptr() in _storages(model))
         apart = sum(master.numel() for master in masters) - kept
-        # One bucket has masters apart, which each update casts. In the first two steps what the model holds is compared
-        # with casts, too: a program may have written to it.
-        cast, compared = ("master", "aten.copy_.default"), ("master", "aten._to_copy.default")
-        assert [step.count(cast) for step in steps] == [1] * len(BATCHES)
-        assert [set(step) for step in steps] == [{cast, compared}] * 2 + [{cast}] * (len(BATCHES) - 2)
         assert engine.counters.cast_elements == len(BATCHES) * apart
         return apart, kept
 

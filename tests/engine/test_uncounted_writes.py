@@ -262,12 +262,12 @@ def test_one_element_of_a_large_parameter_is_found_again_once_writes_were_seen()
 
     def run(channel: sw.Channel) -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(400, 400), nn.Linear(400, WIDTH))
+        model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, WIDTH))
         engine = engine_of(model, channel, "stage 1", "bfloat16")
         weight = next(model.parameters())
         found = []
         for at in range(5):
-            engine.step({"input": torch.zeros(2, 400), "y": torch.zeros(2, WIDTH)})  # no gradient for the weights
+            engine.step({"input": torch.zeros(2, 600), "y": torch.zeros(2, WIDTH)})  # no gradient for the weights
             found.append(float(weight[123, 45].detach()))
             weight.data[123, 45] = at + 1
         full = sw.full_state_dict(engine)

@@ -14,7 +14,7 @@ import torch
 from shardwise.comm.channel import Channel, Signature, Work
 from shardwise.comm.device_sums import Sums, summing, sums_of
 from shardwise.comm.hosts import hosts_of
-from shardwise.comm.tally import RankTally, bytes_moved, tally_of
+from shardwise.comm.tally import RankTally, tally_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,10 @@ class Recorded:
     ) -> None:
         """peer: of a message; else the call is one of all ranks."""
         call = Signature(operation=operation, purpose=purpose, dtypes=(dtype,), counts=tuple(counts))
-        bytes_sent, bytes_received = bytes_moved(call, self.rank)
+        tally = RankTally()
+        tally.open()
+        tally.count(call, self.rank)
+        counted = tally.take()
         others = [rank for rank in range(self.size) if rank != self.rank] if peer is None else [peer]
         self.calls.append(
             RecordedCall(
@@ -182,8 +185,8 @@ class Recorded:
                 dtype=dtype,
                 num_elements=sum(counts),
                 counts=call.counts,
-                bytes_sent=bytes_sent,
-                bytes_received=bytes_received,
+                bytes_sent=counted.sent_bytes,
+                bytes_received=counted.received_bytes,
                 peers=tuple(self._ranks[rank] for rank in others),
             )
         )

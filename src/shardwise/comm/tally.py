@@ -56,19 +56,6 @@ class Counted:
     received_bytes: int = 0
 
 
-def bytes_moved(signature: Signature, rank: int) -> tuple[int, int]:
-    """What a rank of the channel has to send and to receive at least in a call; of an `exchange` with its counts."""
-    size, counts = signature.dtypes[0].itemsize, signature.counts
-    if signature.operation in ("send", "receive"):
-        sends = signature.operation == "send"
-        own, others = counts[0] * size, 0
-    else:
-        # Gathering sends the own part to every peer and takes each peer's part; scattering does the reverse.
-        sends = signature.operation != "reduce_scatter"
-        own, others = (len(counts) - 1) * counts[rank] * size, (sum(counts) - counts[rank]) * size
-    return (own, others) if sends else (others, own)
-
-
 @dataclass(slots=True)
 class RankTally:
     """The counts of one rank, over all its channels. It counts between `open` and `close`, and costs nothing else."""
@@ -111,10 +98,20 @@ class RankTally:
             self._counted.received_bytes += received_bytes
 
     def count(self, signature: Signature, rank: int) -> None:
-        """A call of a tensor has been made. rank: of the channel."""
-        if self._thread is not None:
-            sent_bytes, received_bytes = bytes_moved(signature, rank)
-            self.moved(sent_bytes=sent_bytes, received_bytes=received_bytes)
+        """A call of a tensor has been made, or an `exchange` with its counts. rank: of the channel."""
+        if self._thread is None:
+            return
+        size, counts = signature.dtypes[0].itemsize, signature.counts
+        if signature.operation in ("send", "receive"):
+            sends = signature.operation == "send"
+            own, others = counts[0] * size, 0
+        else:
+            # Gathering sends the own part to every peer and takes each peer's part; scattering does the reverse.
+            sends = signature.operation != "reduce_scatter"
+            own, others = (len(counts) - 1) * counts[rank] * size, (sum(counts) - counts[rank]) * size
+        # Of each call of a tensor: what it adds is not passed on.
+        self._counted.sent_bytes += own if sends else others
+        self._counted.received_bytes += others if sends else own
 
     def event(self, device: torch.device) -> torch.Event:
         """An event of the current stream of a device; one that has a time while the tally is open."""

@@ -157,7 +157,7 @@ class WeightAverages:
         self.are_in = not self.are_in
         for bucket, _ in self._averages if alone else ():
             bucket.publish()
-            bucket.settle()
+            self._buffers.writes.note_contents([bucket])
 
 
 def _exchanged(bucket: WholeBucket, average: torch.Tensor) -> torch.Tensor:

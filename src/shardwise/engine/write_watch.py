@@ -5,19 +5,20 @@
     p.data.mul_(2), numpy, DLPack, untyped_storage, kernels      the same     another
     of others, batch norms of torch (running statistics)
 
-The count costs no read. Content is compared whole up to `_MOST_BYTES`, and above by elements spread over the tensor.
+The count costs no read. Content is compared whole up to `_MOST_BYTES`, and above by elements spread over the tensor; of
+flat memory (`FlatContents`) digests are compared, which keep no content.
 Where that is not enough, everything is compared in the looks 1, 2, 64, 128, 256, .. (`is_due`). A program that writes
 past the count mostly does so in its first steps, and is compared whole ever after.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from shardwise.comm.agreement import digest_of_values
-from shardwise.comm.local_tensors import span_elements
+from shardwise.comm.local_tensors import bytes_of, span_elements
 
 _MOST_BYTES = 1 << 17
 """Compared whole, in 5 microseconds."""
@@ -30,8 +31,11 @@ _AT_ONCE = 1 << 20
 
 _FIRST_LOOKS, _LATER_LOOKS = 2, 64
 
+_MOST_DIGESTED = 1 << 19
+"""Bytes of flat memory that are digested whole, in 10 microseconds."""
+
 _OF_EACH = 8
-"""Elements that are compared of each tensor in flat memory, besides."""
+"""Words of 8 bytes that are digested of each tensor in larger ones."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """What tensors of so many bytes per element are read as: a NaN is like itself then."""
@@ -113,53 +117,53 @@ class Content:
         return bits[:: spread_over(bits.numel())].clone()
 
 
-class FlatContent:
-    """What flat memory held at a time that several tensors view: all of it, or some elements of each of them."""
+class FlatContents:
+    """What flat memories on the CPU held at a time: a digest of each tensor that views one.
 
-    def __init__(self, flat: torch.Tensor, spans: Sequence[slice]) -> None:
-        """spans: where the tensors are."""
-        self._bits = bits = bits_in(flat)
-        self._spans = spans
-        self._num_words = bits.numel() // max(flat.numel(), 1)
-        """Of an element: two of a complex128."""
-        self._at: torch.Tensor | None = None
-        if not is_small(bits):
-            starts, sizes = (
-                torch.tensor(each) for each in zip(*((s.start, s.stop - s.start) for s in spans), strict=True)
-            )
-            of_each = starts[:, None] + sizes[:, None] * torch.arange(_OF_EACH) // _OF_EACH
-            spread = torch.arange(0, bits.numel(), spread_over(bits.numel()))
-            self._at = torch.cat([spread, self._num_words * of_each[sizes > 0].view(-1)]).unique().to(flat.device)
-        self._kept: torch.Tensor | None = None
+    Of a memory above `_MOST_DIGESTED` words at equal distances are digested, and at least `_OF_EACH` of each tensor.
+    """
 
-    def remember(self) -> None:
-        """What it holds now is what it is to hold."""
-        if self._kept is None:
-            self._kept = self._compared().clone() if self._at is None else self._compared()
-        elif self._at is None:
-            self._kept.copy_(self._bits)  # a step takes no memory for it
-        else:
-            torch.take(self._bits, self._at, out=self._kept)
+    def __init__(self, memories: Sequence[tuple[torch.Tensor, Sequence[slice]]]) -> None:
+        """memories: each with the elements of its tensors; without any it is not looked at."""
+        self.are_whole: list[bool] = []
+        """Of each memory, whether all of it is digested."""
+        self._read: list[Iterable[memoryview | bytes]] = []
+        for flat, spans in memories:
+            size, memory = flat.element_size(), bytes_of(flat) if spans else memoryview(b"")
+            views = [memory[size * each.start : size * each.stop] for each in spans]
+            self.are_whole.append(len(memory) <= _MOST_DIGESTED)
+            self._read.append(views if self.are_whole[-1] else _Words(views, len(memory)))
+        self._kept: list[list[int]] = [[] for _ in memories]
+        self.remember(range(len(memories)))
 
-    def differs(self) -> bool:
-        """Whether it holds something else now, as far as it is compared."""
-        return self._kept is not None and not torch.equal(self._compared(), self._kept)
+    def remember(self, numbers: Iterable[int]) -> None:
+        """What the memories of these numbers hold now is what they are to hold."""
+        for at in numbers:
+            self._kept[at] = [*map(xxh3_64_intdigest, self._read[at])]
 
-    def different(self, spans: Sequence[slice] | None = None) -> list[int]:
-        """The numbers of the tensors, or of other `spans`, that hold something else."""
-        if self._kept is None:
-            return []
-        places = (self._compared() != self._kept).nonzero().view(-1)
-        words = places if self._at is None else self._at[places]
-        found = words.div(self._num_words, rounding_mode="floor").tolist()
-        return [
-            at
-            for at, span in enumerate(spans or self._spans)
-            if bisect_left(found, span.start) < bisect_left(found, span.stop)
-        ]
+    def differing(self) -> list[int]:
+        """The numbers of memories that hold something else now."""
+        # In one loop without calls of Python: stage 3 has as many as units.
+        pairs = enumerate(zip(self._read, self._kept, strict=True))
+        return [at for at, (read, kept) in pairs if kept and [*map(xxh3_64_intdigest, read)] != kept]
 
-    def _compared(self) -> torch.Tensor:
-        return self._bits if self._at is None else self._bits.index_select(0, self._at)
+    def different(self, number: int) -> list[int]:
+        """The tensors in one memory that do."""
+        pairs = zip(map(xxh3_64_intdigest, self._read[number]), self._kept[number], strict=True)
+        return [at for at, (now, kept) in enumerate(pairs) if now != kept]
+
+
+class _Words:
+    """Some words of each tensor in a large memory."""
+
+    def __init__(self, tensors: Sequence[memoryview], num_bytes: int) -> None:
+        """num_bytes: of the memory."""
+        words = [each[: len(each) // 8 * 8].cast("Q") if len(each) > 8 * _OF_EACH else each for each in tensors]
+        steps = [min(spread_over(num_bytes // 8), max(len(each) // _OF_EACH, 1)) for each in words]
+        self._views = [each[::step] for each, step in zip(words, steps, strict=True)]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(memoryview.tobytes, self._views)
 
 
 Form: TypeAlias = tuple[torch.Size, torch.dtype]

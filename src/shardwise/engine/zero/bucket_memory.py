@@ -4,21 +4,14 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
 from shardwise.comm import Channel, Work
 from shardwise.comm.local_tensors import torch_dtype
 from shardwise.engine.reports import Counters
-from shardwise.engine.write_watch import (
-    FlatContent,
-    bits_in,
-    differ_from_cast,
-    is_small,
-    spread_over,
-    take_what_differs,
-)
+from shardwise.engine.write_watch import bits_in, differ_from_cast, is_small, spread_over, take_what_differs
 from shardwise.engine.zero.masters import MasterMemory
 from shardwise.errors import ModelError, in_words
 from shardwise.plan import Bucket, Segment, Slot
@@ -43,6 +36,7 @@ class WholeBucket:
 
     def __init__(
         self,
+        number: int,
         plan: Bucket,
         owner: int,
         working: torch.Tensor,
@@ -51,6 +45,7 @@ class WholeBucket:
         offload: bool = False,
     ) -> None:
         """part: the owned elements of the working copy; None: a view of it. offload: masters are on the host."""
+        self.number = number
         self.plan = plan
         self.working = working
         own = plan.part(owner)
@@ -74,51 +69,30 @@ class WholeBucket:
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
         self.master_memory = MasterMemory()
-        self._own = own
-        self._content: FlatContent | None = None
-        """What the engine wrote to the working copy, where that is watched."""
-        self._master_content: FlatContent | None = None
-        """The same of a master that is held apart."""
+        self._own = own.start, own.stop
 
-    def watch(self, *, working: bool) -> None:
-        """Compare from now on a master that is held apart, and the working copy, with what the engine wrote there."""
-        # Not where they are on a device, which would have to be waited for.
-        if self.has_master and self.plan.trainable and self.master.device.type == "cpu":
-            self._master_content = FlatContent(self.master, [_span(each) for each in self.segments.values()])
-        if self.working.device.type == "cpu" and working:
-            spans = [slice(slot.run.start, slot.run.stop) for slot in self.plan.slots]
-            self._content = FlatContent(self.working, spans)
-
-    def settle(self) -> None:
-        """What the memory holds now is what it is to hold."""
-        self.master_memory.settle(self.master)
-        for each in (self._content, self._master_content):
-            if each is not None:
-                each.remember()
-
-    def is_master_other(self) -> bool:
-        """Whether somebody wrote to the master without a count, as far as it is compared."""
-        if self.has_master:
-            return self._master_content is not None and self._master_content.differs()
-        if self._content is None or not self._content.differs():
-            return False
-        # In one memory: a write to the model changes what others own too, and ranks may have written unlike values.
-        own = slice(self._own.start, self._own.stop)
-        rest = slice(0, own.start), slice(own.stop, self.working.numel())
-        return bool(self._content.different([own])) and not self._content.different(rest)
-
-    def found_written(self, *, reads_all: bool) -> list[str]:
-        """Parameters with other elements in the working copy than the engine wrote there.
-
-        reads_all: compare each owned element with the cast of its master. Else some elements, where they are watched.
-        """
+    def pieces(self) -> list[tuple[str, slice]]:
+        """The parameters in the working copy, cut where the owned part begins and ends."""
         found = []
-        if self._content is not None and (reads_all or self._content.differs()):
-            found = [self.plan.slots[at].name for at in self._content.different()]
-        if self.is_cast and (found or reads_all) and differ_from_cast(self.part, self.master):
-            spans = {name: _span(each) for name, each in self.segments.items()}
-            found += [name for name, each in spans.items() if differ_from_cast(self.part[each], self.master[each])]
+        for slot in self.plan.slots:
+            ends = {slot.run.start, slot.run.stop, *(min(max(at, slot.run.start), slot.run.stop) for at in self._own)}
+            found += [(slot.name, slice(*each)) for each in pairwise(sorted(ends))]
         return found
+
+    def owned_spans(self) -> list[slice]:
+        """Where parameters are in the master."""
+        return [_span(each) for each in self.segments.values()]
+
+    def owns(self, piece: slice) -> bool:
+        """Whether this rank owns one of `pieces`."""
+        return self._own[0] <= piece.start < self._own[1]
+
+    def other_than_casts(self) -> list[str]:
+        """Owned parameters with elements in the working copy that are not the cast of their master."""
+        if not differ_from_cast(self.part, self.master):
+            return []
+        spans = {name: _span(each) for name, each in self.segments.items()}
+        return [name for name, each in spans.items() if differ_from_cast(self.part[each], self.master[each])]
 
     def write(self, slot: Slot, values: torch.Tensor) -> None:
         """Take over the values of a parameter, as far as they are here."""
@@ -174,9 +148,8 @@ class ShardedBucket(WholeBucket):
     ) -> None:
         """sources: the runs of all owners, where all share memory; else none. rising: moves the part up to the device,
         where it is on the host."""
-        super().__init__(plan, owners.rank, working, part, offload=offload)
+        super().__init__(number, plan, owners.rank, working, part, offload=offload)
         self._rising = rising
-        self._number = number
         self._owners = owners
         self._sources = sources
         self._targets = working.split(list(plan.counts))
@@ -237,7 +210,7 @@ class ShardedBucket(WholeBucket):
                 target.copy_(source)
             return None
         if not self._purpose:
-            self._purpose = f"parameters of unit {unit!r}, bucket {self._number}"
+            self._purpose = f"parameters of unit {unit!r}, bucket {self.number}"
         if self._rising is None:
             return self._owners.all_gather(self.working, self.part, counts=self.plan.counts, purpose=self._purpose)
         # Not behind the kernels that are queued from here on: a unit that is gathered ahead moves while another runs.
@@ -311,7 +284,7 @@ def make_buckets(
         else:
             # The channel gathers into it, and may have memory that it moves faster (shared between processes).
             room = owners.allocate(num_bytes).view(dtype)
-            yield WholeBucket(plan, owners.rank, room, offload=offload is not None)
+            yield WholeBucket(index, plan, owners.rank, room, offload=offload is not None)
 
 
 def _runs(

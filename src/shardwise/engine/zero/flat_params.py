@@ -19,6 +19,7 @@ Where masters are in the host's memory (`offload`), `publish` casts there, and t
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, TrainedSet
 from shardwise.engine.write_watch import is_due
 from shardwise.engine.zero.bucket_memory import ShardedBucket, WholeBucket, make_buckets
+from shardwise.engine.zero.bucket_writes import BucketWrites
 from shardwise.engine.zero.masters import master
 from shardwise.engine.zero.sharded_params import refusal_of_write, sharded_class
 from shardwise.errors import ModelError
@@ -59,6 +61,8 @@ class Owned:
     parameter: nn.Parameter
     """The master, a view: in the parameter's shape where parameters stay whole, else 1-D."""
 
+
+_VERSION = attrgetter("_version")
 
 Mark = TypeVar("Mark", bound=int)
 
@@ -117,7 +121,6 @@ class FlatParams:
         """What the optimizers of this rank have; see `MatrixUpdates`."""
         self.buckets: list[WholeBucket] = []
         self.sharded: list[ShardedBucket] = []
-        self._whole: list[WholeBucket] = []
         self._parameters = {
             slot.name: inventory.parameters[slot.name] for bucket in ownership.buckets for slot in bucket.slots
         }
@@ -128,8 +131,6 @@ class FlatParams:
             self.buckets.append(bucket)
             if isinstance(bucket, ShardedBucket):
                 self.sharded.append(bucket)
-            else:
-                self._whole.append(bucket)
             self._fill(bucket, waiting, whole, shapes)
         # Taken once all are in place. Later, another place says that somebody replaced the storage of a parameter
         # (`.data = ..`, `model.to(..)`), and another version that somebody wrote to it. Lists, and not a table by name:
@@ -153,7 +154,7 @@ class FlatParams:
         """Those of them that torch counted no write to."""
         self.written_masters: set[str] = set()
         """A parameter for each bucket whose masters were, until its owners have given them to all ranks."""
-        self._settle(self.buckets)
+        self.writes = BucketWrites(self.buckets)
         self._num_looks = 0
         self._reads_all = False
         self._is_learned = False
@@ -195,18 +196,13 @@ class FlatParams:
     def watch(self, copied: Collection[str]) -> None:
         """Compare from now on what parameters hold with what the engine wrote there. copied: those that other ranks
         have too."""
-        for bucket in self.buckets:
-            # A single copy that is its own master holds what counts, whoever writes it. `free` compares a gathered one.
-            is_whole = not isinstance(bucket, ShardedBucket)
-            is_copied = any(slot.name in copied for slot in bucket.plan.slots)
-            bucket.watch(working=is_whole and (is_copied or bucket.has_master))
-        self._settle(self.buckets)
+        self.writes = BucketWrites(self.buckets, is_on=True, copied=copied)
 
     def adopt_writes(self, *, reads_all: bool = False) -> None:
         """Take values that were written into parameters from outside (`load_state_dict`) over into the masters.
 
-        reads_all: see `WholeBucket.found_written`. Raises ModelError, once, for writes to a sharded parameter while it
-        was gathered, which are lost.
+        reads_all: compare all elements, where a look reads some. Raises ModelError, once, for writes to a sharded
+        parameter while it was gathered, which are lost.
         """
         self.take_up_masters()
         # Without this the next `publish` would cast the old master over the written values, without a word.
@@ -224,7 +220,7 @@ class FlatParams:
             raise refusal_of_write(lost)
         for name in written:
             self._slots[name][0].adopt(name)
-        self._settle(self.buckets)
+        self.writes.note_contents(self.buckets)
         # What is written on one rank only would tear the copies of data ranks apart: the next step compares digests.
         self.written.update(written)
         self.uncounted.update(set(written) - set(counted))
@@ -234,14 +230,13 @@ class FlatParams:
 
         `publish_masters` gives them to the others; before `adopt_writes`, which goes by the working copies.
         """
-        for bucket in self.buckets:
-            if bucket.plan.trainable and self._is_master_written(bucket):
-                self.settle()
-                bucket.publish()
-                self._settle([bucket])
-                self.written_masters.add(bucket.plan.slots[0].name)
-                if not isinstance(bucket, ShardedBucket):  # no rank holds copies of those
-                    self.written.update(slot.name for slot in bucket.plan.slots)
+        for bucket in self.writes.with_written_masters(self._counted):
+            self.settle()
+            bucket.publish()
+            self.writes.note_contents([bucket])
+            self.written_masters.add(bucket.plan.slots[0].name)
+            if not isinstance(bucket, ShardedBucket):  # no rank holds copies of those
+                self.written.update(slot.name for slot in bucket.plan.slots)
 
     def check_masters(self, doing: str, *, has_stages: bool) -> None:
         """Before a forward that not all ranks run. Raises ModelError for weights that others do not have yet."""
@@ -251,12 +246,6 @@ class FlatParams:
                 f"weights were written through the optimizer since the last step, and {doing} does not bring them to "
                 "the other ranks. Call engine.evaluate(batch) or engine.step first, which do"
             )
-
-    def _is_master_written(self, bucket: WholeBucket) -> bool:
-        if bucket.master_memory.is_written(bucket.master):
-            return True
-        # In one memory: where the model's parameters count a write, `adopt_writes` takes it, and ranks compare.
-        return bucket.is_master_other() and (bucket.has_master or not self._counted())
 
     def publish_masters(self, counters: Counters, names: Collection[str]) -> None:
         """Give all ranks what was written to masters. names: `written_masters` of all ranks."""
@@ -270,8 +259,8 @@ class FlatParams:
         """Parameters that hold other values than the engine gave them; what is lost is named once. Not `compares`: of
         those that are not lost only the ones to which torch has counted a write."""
         found = counted = self._counted()
-        for bucket in self._whole if compares else ():
-            found = found + bucket.found_written(reads_all=self._reads_all)
+        if compares:
+            found = [*found, *self.writes.found(reads_all=self._reads_all)]
         for each in self.sharded:
             if each.lost:
                 found = found + sorted(each.lost)
@@ -294,7 +283,7 @@ class FlatParams:
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # sharded or not
-            return [each._version for each in self._all]
+            return [*map(_VERSION, self._all)]
 
     def digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of the values of those parameters that are here."""
@@ -394,12 +383,7 @@ class FlatParams:
             meanwhile()
         for work in works:
             work.wait()
-        self._settle([self.buckets[index] for index in indices])
-
-    def _settle(self, buckets: Iterable[WholeBucket]) -> None:
-        """What buckets hold now is what they are to hold."""
-        for bucket in buckets:
-            bucket.settle()
+        self.writes.note_contents([self.buckets[index] for index in indices])
 
     def _places_now(self) -> list[int]:
         """For each parameter a value that stays the same until it gets another storage."""

@@ -63,22 +63,14 @@ class GradientElsewhere(torch.Tensor):
         return f"GradientElsewhere({list(self.shape)})"
 
 
+@dataclass(slots=True)
 class MasterMemory:
-    """Watches the masters of a bucket for writes from outside that torch counts, or that a reach announces."""
+    """What shows writes from outside to the masters of a bucket: torch's count, or a reach that announces them."""
 
-    def __init__(self) -> None:
-        self.is_reached = False
-        """Whether somebody was given a master's memory in a way in which no write is counted."""
-        self._version = 0
-
-    def is_written(self, memory: torch.Tensor) -> bool:
-        """Whether somebody wrote through a master since `settle`."""
-        # Masters view this memory, and so count its writes.
-        return self.is_reached or memory._version != self._version
-
-    def settle(self, memory: torch.Tensor) -> None:
-        """What is there now is known."""
-        self._version, self.is_reached = memory._version, False
+    version: int = 0
+    """Of the memory that the masters view, when it was known last: they count its writes."""
+    is_reached: bool = False
+    """Whether somebody was given a master's memory in a way in which no write is counted."""
 
 
 @dataclass(frozen=True, slots=True)
