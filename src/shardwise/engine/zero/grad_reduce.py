@@ -295,7 +295,7 @@ class GradReduce(Passes):
         `touched`: the same on all ranks. After the first update buckets go in the order in which its backward completed
             them on the first rank. That order may differ from the parameters' order in the model.
         """
-        missed = set().union(*(each.names for each in self._after)).difference(touched)
+        missed = set().union(*[each.names for each in self._after]).difference(touched)
         if self._trained.names is not None:  # of the others nothing was learnt
             missed = (missed & self._trained.names) | (self._unused - self._trained.names)
         self._unused = frozenset(missed)

@@ -138,7 +138,9 @@ def _without_memory_of_units(unshard: Unshard, units: Sequence[GatheredUnit], ou
 
 def _is_recomputed() -> bool:
     """Whether this forward runs for the sake of a backward that goes on: it gives saved tensors, and no graph."""
-    return in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    # As `in_backward`, for each call of a unit.
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    return is_in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class OutsideReads:
