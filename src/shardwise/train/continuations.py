@@ -3,7 +3,6 @@
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from shardwise.train.run_tokenizer import tokenizer_of
 SAMPLES = "samples.jsonl"
 _DEFAULT_TOKENS, _DEFAULT_PROMPT = 160, 64
 _TEMPERATURE = 0.7
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    title: str
-    tokens: list[int]
 
 
 class Continuations(Callback):
@@ -54,14 +47,15 @@ class Continuations(Callback):
         if table.max_new_tokens is None and (most := _positions(model)) is not None:
             longest = max((len(self._tokenizer.encode(text)) for text in table.prompts), default=0)
             self._num_tokens = max(1, min(self._num_tokens, most - longest))
-        self._prompts = [_Prompt("prompt:", self._tokenizer.encode(text).tolist()) for text in table.prompts]
-        for number, prompt in enumerate(self._prompts):
-            if not prompt.tokens:
+        self._prompts = [("prompt:", self._tokenizer.encode(text).tolist()) for text in table.prompts]
+        """Each with its title."""
+        for number, (_, tokens) in enumerate(self._prompts):
+            if not tokens:
                 raise ConfigError(f"generate.prompts: the text of number {number} has no tokens")
         if not self._prompts:
             row = data.held_out[0].tolist()
             prompt = row[: min(_DEFAULT_PROMPT, len(row) // 2)]
-            self._prompts = [_Prompt("held-out text:", prompt)]
+            self._prompts = [("held-out text:", prompt)]
             # Models with a table of positions have none behind the length that they train on.
             if table.max_new_tokens is None:
                 self._num_tokens = min(_DEFAULT_TOKENS, len(row) - len(prompt))
@@ -80,15 +74,15 @@ class Continuations(Callback):
 
     def show(self, loop: TrainingLoop) -> None:
         """Go on with each prompt; print and record it."""
-        for prompt in self._prompts:
-            tokens = self._continued(loop.engine, prompt.tokens)
+        for title, prompt in self._prompts:
+            tokens = self._continued(loop.engine, prompt)
             if not loop.is_first:
                 continue
             if tokens is None:
                 loop.say("no sample: the model called on tokens gives no finite logits [rows, tokens, vocabulary]")
                 continue
-            said, text = self._tokenizer.decode(prompt.tokens), self._tokenizer.decode(tokens)
-            self._print(prompt.title, said, "dim")
+            said, text = self._tokenizer.decode(prompt), self._tokenizer.decode(tokens)
+            self._print(title, said, "dim")
             self._print("the model goes on:", text, "bold")
             if self._path is not None:
                 # Opened anew: the last sample comes when all callbacks have ended.

@@ -73,10 +73,12 @@ def fit(
         report = engine.step(next(batches), **(turns.of(step) if turns else {}))
         num_skipped = loop.position.num_skipped + 1 if report.skipped else 0
         if num_skipped == PATIENCE_UPDATES:
+            scale = report.loss_scale
+            advice = "" if scale is None else f". Losses were scaled by {scale:.10g}: see precision.loss_scale"
             raise DivergedError(
                 f"the gradient has not been finite since step {step + 1 - num_skipped}: {num_skipped} updates in a "
                 "row were skipped. Lower train.learning_rate, lengthen train.warmup_steps, or set "
-                f"train.clip_grad_norm{_scale_advice(report.loss_scale)}"
+                f"train.clip_grad_norm{advice}"
             )
         # A skipped update does not use up a learning rate: else a run whose first updates are skipped would miss its
         # warm-up.
@@ -89,10 +91,6 @@ def fit(
         loop.after_step(report, found, rows=tokens_per_update, seconds=seconds)
         if loop.is_last:
             return
-
-
-def _scale_advice(loss_scale: float | None) -> str:
-    return "" if loss_scale is None else f". Losses were scaled by {loss_scale:.10g}: see precision.loss_scale"
 
 
 def evaluate(
