@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy as np
@@ -529,6 +530,22 @@ def test_what_is_computed_of_the_model_s_parameters_is_of_whole_ones_or_refused(
     for found, whole in ((_, expected), *others):
         assert torch.allclose(torch.tensor(flat(whole)), torch.tensor(flat(expected)))
         assert found is None or torch.allclose(torch.tensor(flat(found)), torch.tensor(flat(expected)))
+
+
+NOT_OF_TENSORS = ("averaged model", "copied model", "state dict", "pickle")
+"""Looks that take a model; pickles of optimizers are as they are."""
+
+
+@pytest.mark.parametrize("plan", ["stage 1", "stage 2", "stage 3", "tp", "bf16"])
+@pytest.mark.parametrize("look", [each for each in LOOKS if each not in NOT_OF_TENSORS])
+def test_what_is_computed_of_parts_of_the_optimizer_s_parameters_is_refused(look: str, plan: str) -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_on(channel, plan)
+        with pytest.raises(OptimizerError, match=r"of the optimizer's parameters.* sw\.full\(engine\)"):
+            LOOKS[look](Namespace(parameters=lambda: masters(engine.optimizer)))  # type: ignore[arg-type]
+        trained(engine, channel)
+
+    sw.simulate(2, run)
 
 
 def flat(values: Any) -> list[float]:

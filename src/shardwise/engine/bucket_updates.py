@@ -25,7 +25,7 @@ from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizer_steps import OptimizerStep
 from shardwise.engine.optimizer_trials import updates_apart
 from shardwise.engine.optimizers import KnownOptimizer, on_host
-from shardwise.engine.part_watch import watched
+from shardwise.engine.part_watch import PartWatch
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.flat_params import FlatParams, Owned
@@ -206,3 +206,16 @@ def _step_on(optimizer: torch.optim.Optimizer, groups: _Groups, step: OptimizerS
 def _put(optimizer: torch.optim.Optimizer, groups: _Groups) -> None:
     for group, part in zip(optimizer.param_groups, groups, strict=True):
         group.update(part)
+
+
+def watched(optimizer: torch.optim.Optimizer, *, buffers: FlatParams, has_parts: bool) -> AbstractContextManager[None]:
+    """Around a step of the optimizer. has_parts: whether some rank updates elements only, or some parameters."""
+    # Where a rank has all in one memory, code of the user has what a plain program has.
+    stale = {each.working.untyped_storage()._cdata for each in buffers.buckets if each.has_master or buffers.is_shared}
+    if not stale and not has_parts:
+        return nullcontext()
+    held: list[tuple[torch.Tensor, bool, int]] = []
+    for at, each in enumerate(each for group in optimizer.param_groups for each in group["params"]):
+        is_part = has_parts and each._place.is_part
+        held += [(each, is_part, at), (each if each.grad is None else each.grad, is_part, at)]
+    return PartWatch(held if has_parts else [], stale=stale).around(optimizer)

@@ -9,7 +9,7 @@ Hooks are not tried at `parallelize`: a norm that is only logged changes no upda
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.update_work import is_sum
-from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.masters import PART
 from shardwise.errors import OptimizerError, ShardwiseError
+
+PART = (
+    "this rank has a part of the parameter, or of the parameters. plan.clip_grad_norm clips by the norm of all, and "
+    "engine.step(batch, norms=...) reports norms; sw.full(engine) gives whole weights. Or use sw.Sharding(stage=0) "
+    "(sharding.stage) without mesh.tp and mesh.pp"
+)
+"""What to do instead of looking at parts."""
 
 _JOINS = ("stack", "cat", "_local_scalar_dense")
 """Operations by which values of a parameter leave it."""
@@ -163,19 +168,6 @@ LEAVE: frozenset[Any] = frozenset(
 _SHAPES: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name) for name in ("dim", "ndimension", "size", "numel", "nelement", "stride", "__len__")
 ) | {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim")}
-
-
-def watched(optimizer: torch.optim.Optimizer, *, buffers: FlatParams, has_parts: bool) -> AbstractContextManager[None]:
-    """Around a step of the optimizer. has_parts: whether some rank updates elements only, or some parameters."""
-    # Where a rank has all in one memory, code of the user has what a plain program has.
-    stale = {each.working.untyped_storage()._cdata for each in buffers.buckets if each.has_master or buffers.is_shared}
-    if not stale and not has_parts:
-        return nullcontext()
-    held: list[tuple[torch.Tensor, bool, int]] = []
-    for at, each in enumerate(each for group in optimizer.param_groups for each in group["params"]):
-        is_part = has_parts and each._place.is_part
-        held += [(each, is_part, at), (each if each.grad is None else each.grad, is_part, at)]
-    return PartWatch(held if has_parts else [], stale=stale).around(optimizer)
 
 
 def _storage(tensor: torch.Tensor) -> int:

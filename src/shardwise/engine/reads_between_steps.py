@@ -9,9 +9,9 @@ Forwards that a program calls itself, and code of the engine, compute with parts
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.engine.part_watch import LEAVE, PartWatch
 from shardwise.engine.wrapping import in_backward
 from shardwise.engine.zero.sharded_params import functions_of_metadata
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, ShardwiseError
+
+Refusal: TypeAlias = Callable[[str], ShardwiseError]
+"""What to say of an operation, by its name."""
 
 
 class ReadsBetweenSteps:
@@ -55,28 +58,30 @@ def _refusal(what: str) -> ModelError:
     )
 
 
-def _followed(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Carry out one function of torch."""
+def carried_out(func: Any, args: Any, kwargs: Any, parts: Sequence[torch.Tensor], refusal: Refusal) -> Any:
+    """What a function of torch gives; where it takes parts, what it makes of them element by element is a `Part`.
+
+    Raises `refusal(name)` where it needs more of them than is here.
+    """
     kwargs = kwargs or {}
-    name = getattr(func, "__name__", str(func))
     with torch._C.DisableTorchFunctionSubclass():
-        if func in functions_of_metadata() or func == torch.Tensor.__repr__ or _is_of_a_forward():
+        if not parts or func in functions_of_metadata() or func == torch.Tensor.__repr__ or _is_of_a_forward():
             return func(*args, **kwargs)
-        parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part | _PartParameter)]
+        name = getattr(func, "__name__", str(func))
         is_elsewhere = any(each.is_meta for each in parts)
         if func == torch.Tensor.numpy and not is_elsewhere:
-            return func(*args, **kwargs).view(_PartArray)
+            return _PartArray.of(func(*args, **kwargs), refusal)
         if func in _REFUSED or (func in LEAVE and is_elsewhere):
-            raise _refusal(name)
+            raise refusal(name)
         # Parts of several parameters may meet, which are cut alike, or torch refuses their shapes. Of what is elsewhere
         # it makes other descriptions, and refuses what needs values.
-        watch = PartWatch([(each, True, 0) for each in parts if not each.is_meta], refusal=_refusal)
+        watch = PartWatch([(each, True, 0) for each in parts if not each.is_meta], refusal=refusal)
         try:
             with watch:
                 output = func(*args, **kwargs)
         except RuntimeError as error:
-            raise _refusal(name) from error
-    return tree_map(lambda each: each.as_subclass(Part) if type(each) is torch.Tensor else each, output)
+            raise refusal(name) from error
+    return tree_map(lambda each: Part.of(each, refusal) if type(each) is torch.Tensor else each, output)
 
 
 _REFUSED: frozenset[Any] = frozenset(getattr(torch.Tensor, name) for name in ("tolist", "__array__", "__reduce_ex__"))
@@ -86,47 +91,76 @@ def _is_of_a_forward() -> bool:
     """Whether a forward or a backward goes on, or code of the engine asks: a rank computes with what it has."""
     if torch.compiler.is_compiling() or in_backward():
         return True
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     nearest = ""
     while frame is not None:
-        if frame.f_code is _CALL:
+        name = str(frame.f_globals.get("__name__", ""))
+        if frame.f_code is _CALL or name == _ENGINE:
             return True
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        package = name.partition(".")[0]
         nearest = nearest or ("" if package == "torch" else package)
         frame = frame.f_back  # type: ignore[assignment]
     return nearest == "shardwise"
 
 
 _CALL = nn.Module._call_impl.__code__
+_ENGINE = "shardwise.engine.engine"
+"""A step of it may run code of the user: an optimizer's, say, with state that was made between steps."""
 
 
 class Part(torch.Tensor):
     """What a program made between steps of parameters that are not whole here."""
 
-    __torch_function__: Any = classmethod(_followed)
+    refusal: Refusal
+
+    @staticmethod
+    def of(made: torch.Tensor, refusal: Refusal) -> "Part":
+        """The same values. refusal: what to say of an operation that needs more."""
+        part = made.as_subclass(Part)
+        part.refusal = refusal
+        return part
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow it."""
+        parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part | _PartParameter)]
+        return carried_out(func, args, kwargs, parts, parts[0].refusal)
 
 
 class _PartParameter(nn.Parameter):
     """A parameter that is not whole here, between steps."""
 
     _plain_class = nn.Parameter
-    __torch_function__: Any = classmethod(_followed)
+    refusal = staticmethod(_refusal)
+    __torch_function__ = Part.__torch_function__
 
 
 class _PartArray(np.ndarray[Any, Any]):
     """The memory of a part, for NumPy."""
 
+    refusal: Refusal
+
+    @staticmethod
+    def of(array: Any, refusal: Refusal) -> "_PartArray":
+        """The same memory. refusal: as of a `Part`."""
+        made = np.asarray(array).view(_PartArray)
+        made.refusal = refusal
+        return made
+
+    def __array_finalize__(self, made_of: Any) -> None:
+        self.refusal = getattr(made_of, "refusal", _refusal)
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__":
-            raise _refusal(f"{ufunc.__name__}.{method} of NumPy")
+            raise self.refusal(f"{ufunc.__name__}.{method} of NumPy")
         return self.__array_function__(ufunc, (), inputs, kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda each: np.asarray(each) if type(each) is _PartArray else each, (args, kwargs))
         output = func(*args, **kwargs)
         if output is not None and np.shape(output) != self.shape:
-            raise _refusal(f"{func.__name__} of NumPy")
-        return None if output is None else np.asarray(output).view(_PartArray)
+            raise self.refusal(f"{func.__name__} of NumPy")
+        return None if output is None else _PartArray.of(output, self.refusal)
 
     def tolist(self) -> Any:
-        raise _refusal("tolist of NumPy")
+        raise self.refusal("tolist of NumPy")

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from shardwise.comm import Channel
+from shardwise.engine.part_watch import PART
 from shardwise.engine.zero.flat_params import FlatParams
-from shardwise.engine.zero.masters import PART, GradientElsewhere
+from shardwise.engine.zero.masters import GradientElsewhere
 from shardwise.errors import OptimizerError
 
 _REFUSAL = f"p.grad of the model's parameters is whole on no rank here: {PART}. To change gradients, p.register_hook"

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.engine.part_watch import PART
+from shardwise.engine.reads_between_steps import carried_out
 from shardwise.engine.zero.sharded_params import functions_of_memory, functions_of_metadata
 from shardwise.errors import OptimizerError
 
@@ -20,12 +22,6 @@ NO_GRADIENT = (
     "updates; plan.clip_grad_norm clips, engine.step(batch, norms=...) reports norms, and engine.gradients() gives "
     "those of the last step. An optimizer that takes two backwards for an update (SAM) cannot have an engine"
 )
-PART = (
-    "this rank has a part of the parameter, or of the parameters. plan.clip_grad_norm clips by the norm of all, and "
-    "engine.step(batch, norms=...) reports norms; sw.full(engine) gives whole weights. Or use sw.Sharding(stage=0) "
-    "(sharding.stage) without mesh.tp and mesh.pp"
-)
-"""What to do instead of looking at parts."""
 
 
 class GradientElsewhere(torch.Tensor):
@@ -119,15 +115,16 @@ class Master(nn.Parameter):
                         "ranks. sw.full(engine) gives it, and engine.whole() takes writes"
                     )
                 each._place.memory.is_reached |= func in functions_of_memory()
-            output = func(*args, **(kwargs or {}))
-        parts = [each.numel() for each in masters if each._place and each._place.is_part]
-        if parts and any(torch.is_tensor(each) and each.numel() < min(parts) for each in tree_leaves(output)):
-            raise OptimizerError(f"{getattr(func, '__name__', func)} of the optimizer's parameters: {PART}")
-        return output
+        parts = [each for each in masters if each._place and each._place.is_part]
+        return carried_out(func, args, kwargs, parts, _refusal)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a plain parameter: the engine is no part of it."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+def _refusal(what: str) -> OptimizerError:
+    return OptimizerError(f"{what} of the optimizer's parameters: {PART}")
 
 
 _GRAD: Any = torch.Tensor.grad
