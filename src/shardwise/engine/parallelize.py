@@ -560,7 +560,7 @@ def _keep_own(asked: Asked, inspected: _Inspected, terms: _AgreedTerms, channels
     take_along(inspected.aliases, held.parameters)
     settle_packed(model, [(view, inventory.parameters[name]) for view, name in inventory.views])
     has_copies = plan.mesh.size > plan.mesh.pp
-    buffers.watch([name for name in owned.parameters if has_copies or len(stages.users(name)) > 1])
+    buffers.watch({name for name in owned.parameters if has_copies or len(stages.users(name)) > 1})
     model_buffers.settle(channels.everyone, channels.pipeline)  # it remembers values, so all are here by now
     return _KeptTensors(
         inventory=inventory,
