@@ -65,12 +65,14 @@ def values_of(given: EvaluationReport | Mapping[str, Any]) -> dict[str, float]:
     Metrics that are no numbers, such as a matrix, are left out. Raises ConfigError for a name that two have.
     """
     if not isinstance(given, Mapping):
-        if both := sorted(given.metrics.keys() & given.losses.keys()):
+        # Loops of users may have reports of their own.
+        metrics, losses = getattr(given, "metrics", {}), getattr(given, "losses", {})
+        if both := sorted(metrics.keys() & losses.keys()):
             raise ConfigError(
                 f"{both[0]!r} is a metric (train.metrics in a configuration) and an entry of the loss; give one of "
                 "them another name"
             )
-        others = {**given.metrics, **given.losses}
+        others = {**metrics, **losses}
         given = {"loss": given.loss} | {name: value for name, value in others.items() if name != "loss"}
     return {name: float(value) for name, value in given.items() if isinstance(value, float | int)}
 
@@ -344,7 +346,7 @@ class TrainingLoop:
             held_out_loss=held_out.get("loss"),
             elapsed_s=self._position.elapsed_s,
             loss_scale=report.loss_scale,
-            losses={name: value for name, value in report.losses.items() if name != "loss"},
+            losses={name: value for name, value in getattr(report, "losses", {}).items() if name != "loss"},
             held_out={name: value for name, value in held_out.items() if name != "loss"},
             learning_rates=rates if len(set(rates)) > 1 else (),
             ranks=report.ranks if self.is_first else (),
