@@ -227,6 +227,19 @@ def test_an_upload_that_failed_leaves_no_object(service: ObjectFileSystem, store
     assert service.objects == {}
 
 
+def test_a_package_that_would_overwrite_is_told_of() -> None:
+    class Old(ObjectFileSystem):
+        def pipe_file(self, path: str, value: bytes, chunksize: int = 1, **options: Any) -> None:
+            self.objects[path] = bytes(value)
+
+    store = FsspecStore("objects://bucket/run", file_system=Old({}))
+    with pytest.warns(
+        UserWarning, match=r"^Old of tests is too old to create .*run at a time may overwrite each other"
+    ):
+        store.create("file", b"x")
+    assert list(store.names()) == ["file"]
+
+
 def test_a_missing_bucket_is_not_made(
     service: ObjectFileSystem, store: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,10 @@ folders are real, and how old a listing may be. What differs is decided here, fi
 
 import contextlib
 import errno
+import inspect
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -105,6 +107,7 @@ class FsspecStore:
             self._local.create(name, data)
             return
         path = self._path(name)
+        self._warn_of_overwriting()
         with _translated(path):
             self._refuse_existing(path)
             if self._in_memory:
@@ -120,6 +123,19 @@ class FsspecStore:
                 # refused by the file that it made itself.
                 if self._file_system.cat_file(path) != data:
                     raise
+
+    def _warn_of_overwriting(self) -> None:
+        """Warn where the package of an object store is older than exclusive puts: it ignores what it is asked for."""
+        put = getattr(self._file_system, "_pipe_file", self._file_system.pipe_file)
+        given = inspect.signature(put).parameters
+        passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in given.values())
+        if self._file_system.async_impl and "mode" not in given and not passes_on:
+            kind = type(self._file_system)
+            warnings.warn(
+                f"{kind.__name__} of {kind.__module__.split('.')[0]} is too old to create a file that must be new: two "
+                f"programs that save to {self.location} at a time may overwrite each other. Update it",
+                stacklevel=2,
+            )
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens when it is not there."""
