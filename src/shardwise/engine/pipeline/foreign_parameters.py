@@ -42,17 +42,15 @@ class ForeignParameters:
     """Those of a model on one rank."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._known: list[nn.Parameter] | None = None
+        # On the meta device. Looked for once: a generation comes to `refusing` in each call, and the walk over all
+        # modules takes ten times as long as the rest.
+        self._known = [each for each in model.parameters() if type(each) is nn.Parameter and each.is_meta]
 
     @contextmanager
     def refusing(self, call: str) -> Iterator[None]:
         """Nothing that `call` computes may come from another stage's module, which has no values here."""
-        # Parameters of other stages are on the meta device. torch would compute with them and give a meta tensor, or
-        # fail with a message on devices: neither names the module and the way out. They are looked for once: a
-        # generation comes here in each call, and the walk over all modules takes ten times as long as the rest.
-        if self._known is None:
-            self._known = [each for each in self._model.parameters() if type(each) is nn.Parameter and each.is_meta]
+        # torch would compute with them and give a meta tensor, or fail with a message on devices: neither names the
+        # module and the way out.
         refusing = _refusing_class(call)
         for each in self._known:
             each.__class__ = refusing
