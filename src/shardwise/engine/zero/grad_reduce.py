@@ -346,9 +346,8 @@ class GradReduce(Passes):
 
     def begin_microbatch(self, *, is_joint: bool) -> None:
         """See `Passes`."""
-        if self.moves_in_step:
-            # A backward of several stages at once may complete their buckets in any order, and who skips it knows one.
-            self._starts_early = self._starts_when_complete and (is_joint or len(self._by_stage) <= 1)
+        # A backward of several stages at once may complete their buckets in any order, and who skips it knows one.
+        self._starts_early = self._starts_when_complete and (is_joint or len(self._by_stage) <= 1)
 
     def end_pass(self, *, has_failed: bool = False) -> None:
         """See `Passes`."""

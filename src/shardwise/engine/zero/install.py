@@ -143,7 +143,8 @@ def install(
         taker=taker,
     )
     if layout.stage < 3:
-        return gradients, gradients
+        # Wrappers of modules keep it for as long as the model lives: at stages 0 and 1 without the gradients.
+        return gradients, gradients if gradients.moves_in_step else Passes()
     unshard = Unshard(
         params,
         gradients,
