@@ -78,8 +78,9 @@ class LossParameters:
             found = self._calls.noticed(loss_of, *given) if self._steps == 1 else loss_of(*given)
             if isinstance(found.loss, StageTensor):
                 self._take_parts(found.loss.flow.leaves)
-            with torch._C.DisableTorchFunction():
-                if (loss := _on_this_rank(found.loss)) is not None:
+            loss = found.loss.value.local if type(found.loss) is StageTensor else found.loss
+            if loss is not None:
+                with torch._C.DisableTorchFunction():
                     self._look_at(loss.grad_fn, outputs, microbatch)
             return found
 
@@ -97,8 +98,11 @@ class LossParameters:
         """outputs: what the model gave; empty where that is not known."""
         is_due = not self._steps & (self._steps - 1)
         # Where the graph of the model begins.
-        made = [] if is_due else [_on_this_rank(each) for _, each in named_leaves(outputs)]
-        stops = [each.grad_fn for each in made if isinstance(each, torch.Tensor)]
+        stops = []
+        for _, each in () if is_due else named_leaves(outputs):
+            here = each.value.local if type(each) is StageTensor else each  # none of a value of another rank
+            if isinstance(here, torch.Tensor):
+                stops.append(here.grad_fn)
         if root is None or root in stops:
             return
         known = self._own.union(self._found, map(id, self._known), map(id, self._parts))
@@ -188,11 +192,6 @@ class LossParameters:
             elif each.before is not None:
                 leaf.grad = each.before if leaf.grad is None else each.before + leaf.grad
         return [True] * (len(self._known) - num_known)
-
-
-def _on_this_rank(output: Any) -> Any:
-    """None for a value of a stage of another rank."""
-    return output.value.local if type(output) is StageTensor else output
 
 
 class _Found(NamedTuple):

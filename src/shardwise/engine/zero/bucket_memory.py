@@ -69,7 +69,7 @@ class WholeBucket:
         """What this rank owns of each parameter."""
         self.num_owned = sum(segment.run.num_elements for segment in self.segments.values())
         self.master_memory = MasterMemory()
-        self._own = own.start, own.stop
+        self._own: tuple[int, int] = (own.start, own.stop)
 
     def pieces(self) -> list[tuple[str, slice]]:
         """The parameters in the working copy, cut where the owned part begins and ends."""
