@@ -84,7 +84,7 @@ class GatheredUnit:
 
 
 _task: Callable[[], int] = torch._C._current_graph_task_id
-"""The backward that goes on in this thread, of which no other has the number; -1: none."""
+"""The number of the backward that runs in this thread; no other thread has it. -1: none."""
 
 
 class _Watcher(Protocol):
