@@ -8,8 +8,9 @@ flattened (`flatten_optimizer_state_dict`), says which state belongs to which pa
     optimizer.state.w.exp_avg  ("optimizer", "state.w.exp_avg")          the same, as torchtitan has it
     optim.param_groups.0.lr    ("optim", "param_groups", 0, "lr")        settings of the optimizer
 
-What is nested is a value as in a file of `torch.save`, and the rules for those are followed. Where they do not prove
-whose state it is, names stay as they are in the folder. So they do where several dicts hold tensors and no optimizer.
+What is nested is a value as in a file of `torch.save`, and the rules for those are followed: state with numbers keeps
+them. Where the folder names a parameter that it lacks, names stay as they are in it. So they do where several dicts
+hold tensors and no optimizer.
 """
 
 import json
@@ -53,7 +54,7 @@ def training_names(
     objects: Mapping[str, Any],
     paths: Mapping[str, KeyPath],
 ) -> TrainingNames | None:
-    """Name the tensors of a folder by its model; None where nothing says which dict that is, or whose state is whose.
+    """Name the tensors of a folder by its model; None where nothing says which dict that is.
 
     aliases: other names of tensors. objects: values that are no tensors, and numbers in the place of tensors. paths: of
         all names, as far as it has any.
