@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import reading, windows
-from shardwise.checkpoint.local import LocalReader
+from shardwise.checkpoint.local import LocalReader, LocalStore
 from shardwise.space import Piece
 from tests.checkpoint.stored_values import save_dcp
 
@@ -44,6 +44,28 @@ def test_zero3_is_the_same_by_ranges_and_by_blocks(
             assert report.read_bytes == report.num_bytes
     assert made[NEVER] == made[ALWAYS]
     assert made[ALWAYS][1]
+
+
+def test_a_file_is_opened_once_where_its_pieces_follow_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    open_data = reading.open_data
+
+    def spy(store: LocalStore, name: str) -> reading.Reader:
+        opened.append(name)
+        return open_data(store, name)
+
+    monkeypatch.setattr(reading, "open_data", spy)
+    monkeypatch.setattr(reading, "_MAX_OPEN_FILES", 2)
+    for name in "abcd":
+        (tmp_path / name).write_bytes(b"0")
+    files = reading.OpenFiles(LocalStore(tmp_path))
+    for name in "aaabbbcccddd":
+        assert files[name].size == 1
+        files.trim()
+    files.close()
+    assert opened == [*"abcd"]
 
 
 def test_long_ranges_are_read_straight_and_columns_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,9 +127,9 @@ class OpenFiles:
         return self._readers[name]
 
     def trim(self) -> None:
-        """Give back those that are too many."""
+        """Give back those that are too many, the first ones first: the next reads are of the last ones."""
         while len(self._readers) > _MAX_OPEN_FILES:
-            self._readers.popitem()[1].close()
+            self._readers.pop(next(iter(self._readers))).close()
 
     def close(self) -> None:
         """Give all back."""
