@@ -85,7 +85,8 @@ class WholeBucket:
 
     def owns(self, piece: slice) -> bool:
         """Whether this rank owns one of `pieces`."""
-        return self._own[0] <= piece.start < self._own[1]
+        start: int = piece.start
+        return self._own[0] <= start < self._own[1]
 
     def other_than_casts(self) -> list[str]:
         """Owned parameters with elements in the working copy that are not the cast of their master."""
