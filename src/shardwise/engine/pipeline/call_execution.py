@@ -8,7 +8,7 @@ are inputs or views of inputs, and the inputs that were written to.
     flow.enter: count the call                      alike                  alike                  alike
     flow.to_stage(h, 1)                             sends                  receives               counts the transfer
     _outcome                                        looks up               looks up and runs      looks up
-    _account_for_writes, _wrap, _deliver             y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
+    _account_for_writes, _wrap, _deliver            y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
 
 In-place writes, in `_account_for_writes` (every case is decided on all ranks alike, from the entry):
 
