@@ -51,12 +51,13 @@ class WholeGradients:
         return f", with hooks on {few_of(sorted(found))}" if found and compares else ""
 
     def _hooks(self) -> list[tuple[str, MutableMapping[int, Any]]]:
-        return [
-            (name, hooks)
-            for name, each in self.summed.parameters.items()
-            for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)
-            if hooks
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # between steps a part follows what is asked of it
+            return [
+                (name, hooks)
+                for name, each in self.summed.parameters.items()
+                for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)
+                if hooks
+            ]
 
 
 class _AroundHook:
