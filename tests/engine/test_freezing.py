@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw
-from shardwise.comm import alone
+from shardwise.comm import Channel, alone
 from shardwise.errors import MismatchError, OptimizerError
 from tests.covering import pairwise
 from tests.engine.refusals import same_error_everywhere
@@ -484,3 +484,30 @@ def test_all_that_a_program_may_hold_of_an_engine_survives_what_it_takes_in(name
                 engine.evaluate(share)
 
     sw.simulate(plan.mesh.size, run)
+
+
+class TurnsOn(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.requires_grad_(True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_a_step_leaves_out_stays_where_a_forward_turns_its_gradient_on(stage: int) -> None:
+    def fn(channel: Channel) -> list[list[float]]:
+        losses = []
+        for kind in (nn.Sequential, TurnsOn):
+            torch.manual_seed(0)
+            engine = sw.parallelize(
+                kind(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)),
+                sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=stage, bucket_bytes=600)),
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                loss=lambda output, batch: output.square().mean(),
+                groups={"first": "0.*", "last": "2.*"},
+                channel=channel,
+            )
+            losses.append([engine.step(torch.ones(2, 64), only=each).loss for each in (None, "last", "first", None)])
+        return losses
+
+    for plain, turning in sw.simulate(2, fn):
+        assert turning == plain

@@ -390,6 +390,8 @@ class GradReduce(Passes):
         """Take a finished gradient over from autograd; outside of an update it is the user's."""
         if not self._is_collecting or (gradient := take_gradient(parameter)) is None:
             return
+        if self._trained.names is not None and name not in self._trained.names:
+            return  # a forward turned its `requires_grad` on again
         pending = self._of[name]
         self._touched.add(name)
         if pending.is_launched:
