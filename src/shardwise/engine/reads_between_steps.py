@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.engine.part_watch import LEAVE, PartWatch
 from shardwise.engine.wrapping import in_backward
 from shardwise.engine.zero.sharded_params import functions_of_metadata
-from shardwise.errors import ModelError, ShardwiseError
+from shardwise.errors import ModelError, ShardwiseError, in_words
 
 Refusal: TypeAlias = Callable[[str], ShardwiseError]
 """What to say of an operation, by its name."""
@@ -80,7 +80,7 @@ def carried_out(func: Any, args: Any, kwargs: Any, parts: Sequence[torch.Tensor]
             with watch:
                 output = func(*args, **kwargs)
         except RuntimeError as error:
-            raise refusal(name) from error
+            raise refusal(f"{name} ({in_words(error)})") from error
     return tree_map(lambda each: Part.of(each, refusal) if type(each) is torch.Tensor else each, output)
 
 

@@ -25,7 +25,7 @@ _DECOMPOSITIONS = frozenset({"linalg", "cholesky", "geqrf", "svd", "qr", "invers
 _SUMS = frozenset(
     {"sum", "mean", "prod", "std", "var", "var_mean", "norm", "linalg_vector_norm", "_foreach_norm", "_foreach_max"}
     | {"dot", "vdot", "cumsum", "any", "all", "max", "min", "amax", "amin", "aminmax", "argmax", "argmin"}
-    | {"median", "sort", "topk", "kthvalue", "count_nonzero"}
+    | {"median", "sort", "topk", "kthvalue", "count_nonzero", "histc", "histogram", "bincount"}
 )
 _PER_DECOMPOSITION = 10
 """Work of a decomposition of m x n: so many times m n min(m, n)."""
