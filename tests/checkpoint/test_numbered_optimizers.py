@@ -376,7 +376,7 @@ def test_the_fsdp_folders_of_accelerate_are_whole_or_refused(
         lambda: sw.load(tmp_path, _Net().state_dict(), strict=False),
     ]
     for way in ways:
-        with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0|optimizer_0"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model_fsdp_0|optimizer_0"):
             way()
     if folder == "optimizer_0":
         sw.load(tmp_path / "pytorch_model_fsdp_0", _Net().state_dict())
