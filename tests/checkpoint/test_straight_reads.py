@@ -11,6 +11,7 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import reading, windows
 from shardwise.checkpoint.local import LocalReader, LocalStore
+from shardwise.checkpoint.stores import Reader, open_data
 from shardwise.space import Piece
 from tests.checkpoint.stored_values import save_dcp
 
@@ -50,9 +51,8 @@ def test_a_file_is_opened_once_where_its_pieces_follow_one_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    open_data = reading.open_data
 
-    def spy(store: LocalStore, name: str) -> reading.Reader:
+    def spy(store: LocalStore, name: str) -> Reader:
         opened.append(name)
         return open_data(store, name)
 

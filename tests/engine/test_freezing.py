@@ -489,7 +489,8 @@ def test_all_that_a_program_may_hold_of_an_engine_survives_what_it_takes_in(name
 class TurnsOn(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.requires_grad_(True)
-        return super().forward(x)
+        out: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return out
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
