@@ -44,6 +44,7 @@ SETTINGS = re.compile(
 
 OF_PROGRAMS = {
     "checkpoint/numbered_state.py": "states that other programs number, loaded into a program's optimizer",
+    "moving/nested_exchange.py": "values that a program gives",
     "moving/replica_samples.py": "states that ranks of a program give",
     "checkpoint/states.py": "arguments of a call have no wrong type on the command line",
     "checkpoint/conversion.py": "preview without a rewrite, which the command refuses first",
@@ -104,7 +105,7 @@ def text_of(node: ast.AST) -> str:
 
 def test_a_message_that_names_a_call_names_a_flag_or_a_setting() -> None:
     silent, used = [], set()
-    for room in ("checkpoint", "engine", "plan", "rewrite", "train", "cli"):
+    for room in ("checkpoint", "engine", "moving", "plan", "rewrite", "train", "cli"):
         for path in sorted((SOURCE / room).rglob("*.py")):
             name = path.relative_to(SOURCE).as_posix()
             for line, text in messages(path):

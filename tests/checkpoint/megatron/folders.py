@@ -18,7 +18,8 @@ class _Unpacked:
         self.path = Path(self._place.name)
         if ARCHIVE.exists():
             with tarfile.open(ARCHIVE) as archive:
-                archive.extractall(self.path, filter="data")
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 was the first with it
+                archive.extractall(self.path)
 
 
 @cache
