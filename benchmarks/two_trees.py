@@ -4,7 +4,8 @@
     python -m benchmarks.two_trees --before /tmp/before/src --rounds 5 --write two-trees
 
 Each cell is a fresh process of one tree. It warms up, repeats its work, and prints its shortest time (of steps the
-median): on a machine that is shared, the minimum moves least. The ratio of a round is taken between neighbours; the table has the medians.
+median): on a machine that is shared, the minimum moves least. The ratio of a round is taken between neighbours; the
+table has the medians.
 """
 
 import argparse
