@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SlotPool
@@ -90,3 +91,18 @@ def test_lent_memory_is_located_by_its_views_and_given_back_with_the_last_one() 
     del first
     pool.close()
     assert "memfd:shardwise" not in Path("/proc/self/maps").read_text()
+
+
+def test_lent_memory_is_not_taken_for_what_was_at_its_address_before() -> None:
+    pool = SlotPool()
+    addresses, numbers = [], []
+    for _ in range(100):
+        now = pool.lend(1 << 20)
+        found = pool.locate(now)
+        assert found is not None
+        addresses.append(now.data_ptr())
+        numbers.append(found[0].number)
+        del now, found
+    assert len(set(addresses)) < len(addresses), "the kernel gives no address a second time"
+    assert len(set(numbers)) == len(numbers)
+    pool.close()

@@ -126,9 +126,11 @@ class SlotPool:
     def locate(self, source: torch.Tensor) -> tuple[SharedSegment, int] | None:
         """The lent segment that holds flat bytes, and where in it they begin; None for other memory."""
         # By address: a message is any view of the memory, such as one bucket of many. Few segments are lent at a time.
+        # One that is gone, and not given back yet, has no address: the kernel may have given it to the next.
         address = source.data_ptr()
         for lent in self._lent.values():
-            if lent.start <= address and address + len(source) <= lent.start + lent.segment.num_bytes:
+            is_inside = lent.start <= address and address + len(source) <= lent.start + lent.segment.num_bytes
+            if is_inside and lent.mapping() is not None:
                 return lent.segment, address - lent.start
         return None
 
