@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SlotPool
