@@ -91,5 +91,5 @@ def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
         raise KeyboardInterrupt  # before the first save
     said = capsys.readouterr().err
     assert said == (
-        "stopped by Ctrl-C; --resume auto goes on from the newest save in runs/demo/checkpoints, if there is one\n"
+        "stopped by Ctrl-C; --resume auto continues from the newest save in runs/demo/checkpoints, if there is one\n"
     )

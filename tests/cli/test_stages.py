@@ -88,7 +88,7 @@ def test_ctrl_c_stops_all_stages_and_other_stages_go_on_from_the_newest_save(con
         next(line for line in process.stdout if line.startswith("step 5/"))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        kept = f"--resume auto goes on from the newest save in {out}/checkpoints, if there is one"
+        kept = f"--resume auto continues from the newest save in {out}/checkpoints, if there is one"
         assert (process.returncode, err) == (130, f"stopped by Ctrl-C; {kept}\n")
         assert not members_of_session(process.pid)
     assert checkpoint.verify(out / "checkpoints").good

@@ -58,7 +58,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Elements | None:
         at = start + int(here[0])
         ours, theirs = _picked(a, here + start), _picked(b, here + start)
         a_shown, b_shown = shown(a[at : at + 1]), shown(b[at : at + 1])
-        # NaNs of different bits look alike; then the bits are shown.
+        # Two NaNs with different bits print the same text: the bits tell them apart.
         if a_shown == b_shown and same:
             a_shown, b_shown = f"{a_shown} ({_hex(a, at)})", f"{b_shown} ({_hex(b, at)})"
         different = Elements(

@@ -91,7 +91,7 @@ def _way_to_go_on(config: "RunConfig") -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         if config.checkpoint.every is not None:
-            interrupt.add_note(f"--resume auto goes on from the newest save in {config.saves}, if there is one")
+            interrupt.add_note(f"--resume auto continues from the newest save in {config.saves}, if there is one")
         raise
 
 

@@ -235,7 +235,7 @@ class _Reading:
     def __init__(self, dataset: Any, begin: Cursor, place: DataPlace, settings: Settings, **options: Any) -> None:
         """options: further arguments of the DataLoader."""
         # torch draws the seeds of workers from here; else it would draw from the generator of the program. They depend
-        # on the cursor too: workers of a run that goes on shall not draw again what they have drawn.
+        # on the cursor too: after a resume, workers must not draw the same numbers again.
         word = epoch_key(settings.seed, begin.epoch) ^ np.uint64(begin.position) ^ np.uint64(place.data_rank << 40)
         loader: DataLoader[Any] = DataLoader(
             dataset,

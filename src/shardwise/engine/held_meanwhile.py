@@ -37,9 +37,9 @@ def items_set(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 
 @contextmanager
 def parameters_set(module: nn.Module, values: Mapping[str, torch.Tensor | None]) -> Iterator[None]:
-    """The module holds these tensors in the place of parameters meanwhile."""
-    # Past nn.Module.__setattr__, which refuses a plain tensor in the place of a parameter. In a rehearsal, and for the
-    # zeros of a bias, plain tensors are what the forward has to see.
+    """Meanwhile the module has these tensors instead of its parameters."""
+    # nn.Module.__setattr__ refuses a plain tensor under the name of a parameter. In a rehearsal, and for the zeros of a
+    # bias, the forward has to see plain tensors.
     held: dict[str, Any] = module._parameters
     # Around each call of a module that is cut along tp: as few calls of Python as can be.
     saved = dict(zip(values, map(held.get, values), strict=True))

@@ -87,7 +87,7 @@ class LossParameters:
         return watched
 
     def _take_parts(self, leaves: Collection[torch.Tensor]) -> None:
-        """leaves: what the code between stages computed with, on all ranks alike; the last stage alone has the loss."""
+        """leaves: what the code between stages computed with, on every rank. The last stage alone has the loss."""
         known = {*map(id, self._parts)}
         for leaf in leaves:
             if id(leaf) not in known and isinstance(leaf, nn.Parameter) and not is_of_engine(leaf):

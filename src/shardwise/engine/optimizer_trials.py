@@ -167,7 +167,7 @@ _verdicts: dict[object, Any] = {}
 
 
 def _remembered(find: Callable[[Case], Found], case: Case, shapes: Sequence[tuple[int, ...]]) -> Found:
-    """`find(case)`, or what it found for a case that is alike; what it refuses it is asked again.
+    """`find(case)`, or what it returned for an equal case before. An error that it raised is not remembered.
 
     shapes: of the parameters, as far as they decide.
     """

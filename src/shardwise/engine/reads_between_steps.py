@@ -33,27 +33,30 @@ class ReadsBetweenSteps:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         # Those at rest (stage 3) and of other classes refuse more.
         self._parameters = [each for each in parameters if type(each) is nn.Parameter]
+        self._is_on = False
 
     def turn(self, *, on: bool) -> None:
         """Begin or end to watch."""
+        self._is_on = on
         for each in self._parameters:
             each.__class__ = _PartParameter if on else nn.Parameter
 
     @contextmanager
     def turned(self, around: AbstractContextManager[None], *, on: bool) -> Iterator[None]:
-        """Watch inside of `around`, or not; the other way round behind it."""
+        """Watch inside of `around`, or not; behind it as before."""
         with around:
+            before = self._is_on
             self.turn(on=on)
             try:
                 yield
             finally:
-                self.turn(on=not on)
+                self.turn(on=before)
 
 
 def _refusal(what: str) -> ModelError:
     return ModelError(
-        f"{what!r} of the model's parameters between steps, of which this rank has a part (mesh.tp), or which are on "
-        "another rank (mesh.pp). Inside `with engine.whole():` the model is whole; sw.full(engine) gives whole "
+        f"{what!r} of the model's parameters between steps: this rank has a part of them (mesh.tp), or another rank "
+        "has them (mesh.pp). Inside `with engine.whole():` the model is whole; sw.full(engine) gives whole "
         "weights, one after the other; engine.step(batch, norms=...) reports norms of gradients"
     )
 
@@ -73,8 +76,8 @@ def carried_out(func: Any, args: Any, kwargs: Any, parts: Sequence[torch.Tensor]
             return _PartArray.of(func(*args, **kwargs), refusal)
         if func in _REFUSED or (func in LEAVE and is_elsewhere):
             raise refusal(name)
-        # Parts of several parameters may meet, which are cut alike, or torch refuses their shapes. Of what is elsewhere
-        # it makes other descriptions, and refuses what needs values.
+        # Parts of several parameters may meet: torch refuses their shapes unless they are cut in the same way. Of a
+        # description (meta) it makes another one, and refuses what needs values.
         watch = PartWatch([(each, True, 0) for each in parts if not each.is_meta], refusal=refusal)
         try:
             with watch:
@@ -88,7 +91,7 @@ _REFUSED: frozenset[Any] = frozenset(getattr(torch.Tensor, name) for name in ("t
 
 
 def _is_of_a_forward() -> bool:
-    """Whether a forward or a backward goes on, or code of the engine asks: a rank computes with what it has."""
+    """Whether a forward, a backward or code of the engine asks: these compute with what the rank has."""
     if torch.compiler.is_compiling() or in_backward():
         return True
     frame = sys._getframe(3)

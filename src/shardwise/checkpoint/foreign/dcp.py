@@ -32,7 +32,17 @@ from shardwise.checkpoint.foreign.torch_files import (
 from shardwise.checkpoint.foreign.zip_parts import SIGNATURE
 from shardwise.checkpoint.manifest import packed
 from shardwise.checkpoint.safetensors_files import TensorEntry, dtype_of, read_header
-from shardwise.checkpoint.stores import Findings, OpenFile, Store, about, is_value, open_data, read_whole, value_name
+from shardwise.checkpoint.stores import (
+    Findings,
+    OpenFile,
+    Store,
+    about,
+    is_value,
+    open_data,
+    read_whole,
+    refusals,
+    value_name,
+)
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Box, Piece, check_cover
@@ -269,13 +279,14 @@ def read_contents(store: Store) -> Contents:
 
 
 def _settings_of(contents: Contents, paths: Mapping[str, KeyPath], store: Store) -> dict[str, Any]:
-    """Settings of optimizers that are tensors without dims, by name: their numbers, which torch takes alike."""
+    """The numbers of optimizer settings that were saved as tensors without dims, by name. torch accepts either."""
     found = {}
     for name, tensor in contents.tensors.items():
         if not tensor.shape and is_setting(paths.get(name, (name,))):
             (piece,) = tensor.pieces
             data = bytearray(piece.num_bytes)
-            with closing(open_data(store, piece.file)) as reader:
+            place = f"{store.location}/{piece.file}"
+            with refusals(f"{place} cannot be read"), closing(open_data(store, piece.file)) as reader:
                 reader.read_into(memoryview(data), piece.start)
             found[name] = number_of(bytes(data), tensor.dtype)
     return {name: number for name, number in found.items() if number is not None}

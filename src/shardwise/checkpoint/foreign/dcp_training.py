@@ -56,8 +56,8 @@ def training_names(
 ) -> TrainingNames | None:
     """Name the tensors of a folder by its model; None where nothing says which dict that is.
 
-    aliases: other names of tensors. objects: values that are no tensors, and numbers in the place of tensors. paths: of
-        all names, as far as it has any.
+    aliases: other names of tensors. objects: values that are no tensors, and the numbers of
+        settings that were saved as tensors. paths: of the names, where the folder has them.
     """
     places = {name: _stand_in(number, each) for number, (name, each) in enumerate(tensors.items())}
     values: dict[str, Any] = {**places, **objects, **{alias: places[name] for alias, name in aliases.items()}}

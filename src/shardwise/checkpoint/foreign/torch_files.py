@@ -361,7 +361,7 @@ class _Finder:
             # With objects as keys: nothing in a name could stand for them.
             items = [(self.inert(key, depth), self.inert(each, depth)) for key, each in pairs]
             return UnknownObject(kind="dict", items=items)
-        # Settings of optimizers: torch takes a tensor without dims and its number alike.
+        # Optimizers of torch accept a setting as a number or as a tensor without dims. A save has numbers.
         return {**made, _GROUPS: self._with_numbers(made[_GROUPS])} if _GROUPS in made else made
 
     def _with_numbers(self, value: Any) -> Any:

@@ -10,7 +10,7 @@ are inputs or views of inputs, and the inputs that were written to.
     _outcome                                        looks up               looks up and runs      looks up
     _account_for_writes, _wrap, _deliver            y: StageTensor, local=None on ranks 0 and 2, the tensor on rank 1
 
-In-place writes, in `_account_for_writes` (every case is decided on all ranks alike, from the entry):
+In-place writes, in `_account_for_writes` (all ranks decide the same, from the entry):
 
     to a value on its own stage          counted; its copies on other stages are behind and cross anew when used
     to a copy on the call's stage        the program's object is that copy from now on; views on the old stage are stale
