@@ -534,18 +534,48 @@ def test_what_is_computed_of_the_model_s_parameters_is_of_whole_ones_or_refused(
 
 NOT_OF_TENSORS = ("averaged model", "copied model", "state dict", "pickle")
 """Looks that take a model; pickles of optimizers are as they are."""
+OF_ONE = ("tolist", "array")
+"""What gives the values of one parameter: a whole one has them all."""
 
 
-@pytest.mark.parametrize("plan", ["stage 1", "stage 2", "stage 3", "tp", "bf16"])
+@pytest.mark.parametrize(
+    "plan", ["one", "stage 0", "stage 1", "stage 2", "stage 3", "whole", "tp", "pp", "pp tp", "bf16"]
+)
 @pytest.mark.parametrize("look", [each for each in LOOKS if each not in NOT_OF_TENSORS])
-def test_what_is_computed_of_parts_of_the_optimizer_s_parameters_is_refused(look: str, plan: str) -> None:
+def test_what_is_computed_of_the_optimizer_s_parameters_is_of_all_or_refused(look: str, plan: str) -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_on(channel, plan)
-        with pytest.raises(OptimizerError, match=r"of the optimizer's parameters.* sw\.full\(engine\)"):
-            LOOKS[look](Namespace(parameters=lambda: masters(engine.optimizer)))  # type: ignore[arg-type]
+        names = Namespace(parameters=lambda: masters(engine.optimizer))
+        if plan in HAVE_ALL:
+            assert LOOKS[look](names) == LOOKS[look](engine.model)  # type: ignore[arg-type]
+        elif look in OF_ONE and plan in ("pp", "whole"):
+            LOOKS[look](names)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(OptimizerError, match=r"of the optimizer's parameters.* sw\.full\(engine\)"):
+                LOOKS[look](names)  # type: ignore[arg-type]
         trained(engine, channel)
 
-    sw.simulate(2, run)
+    sw.simulate(PLANS[plan].mesh.size, run)
+
+
+def test_a_whole_parameter_of_the_optimizer_is_read_alone() -> None:
+    def run(channel: sw.Channel) -> list[Any]:
+        engine = engine_on(channel, "pp" if channel.size == 2 else "one")
+        with torch.no_grad():
+            return [
+                [
+                    each.tolist(),
+                    float(each.detach().numpy().flat[0]),
+                    bool(torch.isfinite(each).all()),
+                    (each * 2 / each.norm()).tolist(),
+                    pickle.loads(pickle.dumps(each)).tolist(),
+                ]
+                for each in masters(engine.optimizer)
+            ]
+
+    (expected,) = sw.simulate(1, run)
+    first, second = sw.simulate(2, run)
+    assert np.allclose(flat(first + second), flat(expected), rtol=1e-6)
 
 
 def flat(values: Any) -> list[float]:

@@ -25,7 +25,7 @@ from shardwise.engine.matrix_updates import MatrixUpdates
 from shardwise.engine.optimizer_steps import OptimizerStep
 from shardwise.engine.optimizer_trials import updates_apart
 from shardwise.engine.optimizers import KnownOptimizer, on_host
-from shardwise.engine.part_watch import PartWatch
+from shardwise.engine.part_watch import Held, PartWatch
 from shardwise.engine.reports import Counters
 from shardwise.engine.trained_parameters import ALL, MOST_TRAINED, TrainedSet
 from shardwise.engine.zero.flat_params import FlatParams, Owned
@@ -53,6 +53,8 @@ class BucketUpdates:
     ) -> None:
         """has_parts: whether a rank updates some elements only, or some parameters."""
         self._known = optimizers
+        for each in buffers.buckets:
+            each.master_memory.has_others = has_parts
         device = next((each.master.device for each in buffers.buckets if each.plan.trainable), None)
         watch = partial(watched, buffers=buffers, has_parts=has_parts)
         # The doubles of its trials are made while no parameter has a gradient.
@@ -214,7 +216,7 @@ def watched(optimizer: torch.optim.Optimizer, *, buffers: FlatParams, has_parts:
     stale = {each.working.untyped_storage()._cdata for each in buffers.buckets if each.has_master or buffers.is_shared}
     if not stale and not has_parts:
         return nullcontext()
-    held: list[tuple[torch.Tensor, bool, int]] = []
+    held: list[Held] = []
     for at, each in enumerate(each for group in optimizer.param_groups for each in group["params"]):
         is_part = has_parts and each._place.is_part
         held += [(each, is_part, at), (each if each.grad is None else each.grad, is_part, at)]

@@ -10,7 +10,7 @@ Hooks are not tried at `parallelize`: a norm that is only logged changes no upda
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,20 +32,23 @@ _JOINS = ("stack", "cat", "_local_scalar_dense")
 
 _Roots = frozenset[int]
 
+Held: TypeAlias = tuple[torch.Tensor, bool, int]
+"""A tensor of this rank, whether it is a part of one, and a number that it shares with what it may meet."""
+
 
 class PartWatch(TorchDispatchMode):
     """Follows values of parameters and gradients, and refuses what needs more of them than is here."""
 
     def __init__(
         self,
-        held: Sequence[tuple[torch.Tensor, bool, int]],
+        held: Sequence[Held],
         *,
         stale: Collection[int] = (),
         refusal: Callable[[str], ShardwiseError] | None = None,
     ) -> None:
-        """held: tensors of this rank; with each whether it is a part of one, and a number that it shares with what it
-        may meet (its gradient). stale: storages that have no new values before the update is over, but for what is
-        held of them. refusal: what to say of an operation; None: of one in a hook around an update."""
+        """held: parameters and gradients, or what was made of them. stale: storages that have no new values before the
+        update is over, but for what is held of them. refusal: what to say of an operation; None: of one in a hook
+        around an update."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._spans = sorted((each.data_ptr(), each.data_ptr() + each.nbytes, root) for each, _, root in held)
         self._starts = [start for start, *_ in self._spans]
@@ -66,7 +69,7 @@ class PartWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
         self._refuse_stale(func, given)
-        roots = [self._roots_of(each) for each in given]
+        roots = [self.roots_of(each) for each in given]
         followed = [each.numel() for each, of in zip(given, roots, strict=True) if of]
         if not followed:
             return func(*args, **kwargs)
@@ -82,7 +85,7 @@ class PartWatch(TorchDispatchMode):
             raise self._refusal(name)
         for at, each in enumerate(made):
             # What is true or false of elements is no number of them.
-            if each.dtype != torch.bool and not self._roots_of(each):
+            if each.dtype != torch.bool and not self.roots_of(each):
                 self._made[_storage(each)] = each, roots[at] if is_each else of_all
         return output
 
@@ -90,10 +93,11 @@ class PartWatch(TorchDispatchMode):
         """Refuse a function that takes values out of torch, where no operation is seen, or gives a part's shape."""
         if func in _SHAPES and id(tensor) in self._slices:
             raise self._refusal(getattr(getattr(func, "__self__", func), "__name__", "the shape"))
-        if func in LEAVE and self._roots_of(tensor):
+        if func in LEAVE and self.roots_of(tensor):
             raise self._refusal(func.__name__)
 
-    def _roots_of(self, tensor: torch.Tensor) -> _Roots:
+    def roots_of(self, tensor: torch.Tensor) -> _Roots:
+        """Of what parameters its values are, by their numbers."""
         if (made := self._made.get(_storage(tensor))) is not None:
             return made[1]
         address = tensor.data_ptr() if tensor.numel() and tensor.device.type != "meta" else 0

@@ -18,13 +18,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.engine.part_watch import LEAVE, PartWatch
+from shardwise.engine.part_watch import LEAVE, Held, PartWatch
 from shardwise.engine.wrapping import in_backward
 from shardwise.engine.zero.sharded_params import functions_of_metadata
 from shardwise.errors import ModelError, ShardwiseError, in_words
 
 Refusal: TypeAlias = Callable[[str], ShardwiseError]
 """What to say of an operation, by its name."""
+
+ONE_ROOT = 0
+"""Of all parts: they may meet. Torch refuses their shapes unless they are cut in the same way."""
 
 
 class ReadsBetweenSteps:
@@ -61,33 +64,48 @@ def _refusal(what: str) -> ModelError:
     )
 
 
-def carried_out(func: Any, args: Any, kwargs: Any, parts: Sequence[torch.Tensor], refusal: Refusal) -> Any:
-    """What a function of torch gives; where it takes parts, what it makes of them element by element is a `Part`.
+def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal: Refusal) -> Any:
+    """What a function of torch gives; what it makes of tensors of `held` is a `Part`.
 
-    Raises `refusal(name)` where it needs more of them than is here.
+    held: what it takes of parameters. Raises `refusal(name)` where it needs more of them than is here.
     """
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if not parts or func in functions_of_metadata() or func == torch.Tensor.__repr__ or _is_of_a_forward():
+        if not held or func in functions_of_metadata() or func == torch.Tensor.__repr__ or _is_of_a_forward():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
-        is_elsewhere = any(each.is_meta for each in parts)
-        if func == torch.Tensor.numpy and not is_elsewhere:
+        has_parts = any(is_part for _, is_part, _ in held)
+        is_less = any(getattr(each, "is_less", False) for each, *_ in held)
+        is_elsewhere = any(each.is_meta for each, *_ in held)
+        if func == torch.Tensor.numpy and not is_elsewhere and not is_less:
             return _PartArray.of(func(*args, **kwargs), refusal)
-        if func in _REFUSED or (func in LEAVE and is_elsewhere):
+        if func in _VALUES and not has_parts and not is_less:
+            return func(*args, **kwargs)
+        if func in _REFUSED or (func in LEAVE and (is_elsewhere or is_less)):
             raise refusal(name)
-        # Parts of several parameters may meet: torch refuses their shapes unless they are cut in the same way. Of a
-        # description (meta) it makes another one, and refuses what needs values.
-        watch = PartWatch([(each, True, 0) for each in parts if not each.is_meta], refusal=refusal)
+        # Of a description (meta) torch makes another one, and refuses what needs values.
+        watch = PartWatch([each for each in held if not each[0].is_meta], refusal=refusal)
         try:
             with watch:
                 output = func(*args, **kwargs)
         except RuntimeError as error:
+            if not has_parts:
+                raise
             raise refusal(f"{name} ({in_words(error)})") from error
-    return tree_map(lambda each: Part.of(each, refusal) if type(each) is torch.Tensor else each, output)
+
+    def made(each: Any) -> Any:
+        if type(each) is not torch.Tensor or (each.dtype == torch.bool and not has_parts):
+            return each
+        root = min(watch.roots_of(each) or {root for *_, root in held})
+        counts = [whole.numel() for whole, _, of in held if of == root and not getattr(whole, "is_less", False)]
+        return Part.of(each, refusal, has_parts, root, not counts or each.numel() < max(counts))
+
+    return tree_map(made, output)
 
 
 _REFUSED: frozenset[Any] = frozenset(getattr(torch.Tensor, name) for name in ("tolist", "__array__", "__reduce_ex__"))
+_VALUES = _REFUSED | {getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__dlpack__")}
+"""What gives the values of a tensor to Python: a whole parameter has them all."""
 
 
 def _is_of_a_forward() -> bool:
@@ -112,22 +130,26 @@ _ENGINE = "shardwise.engine.engine"
 
 
 class Part(torch.Tensor):
-    """What a program made between steps of parameters that are not whole here."""
+    """What a program made between steps of parameters that are not whole here, or not all here."""
 
     refusal: Refusal
+    is_part: bool
+    root: int
+    is_less: bool
 
     @staticmethod
-    def of(made: torch.Tensor, refusal: Refusal) -> "Part":
-        """The same values. refusal: what to say of an operation that needs more."""
+    def of(made: torch.Tensor, refusal: Refusal, is_part: bool, root: int, is_less: bool) -> "Part":
+        """The same values. refusal: what to say of an operation that needs more. is_part, root: see `PartWatch`.
+        is_less: whether it has fewer elements than its parameter, as a sum has."""
         part = made.as_subclass(Part)
-        part.refusal = refusal
+        part.refusal, part.is_part, part.root, part.is_less = refusal, is_part, root, is_less
         return part
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Follow it."""
         parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part | _PartParameter)]
-        return carried_out(func, args, kwargs, parts, parts[0].refusal)
+        return carried_out(func, args, kwargs, [(each, each.is_part, each.root) for each in parts], parts[0].refusal)
 
 
 class _PartParameter(nn.Parameter):
@@ -135,6 +157,7 @@ class _PartParameter(nn.Parameter):
 
     _plain_class = nn.Parameter
     refusal = staticmethod(_refusal)
+    is_part, root, is_less = True, ONE_ROOT, False
     __torch_function__ = Part.__torch_function__
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.part_watch import PART
-from shardwise.engine.reads_between_steps import carried_out
+from shardwise.engine.part_watch import PART, Held
+from shardwise.engine.reads_between_steps import ONE_ROOT, carried_out
 from shardwise.engine.zero.sharded_params import functions_of_memory, functions_of_metadata
 from shardwise.errors import OptimizerError
 
@@ -67,6 +67,8 @@ class MasterMemory:
     """Of the memory that the masters view, when it was known last: they count its writes."""
     is_reached: bool = False
     """Whether somebody was given a master's memory in a way in which no write is counted."""
+    has_others: bool = False
+    """Whether other ranks update other parameters, or other elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +107,21 @@ class Master(nn.Parameter):
                 return func(*args, **(kwargs or {}))
             if func == _SET_DATA:  # the memory stays the engine's
                 return args[0].detach().copy_(args[1].detach())
-            masters = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Master) and each._place]
-            for each in masters:
-                assert each._place is not None
-                if each._place.memory is None:
+            held: list[Held] = []
+            for each in tree_leaves((args, kwargs)):
+                if not isinstance(each, Master) or each._place is None:
+                    continue
+                if (memory := each._place.memory) is None:
                     raise OptimizerError(
                         f"{getattr(func, '__name__', func)} needs the values of a matrix {list(each.shape)} of the "
                         "optimizer, which is whole here during an update only: between two, its parts are on several "
                         "ranks. sw.full(engine) gives it, and engine.whole() takes writes"
                     )
-                each._place.memory.is_reached |= func in functions_of_memory()
-        parts = [each for each in masters if each._place and each._place.is_part]
-        return carried_out(func, args, kwargs, parts, _refusal)
+                memory.is_reached |= func in functions_of_memory()
+                if memory.has_others:
+                    is_part = each._place.is_part
+                    held.append((each, is_part, ONE_ROOT if is_part else id(each)))
+        return carried_out(func, args, kwargs, held, _refusal)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a plain parameter: the engine is no part of it."""
