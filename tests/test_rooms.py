@@ -267,23 +267,16 @@ def test_every_word_is_explained_in_one_sentence() -> None:
     assert len(GLOSSARY) <= 30
 
 
-NAMES_OF_COMMANDS = {"verify.py", "schedule.py"}
-"""Modules of `cli` have the names of their commands: `shardwise verify` and `shardwise ckpt verify`."""
-
-
-def test_no_two_files_and_no_two_classes_have_one_name() -> None:
-    files: dict[str, list[Path]] = {}
-    classes: dict[str, list[Path]] = {}
+def test_no_two_files_and_no_two_classes_of_a_room_have_one_name() -> None:
+    found: dict[tuple[str, str], list[Path]] = {}
     for path in SOURCE.rglob("*.py"):
-        if path.name not in ("__init__.py", "__main__.py") and not (
-            path.name in NAMES_OF_COMMANDS and "cli" in path.relative_to(SOURCE).parts
-        ):
-            files.setdefault(path.name, []).append(path)
+        room = path.relative_to(SOURCE).parts[0]
+        if path.name not in ("__init__.py", "__main__.py"):
+            found.setdefault((room, path.name), []).append(path)
         for node in nodes_of(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name.lstrip("_"), []).append(path)
-    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}
-    assert {name: paths for name, paths in classes.items() if len(paths) > 1} == {}
+                found.setdefault((room, node.name.lstrip("_")), []).append(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
 
 
 def test_source_files_keep_the_rules_of_the_house() -> None:

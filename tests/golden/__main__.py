@@ -2,6 +2,7 @@
 
 from tests.golden.cases import PLANS, path_of, text_of
 from tests.golden.surfaces import TEXTS
+from tests.refusals import FOLDER, tables
 
 
 def main() -> None:
@@ -9,6 +10,10 @@ def main() -> None:
         path_of(case).write_text(text_of(case), encoding="ascii")
     for name, text in TEXTS.items():
         path_of(name).write_text(text(), encoding="utf-8")
+    for each in FOLDER.glob("*.json"):
+        each.unlink()
+    for table in tables():
+        table.write()
 
 
 main()
