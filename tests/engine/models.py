@@ -1,136 +1,32 @@
-"""Small models and their data, shared by the tests of the engine."""
+"""Until all have moved: `tests.oracle.words` and `tests.oracle.batches`."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from tests.oracle.batches import NUM_WORDS, Batch, word_batch, word_loss
+from tests.oracle.words import (
+    Curve,
+    Residual,
+    Words,
+    WordsWithKeptNorm,
+    curve,
+    curve_batch,
+    curve_loss,
+    loss_of_words,
+    words,
+    words_with_kept_norm,
+)
 
-import torch
-from torch import nn
-
-Batch = Mapping[str, Any]
-Module = TypeVar("Module", bound=nn.Module)
-
-NUM_WORDS = 11
-
-
-class Words(nn.Module):
-    """A tiny language model with what engines stumble over.
-
-    The head is tied to the embedding, sizes are odd, one parameter is a scalar, one a single element, and one module is
-    never used. 813 elements.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, 8)
-        self.wide = nn.Linear(8, 37)
-        self.norm = nn.LayerNorm(37)
-        self.narrow = nn.Linear(37, 8)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.gate = nn.Parameter(torch.tensor([0.5]))
-        self.unused = nn.Linear(3, 3)
-        self.head = nn.Linear(8, NUM_WORDS, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(torch.tanh(self.wide(self.embedding(words))))
-        out: torch.Tensor = self.head(self.scale * self.narrow(hidden) + self.gate)
-        return out
-
-
-class WordsWithKeptNorm(Words):
-    """`Words` whose norm computes in float32 whatever the others compute in, written out by hand."""
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        compute = self.wide.weight.dtype
-        hidden = self.norm(torch.tanh(self.wide(self.embedding(words))).float()).to(compute)
-        out: torch.Tensor = self.head(self.scale * self.narrow(hidden) + self.gate)
-        return out
-
-
-class Curve(nn.Module):
-    """A two-layer regression: the smallest thing that trains. 41 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 8)
-        self.last = nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(torch.tanh(self.first(x)))
-        return out
-
-
-class Residual(nn.Module):
-    """[rows, 4] points to [rows, 1] values, by four layers that add to what is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(4, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.head = nn.Linear(8, 1)
-
-    def added(self, at: int, x: torch.Tensor) -> torch.Tensor:
-        """What layer `at` makes of x."""
-        return x + torch.tanh(self.layers[at](x))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for at in range(len(self.layers)):
-            x = self.added(at, x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def words() -> Words:
-    """The same `Words` for every caller."""
-    return _seeded(Words)
-
-
-def words_with_kept_norm() -> WordsWithKeptNorm:
-    """The parameters of `words()`."""
-    return _seeded(WordsWithKeptNorm)
-
-
-def curve() -> Curve:
-    """The same `Curve` for every caller."""
-    return _seeded(Curve)
-
-
-def word_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean cross entropy over all positions, taken in float32 at least."""
-    logits = output.flatten(0, 1)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return nn.functional.cross_entropy(logits, batch["targets"].flatten(), ignore_index=-100)
-
-
-def loss_of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of a model of words on a batch."""
-    return word_loss(model(batch["words"]), batch)
-
-
-def curve_loss(output: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Mean squared error."""
-    return nn.functional.mse_loss(output.to(batch["y"].dtype), batch["y"])
-
-
-def word_batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-    """[rows, 5] words and targets."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "words": torch.randint(0, NUM_WORDS, (rows, 5), generator=generator),
-        "targets": torch.randint(0, NUM_WORDS, (rows, 5), generator=generator),
-    }
-
-
-def curve_batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
-    """[rows, 3] points and [rows, 1] values."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 3, generator=generator)
-    return {"x": x, "y": x.sum(1, keepdim=True).sin()}
-
-
-def _seeded(kind: type[Module]) -> Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return kind()
+__all__ = [
+    "NUM_WORDS",
+    "Batch",
+    "Curve",
+    "Residual",
+    "Words",
+    "WordsWithKeptNorm",
+    "curve",
+    "curve_batch",
+    "curve_loss",
+    "loss_of_words",
+    "word_batch",
+    "word_loss",
+    "words",
+    "words_with_kept_norm",
+]

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.engine.oracle import Batch, Loss, Trained, share_of, values_of
+from tests.oracle.batches import Batch, share_of
+from tests.oracle.one_process import Trained, values_of
+from tests.oracle.program import Loss
 
 
 def train_on_ranks(

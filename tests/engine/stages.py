@@ -1,6 +1,5 @@
 """Training under stages 2 and 3, and the program that they must equal to the bit."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,17 +10,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.zero.unit_calls import Residence
 from shardwise.engine.zero.unshard import Unshard
-from tests.engine.oracle import (
-    Batch,
-    Gradients,
-    Loss,
-    RankOrder,
-    Trained,
-    factors_of,
-    microbatches_of,
-)
-from tests.engine.oracle import _sum as sum_of
 from tests.engine.ranks import train_on_ranks
+from tests.oracle.batches import Batch
+from tests.oracle.one_process import Trained
+from tests.oracle.program import Loss
+from tests.oracle.rank_order import RankOrder
 
 
 def values_of_all(model: nn.Module, engine: sw.Engine, channel: sw.Channel) -> dict[str, torch.Tensor]:
@@ -71,42 +64,4 @@ def train_sharded(
 class RoundOrder(RankOrder):
     """`RankOrder` that sums every microbatch over the ranks of a group, then the microbatches, then the groups."""
 
-    def _gradients(self, batch: Batch) -> tuple[Gradients, float]:
-        parts = microbatches_of(batch, self.num_ranks, self.num_microbatches)
-        weights = [self.loss_weight(part) for of_rank in parts for part in of_rank]
-        factors = factors_of(weights)
-        losses = [0.0] * len(weights)
-        group = self.ranks_per_sum or self.num_ranks
-        sums: list[Gradients] = []
-        for first in range(0, self.num_ranks, group):
-            held: Gradients = {}
-            for number in range(self.num_microbatches):
-                terms = []
-                for rank in range(first, first + group):
-                    at = rank * self.num_microbatches + number
-                    if not weights[at]:
-                        continue
-                    loss = self.loss_of(self.model, parts[rank][number])
-                    (loss if factors[at] == 1.0 else loss * factors[at]).backward()
-                    losses[at] = loss.item()
-                    terms.append({name: self._travel(each) for name, each in self._taken().items()})
-                for name, value in (sum_of(terms) if terms else {}).items():
-                    if name in held:
-                        held[name] += value
-                    else:
-                        dtype = torch.promote_types(self.working(name), self.accumulate)
-                        held[name] = value.to(dtype if self.num_microbatches > 1 else value.dtype)
-            sums.append(
-                {name: value.to(torch.promote_types(self.working(name), self.master)) for name, value in held.items()}
-            )
-        mean = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight) / math.fsum(
-            weights
-        )
-        return sum_of(sums), mean
-
-    def _taken(self) -> Gradients:
-        taken = {}
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                taken[name], parameter.grad = parameter.grad, None
-        return taken
+    rounds: bool = True
