@@ -2,6 +2,9 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,31 +14,13 @@ from hypothesis import strategies as st
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Checked, Rewrite, TensorMeta
 from tests.properties import tried
-from tests.rewrite.chains import WAYS, chain, laid_out
+from tests.refusals import Refusals
 from tests.rewrite.degree_oracle import NotToldError, interpret_laid
 from tests.rewrite.filling import assert_same, resolved
-from tests.rewrite.open_chains import OpenChain, open_chain
+from tests.rewrite.open_chains import open_chain
 from tests.rewrite.oracle import Tensor, Values
 
 Layouts = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-@pytest.mark.parametrize("first", range(0, 60, 10))
-def test_ranks_hold_their_boxes_of_what_chains_make_there_and_back(first: int) -> None:
-    """Of 1,500 such chains 1,081 were silently wrong when a degree was looked up by the name of a tensor."""
-    for seed in range(first, first + 10):
-        for way in WAYS:
-            way(chain(seed))
-
-
-def test_chains_make_take_and_lay_anew_for_different_numbers_of_ranks() -> None:
-    kinds, degrees = set(), set()
-    for case in map(chain, range(60)):
-        sides = [max([max(each.degrees, default=1) for each in side.values()]) for side in (case.sources, case.outputs)]
-        degrees.add(tuple(sides))
-        kinds |= set(re.findall(r"---|\^T|\*|\$N|permute|reshape|stack|fused_ffn|fused_qkv_old", case.text))
-    assert degrees >= {(1, 2), (1, 4), (2, 1), (4, 1), (2, 4), (4, 2)}
-    assert kinds == {"---", "^T", "*", "$N", "permute", "reshape", "stack", "fused_ffn", "fused_qkv_old"}
 
 
 def metas(layouts: Layouts) -> dict[str, TensorMeta]:
@@ -104,19 +89,22 @@ def test_what_no_rank_could_do_alone_is_laid_out_as_found_by_brute_force_or_refu
             assert_same(back, case.sources)
 
 
-def test_few_of_these_chains_are_refused() -> None:
-    outcomes = [_outcome(open_chain(seed)) for seed in range(60)]
-    assert outcomes.count("made") > 30
-    assert {"made", "refused"} <= {*outcomes}
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_what_brute_force_can_tell_is_seldom_refused(first: int) -> None:
+    """Where one of several tensors is cut in an unknown way, along another dim, all of it is said to be unknown."""
+    told_of = {True: 0, False: 0}
+    for case in map(open_chain, range(first, first + 50)):
+        layouts = {name: each.degrees for name, each in case.target.items()}
+        with suppress(NotToldError):
+            interpret_laid(case.text, case.sources, layouts)
+            check = partial(Rewrite(case.text).check, laid_out(case.sources), case.target)
+            told_of[told(check, case.sources) is None] += 1
+    assert told_of[False] > 25
+    assert told_of[True] <= 3
 
 
-def _outcome(case: OpenChain) -> str:
-    """What becomes of a chain."""
-    try:
-        Rewrite(case.text).check(laid_out(case.sources), case.target)
-    except RewriteError:
-        return "refused"
-    return "made"
+def laid_out(tensors: Mapping[str, Tensor]) -> dict[str, TensorMeta]:
+    return {name: TensorMeta(each.shape, each.dtype, each.degrees) for name, each in tensors.items()}
 
 
 SAYABLE: dict[str, tuple[str, str, Layouts, Layouts | None]] = {
@@ -151,14 +139,34 @@ SAYABLE: dict[str, tuple[str, str, Layouts, Layouts | None]] = {
 }  # fmt: skip
 
 
+def without_a_degree(name: str) -> Any:
+    _, text, sources, target = SAYABLE[name]
+    return lambda: Rewrite(text.format("")).apply(metas(sources), wanted=None if target is None else metas(target))
+
+
+FUSE = "g, u -> t, fused_ffn, axis=0; t -> x"
+REFUSED = Refusals(
+    "rewrite.degrees",
+    {
+        **{name: without_a_degree(name) for name in SAYABLE},
+        "beside other findings": lambda: Rewrite(f"{FUSE}\na -> b, c, axis=0").apply(
+            {"g": (4,), "u": (4,), "a": (3,)}, wanted={"x": TensorMeta((8,), "float32", (0,))}
+        ),
+    },
+    kind=RewriteError,
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_layouts_do_not_tell_is_to_be_said(case: str) -> None:
+    REFUSED.check(case)
+
+
 @pytest.mark.parametrize("name", SAYABLE)
-def test_what_layouts_do_not_tell_is_to_be_said(name: str) -> None:
+def test_what_is_said_is_made(name: str) -> None:
     attribute, text, sources, target = SAYABLE[name]
-    wanted = None if target is None else metas(target)
-    with pytest.raises(RewriteError, match=f"Write {attribute}= with the tensor-parallel degree"):
-        Rewrite(text.format("")).apply(metas(sources), wanted=wanted)
     said = Rewrite(text.format(f", {attribute}=1"))
-    assert said.apply(metas(sources), wanted=wanted).outputs
+    assert said.apply(metas(sources), wanted=None if target is None else metas(target)).outputs
 
 
 WHOLE: dict[str, tuple[str, Layouts, dict[str, str]]] = {
@@ -193,12 +201,11 @@ def test_what_ranks_have_in_several_stretches_lies_as_without_ranks(name: str) -
 
 
 def test_an_inverse_says_the_degrees_that_layouts_told_and_leaves_open_what_none_told() -> None:
-    text = "g, u -> t, fused_ffn, axis=0; t -> x"
     sources = {"g": (4,), "u": (4,)}
     cut, whole = ({"x": TensorMeta((8,), "float32", degrees)} for degrees in ((2,), (1,)))
-    assert str(Rewrite(text).check(sources).inverse()) == "x -> t\nt -> g, u, fused_ffn, axis=0"
-    assert str(Rewrite(text).check(sources, cut).inverse()) == "x -> t\nt -> g, u, fused_ffn, axis=0, src_tp=2"
-    assert str(Rewrite(text).check(sources, whole).inverse()) == "x -> t\nt -> g, u, fused_ffn, axis=0, src_tp=1"
+    assert str(Rewrite(FUSE).check(sources).inverse()) == "x -> t\nt -> g, u, fused_ffn, axis=0"
+    assert str(Rewrite(FUSE).check(sources, cut).inverse()) == "x -> t\nt -> g, u, fused_ffn, axis=0, src_tp=2"
+    assert str(Rewrite(FUSE).check(sources, whole).inverse()) == "x -> t\nt -> g, u, fused_ffn, axis=0, src_tp=1"
     again = "x -> x, fused_ffn, axis=0"  # nothing changes where no layout tells, and yet there is something to undo
     assert str(Rewrite(again).check({"x": (8,)}).inverse()) == again
     fused = Tensor(np.array([0, 1, 4, 5, 2, 3, 6, 7], np.float32))
@@ -212,14 +219,3 @@ def test_state_of_the_optimizer_goes_with_the_degree_of_its_parameter() -> None:
     made = resolved(Rewrite("x -> t; t -> g, u, fused_ffn, axis=0").check(laid_out(state)), state, {})
     assert made["u"].values.tolist() == [4, 5, 6, 7]
     assert made["optimizer/u/exp_avg"].values.tolist() == [14, 15, 16, 17]
-
-
-def test_findings_of_degrees_come_with_all_others() -> None:
-    sources = {"g": (4,), "u": (4,), "a": (3,)}
-    with pytest.raises(RewriteError) as refused:
-        Rewrite("g, u -> t, fused_ffn, axis=0; t -> x\na -> b, c, axis=0").apply(
-            sources, wanted={"x": TensorMeta((8,), "float32", (0,))}
-        )
-    assert ["Write dst_tp=" in refused.value.problems[0], "not divisible into 2" in refused.value.problems[1]] == [
-        True
-    ] * 2
