@@ -38,7 +38,7 @@ demo: $(TRAIN_STAMP)
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations=10 $(PYTEST_OPTIONS)
 
-# All of them: those that `make test` runs, and the slow ones of tests/slow_tests.txt. One run, because each worker of a run
+# All of them: those that `make test` runs, and the slow ones of tests/durations.txt. One run, because each worker of a run
 # imports everything once.
 test-all:
 	$(MAKE) test PYTEST_OPTIONS='-m "not stress" $(PYTEST_OPTIONS)'

@@ -16,7 +16,7 @@ import pytest
 from tests.fake_device.fixtures import anywhere_fake, delays, fake, load_for, on_fake
 from tests.fake_device.library import compiler, library
 from tests.forks import programs
-from tests.tiers import LONG_SECONDS, slow_tests, stress_tests
+from tests.tiers import LONG_SECONDS, function_of, slow_tests
 
 __all__ = ["anywhere_fake", "delays", "fake", "on_fake"]
 
@@ -62,13 +62,11 @@ def environment() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow, stress = slow_tests(), stress_tests()
+    seconds = slow_tests()
     for item in items:
-        if item.nodeid in slow:
+        if function_of(item.nodeid) in seconds:
             item.add_marker("slow")
-        if item.nodeid in stress:
-            item.add_marker("stress")
-    items.sort(key=lambda item: -seconds if (seconds := slow.get(item.nodeid, 0.0)) >= LONG_SECONDS else 0.0)
+    items.sort(key=lambda item: -each if (each := seconds.get(function_of(item.nodeid), 0.0)) >= LONG_SECONDS else 0.0)
 
 
 @pytest.hookimpl(trylast=True)
