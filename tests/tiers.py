@@ -52,7 +52,9 @@ def main() -> None:
     for test, seconds in recorded(arguments.report).items():
         cases[function_of(test)].append(seconds)
     slow = {function: each for function, each in sorted(cases.items()) if fmean(each) >= arguments.seconds}
-    head = f"# Functions with cases of {arguments.seconds:g} s and more, by `python -m tests.tiers`: seconds, node id.\n"
+    head = (
+        f"# Functions with cases of {arguments.seconds:g} s and more, by `python -m tests.tiers`: seconds, node id.\n"
+    )
     LIST.write_text(head + "".join(f"{fmean(each):.1f} {function}\n" for function, each in slow.items()))
     total, rest = (sum(map(sum, each.values())) for each in (slow, {k: v for k, v in cases.items() if k not in slow}))
     print(f"{len(slow)} of {len(cases)} functions are slow: {total:.0f} s; the others take {rest:.0f} s")
