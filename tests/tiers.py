@@ -3,8 +3,8 @@
     python -m pytest -m "not stress" --numprocesses 2 --junitxml=build/tests.xml
     python -m tests.tiers build/tests.xml       # writes tests/durations.txt
 
-`make test` leaves the slow ones out and `make test-all` runs everything. A function that is not in the list is not slow:
-a new one runs in `make test` until somebody records again. A table with quick and slow cases has a function for each.
+`make test` leaves the slow ones out and `make test-all` runs everything. A function that is not in the list is not
+slow: a new one runs in `make test` until somebody records again. A table with quick and slow cases has two functions.
 """
 
 import argparse
