@@ -56,7 +56,8 @@ class Refusals(Mapping[str, Callable[..., object]]):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 call: Any = self._calls[case]
-                call(*([Path(folder)] if inspect.signature(call).parameters else []))
+                needed = [each for each in inspect.signature(call).parameters.values() if each.default is each.empty]
+                call(*([Path(folder)] if needed else []))
             except self._kind as error:
                 return f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
         raise AssertionError(f"{case!r} is not refused")

@@ -1,7 +1,9 @@
-"""From a batch to losses: what is split how, what a model is called with, and what all ranks refuse."""
+"""From a batch to losses: what is split how, what a model is called with, lists of microbatches, and refusals."""
 
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,45 +13,63 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.batches import LossOfModel, count_rows, split_batch
-from shardwise.errors import BatchError, MismatchError, ModelError, SameRowsWarning, ShardwiseError
-from tests.engine.expected import adamw, points, seeded, square_loss
+from shardwise.errors import SameRowsWarning, ShardwiseError
+from tests.engine.channels import SharesMemory
+from tests.engine.given_words import SHAPES, accumulated, count_words, given, word_loss, words
+from tests.engine.loops import assert_alike, begun, plan_of
+from tests.engine.refusals import same_error_everywhere
+from tests.oracle.batches import points, square_loss
+from tests.oracle.decoder import DECODER, decoder
+from tests.oracle.one_process import Trained
+from tests.oracle.program import adamw, seeded
+from tests.oracle.program import plan_of as plan_of_program
+from tests.refusals import Refusals
 
 CPU = torch.device("cpu")
+TWO = plan_of("dp_shard=2", k=3)
 
 
 def test_every_tensor_is_split_on_dim_0_and_the_rest_goes_to_each_microbatch() -> None:
-    batch = {"x": torch.arange(10).view(5, 2), "y": torch.arange(5), "scale": torch.tensor(2.0), "name": "train"}
-    parts = split_batch(batch, 2, CPU)
-    assert [part["x"].tolist() for part in parts] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
-    assert [part["y"].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
-    assert all(part["scale"] is batch["scale"] and part["name"] == "train" for part in parts)
-    assert [count_rows(part) for part in parts] == [3, 2]
-
-
-def test_microbatches_count_writes_apart_and_write_to_the_batch() -> None:
-    tokens = torch.arange(24).view(6, 4)
-    batch = {"words": tokens[:, :-1], "labels": tokens[:, 1:], "lengths": torch.arange(6)}
+    tokens = torch.arange(20).view(5, 4)
+    batch: Any = {
+        "x": tokens[:, :-1],
+        "y": tokens[:, 1:],
+        "z": torch.arange(5),
+        "scale": torch.tensor(2.0),
+        "name": "train",
+    }
     first, second = split_batch(batch, 2, CPU)
-    second["labels"].fill_(-100)
-    assert first["labels"]._version == first["words"]._version == 0
-    assert second["words"]._version == second["labels"]._version == 1, "what shares memory is protected as before"
-    assert batch["labels"][:3].tolist() == torch.arange(24).view(6, 4)[:3, 1:].tolist()
-    assert batch["labels"][3:].tolist() == [[-100] * 3] * 3, "as in a loop over chunks"
-    assert [part["lengths"].data_ptr() - batch["lengths"].data_ptr() for part in (first, second)] == [0, 24]
+    assert first["z"].tolist() == [0, 1, 2]
+    assert [count_rows(part) for part in (first, second)] == [3, 2]
+    assert all(part["scale"] is batch["scale"] and part["name"] == "train" for part in (first, second))
+    second["y"].fill_(-100)
+    assert batch["y"].tolist() == [*tokens[:3, 1:].tolist(), [-100] * 3, [-100] * 3], "as in a loop over chunks"
+    assert torch.equal(first["x"], tokens[:3, :-1])
+    assert second["z"].data_ptr() - batch["z"].data_ptr() == 3 * 8, "no copy"
 
 
 @pytest.mark.parametrize(
-    "tensor",
+    ("tensor", "is_apart"),
     [
-        torch.arange(3).expand(6, 3),
-        torch.arange(18).view(3, 6).t(),
-        torch.arange(8).unfold(0, 3, 1),
-        torch.ones(6, 2, requires_grad=True),
+        (torch.ones(6, 3), True),
+        (torch.ones(3).expand(6, 3), False),
+        (torch.ones(3, 6).t(), False),
+        (torch.arange(8.0).unfold(0, 3, 1), False),
     ],
-    ids=["expanded", "turned", "windows", "with gradient"],
+    ids=["rows", "expanded", "turned", "windows"],
 )
-def test_microbatches_that_may_share_memory_share_their_count_of_writes(tensor: torch.Tensor) -> None:
-    assert all(part["x"]._is_view() for part in split_batch({"x": tensor}, 2, CPU))
+def test_a_write_to_a_microbatch_spoils_the_backward_of_another_that_may_share_its_memory_only(
+    tensor: torch.Tensor, is_apart: bool
+) -> None:
+    first, second = split_batch({"x": tensor}, 2, CPU)
+    weight = torch.ones(3, requires_grad=True)
+    loss = (first["x"] * weight).sum()
+    second["x"][-1].mul_(1)
+    if is_apart:
+        loss.backward()
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 class ShiftsItsLabels(nn.Module):
@@ -57,8 +77,7 @@ class ShiftsItsLabels(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.out = nn.Linear(8, 11)
+        self.embed, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
 
     def forward(self, words: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         labels.masked_fill_(labels == 0, 1)
@@ -70,282 +89,226 @@ class ShiftsItsLabels(nn.Module):
 @pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])
 def test_a_model_that_writes_to_its_microbatch_trains_on_stages_as_in_one_process(schedule: str) -> None:
     def run(channel: sw.Channel) -> tuple[list[float], list[int]]:
-        stages = sw.Pipeline(schedule=schedule, stages={"embed": 0, "out": 1}) if channel.size > 1 else sw.Pipeline()
-        plan = sw.Plan(mesh=sw.Mesh(pp=channel.size), merge=sw.Merge(microbatches=3), pipeline=stages)
-        engine = sw.parallelize(seeded(ShiftsItsLabels)(), plan, optimizer=adamw, channel=channel)
+        plan = plan_of(f"pp={channel.size}", k=3, schedule=schedule, stages={"embed": 0, "out": 1})
+        engine = begun(channel, ShiftsItsLabels, plan, loss=None, optimizer=adamw)
         batch = {"words": torch.arange(30).view(6, 5) % 11, "labels": torch.arange(30).view(6, 5) % 7}
-        losses = [engine.step(batch).loss for _ in range(3)]
-        return losses, batch["labels"].flatten().tolist()
+        return [engine.step(batch).loss for _ in range(3)], batch["labels"].flatten().tolist()
 
-    assert sw.simulate(2, run) == [sw.simulate(1, run)[0]] * 2
-
-
-Call = dict[str, Any] | tuple[Any, ...]
+    assert sw.simulate(2, run) == sw.simulate(1, run) * 2
 
 
 class Called(nn.Module):
-    """Remembers what it was called with."""
+    """Remembers what it was called with, and gives what it was told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, gives: Callable[[torch.Tensor], Any] = lambda weight: weight * 2) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.calls: list[Call] = []
+        self.weight, self.gives = nn.Parameter(torch.tensor(3.0)), gives
+        self.calls: list[Any] = []
 
-    def remember(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls.append(kwargs or args)
-        return self.weight * 2
+    def forward(self, **entries: Any) -> Any:
+        self.calls.append(entries)
+        return self.gives(self.weight)
 
 
 class TakesNames(Called):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self.remember(x=x, mask=mask)
-
-
-class TakesAnything(Called):
-    def forward(self, **entries: torch.Tensor) -> torch.Tensor:
-        return self.remember(**entries)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:  # type: ignore[override]
+        return super().forward(x=x, mask=mask)
 
 
 class TakesOne(Called):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.remember(tokens)
+    def forward(self, tokens: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(tokens=tokens)
 
 
 class TakesTwo(Called):
-    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        return self.remember(one, two)
+    def forward(self, one: torch.Tensor, two: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(one=one, two=two)
 
 
-BATCH = {"x": torch.ones(2, 3), "y": torch.zeros(2)}
-
-
-def call_with_loss(model: Called, batch: dict[str, Any]) -> Call:
-    LossOfModel(model, lambda output, _: output)(batch)
-    return model.calls[-1]
-
-
-def test_a_model_is_called_with_the_entries_that_its_forward_names() -> None:
-    assert call_with_loss(TakesNames(), BATCH) == {"x": BATCH["x"], "mask": None}
-    with_mask = {**BATCH, "mask": torch.ones(2)}
-    assert call_with_loss(TakesNames(), with_mask) == {"x": BATCH["x"], "mask": with_mask["mask"]}
-    assert call_with_loss(TakesAnything(), BATCH) == BATCH
-    assert call_with_loss(TakesOne(), BATCH) == (BATCH["x"],)
-
-
-def test_a_model_that_takes_none_of_the_entries_is_refused_with_both_lists() -> None:
-    with pytest.raises(ModelError, match=r"forward takes one, two, and the batch has x, y; name the batch's entries"):
-        call_with_loss(TakesTwo(), BATCH)
+def called(kind: type[Called], names: str, loss: Any = lambda output, _: output) -> Any:
+    """What a batch with entries of these names is called with, by names."""
+    batch = {name: torch.full((2,), float(at)) for at, name in enumerate(names.split())}
+    model = kind()
+    LossOfModel(model, loss)(batch)
+    [entries] = model.calls
+    return {name: value and float(value[0]) if value is None else float(value[0]) for name, value in entries.items()}
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "message"),
+    ("kind", "names", "entries"),
     [
-        # By position it would train on the labels.
-        (
-            TakesOne(),
-            ["labels", "token"],
-            r"forward takes tokens, and the batch has labels, token; rename token to tokens",
-        ),
-        (TakesNames(), ["inputs", "mask"], "forward takes x, mask, and the batch has inputs, mask; x is missing"),
-        (TakesTwo(), ["one", "too"], "forward takes one, two, and the batch has one, too; two is missing"),
-    ],
-    ids=["position", "optional name", "one of two"],
-)
-def test_names_with_which_a_model_cannot_be_called_are_refused(model: Called, batch: list[str], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        call_with_loss(model, dict.fromkeys(batch, torch.ones(2)))
-    assert not model.calls
-
-
-def test_a_first_entry_of_another_name_is_the_argument_of_a_model_that_takes_one() -> None:
-    for names in (["token", "labels"], ["x", "y"]):
-        model = TakesOne()
-        assert len(call_with_loss(model, dict.fromkeys(names, torch.ones(2)))) == 1
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (["x", "labels"], r"forward takes x, mask, and the batch has x, labels; leave out labels, or pass loss=f"),
-        (["mask"], r"forward takes x, mask, and the batch has mask; x is missing"),
+        (TakesNames, "x y", {"x": 0, "mask": None}),
+        (TakesNames, "x y mask", {"x": 0, "mask": 2}),
+        (Called, "x y", {"x": 0, "y": 1}),
+        (TakesOne, "x y", {"tokens": 0}),
+        (TakesOne, "token labels", {"tokens": 0}),
     ],
 )
-def test_without_a_loss_function_all_entries_are_arguments(batch: list[str], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        LossOfModel(TakesNames(), None)(dict.fromkeys(batch, torch.ones(2)))
+def test_a_model_is_called_with_the_entries_that_its_forward_names(
+    kind: type[Called], names: str, entries: Any
+) -> None:
+    assert called(kind, names) == entries
 
 
 def test_a_hook_before_the_forward_may_give_what_the_batch_lacks() -> None:
     model = TakesNames()
     engine = sw.parallelize(model, sw.Plan(), optimizer=adamw)
-    batch = {"y": torch.ones(1)}
-    with pytest.raises(ModelError, match="the batch has y; x is missing"):
-        engine.step(batch)
+    with pytest.raises(ShardwiseError, match="the batch has y; x is missing"):
+        engine.step({"y": torch.ones(1)})
     model.register_forward_pre_hook(lambda _, args, kwargs: (args, {"x": kwargs.pop("y"), **kwargs}), with_kwargs=True)
-    engine.step(batch)
+    engine.step({"y": torch.ones(1)})
     assert list(model.calls[-1]) == ["x", "mask"]
 
 
-class Gives(nn.Module):
-    """Gives what it was told to."""
-
-    def __init__(self, output: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(3.0))
-        self.output = output
-
-    def forward(self, **_: torch.Tensor) -> Any:
-        return self.output(self.weight)
-
-
 @pytest.mark.parametrize(
-    "output",
+    "gives",
     [
         lambda weight: weight * 1,
-        lambda weight: (weight * 1).reshape(1),
         lambda weight: (weight * 1).reshape(1, 1),
         lambda weight: {"loss": weight * 1, "logits": None},
         lambda weight: SimpleNamespace(loss=weight * 1),
     ],
 )
-def test_without_a_loss_function_the_model_gives_its_loss(output: Callable[[torch.Tensor], Any]) -> None:
-    loss = LossOfModel(Gives(output), None)(BATCH)
+def test_without_a_loss_function_the_model_gives_its_loss(gives: Any) -> None:
+    loss = LossOfModel(Called(gives), None)({"x": torch.ones(2)})
     assert loss.shape == ()
     assert loss.requires_grad
     assert loss == 3.0
 
 
-@pytest.mark.parametrize(
-    ("output", "found"),
-    [
-        (lambda weight: {"logits": weight}, "NoneType"),
-        (lambda weight: SimpleNamespace(loss=None), "NoneType"),
-        (lambda weight: (weight, weight), "NoneType"),
-        (lambda weight: weight.expand(2), "a tensor of shape [2]"),
-        (lambda weight: {"loss": weight.expand(2, 1)}, "a tensor of shape [2, 1]"),
-        (lambda weight: {"loss": 3.0}, "float"),
-    ],
-)
-def test_an_output_without_a_scalar_loss_is_refused(output: Callable[[torch.Tensor], Any], found: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        LossOfModel(Gives(output), None)(BATCH)
-    assert str(caught.value) == (
-        f"the model's output holds no scalar loss (found {found}). Give labels to a model that computes its loss, or "
-        "pass loss=f(output, batch) (model.loss in a configuration)"
-    )
-    with pytest.raises(ModelError, match="the loss function's result holds no scalar loss"):
-        LossOfModel(Gives(lambda weight: weight), lambda weight, _: _first_of(output(weight)))(BATCH)
+def gave(gives: Any, *, in_loss: bool = False) -> None:
+    model, loss = (Called(), lambda output, _: gives(output)) if in_loss else (Called(gives), None)
+    LossOfModel(model, loss)({"x": torch.ones(2)})
 
 
-def _first_of(value: Any) -> Any:
-    return value["loss"] if isinstance(value, dict) and "loss" in value else value
+class Counted:
+    """A weight that can be put right."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def __call__(self, batch: Any) -> Any:
+        return float(len(batch["x"])) if self.weight is None else self.weight
 
 
-def linear() -> nn.Linear:
-    return seeded(lambda: nn.Linear(4, 1))()
-
-
-PLAN = sw.Plan(mesh=sw.Mesh(dp_shard=2), merge=sw.Merge(microbatches=3))
-
-
-def assert_refused_and_usable(
-    batches: Mapping[int, Any],
-    message: str,
-    *,
-    kind: type[ShardwiseError] = BatchError,
-    loss_weight: Any = None,
-    method: str = "step",
-    microbatches: Mapping[int, int] = {},
-) -> None:
-    """Give some of two ranks something bad: both refuse with the same words, nothing is computed, and both go on."""
-    errors: list[str] = []
+def met(
+    *batches: Any, weight: Any = None, method: str = "step", microbatches: Any = ({}, {}), make: Any = None
+) -> Callable[[], None]:
+    """What both of two ranks say to these batches. Nothing was computed, and both go on."""
 
     def run(channel: sw.Channel) -> None:
-        model = linear()
-        engine = sw.parallelize(
-            model, PLAN, optimizer=adamw, loss=square_loss, loss_weight=loss_weight, channel=channel
-        )
-        before = model.weight.detach().clone()
-        settings = {"microbatches": microbatches[channel.rank]} if channel.rank in microbatches else {}
-        with pytest.raises(kind) as caught:
-            getattr(engine, method)(batches.get(channel.rank, points(channel.rank, 6)), **settings)
-        errors.append(str(caught.value))
-        assert torch.equal(model.weight, before)
-        engine._opening.loss_weight = None
-        assert not engine.step(points(channel.rank, 6)).skipped
-        assert not torch.equal(model.weight, before)
-        assert engine.counters.updates == 1
+        weigh = Counted(weight)
+        settings: Any = {"loss": square_loss, "optimizer": adamw, "loss_weight": None if weight is None else weigh}
+        engine = begun(channel, lambda: nn.Linear(4, 1), TWO, **settings)
+        before, given = engine.model.weight.detach().clone(), [*batches, points(1, 6)][channel.rank]
+        try:
+            getattr(engine, method)(given, **microbatches[channel.rank])
+        finally:
+            assert torch.equal(engine.model.weight, before)
+            weigh.weight = None
+            assert not engine.step(points(channel.rank, 6)).skipped
+            assert not torch.equal(engine.model.weight, before)
+            assert engine.counters.updates == 1
 
-    sw.simulate(2, run)
-    assert errors[0] == errors[1]
-    assert message in errors[0]
+    def refused() -> None:
+        raise same_error_everywhere(2, run)
+
+    return refused
+
+
+def met_along_tp(*batches: Any, of_words: bool = False) -> Callable[[], None]:
+    def run(channel: sw.Channel) -> None:
+        if of_words:
+            plan = plan_of_program(DECODER, "tp=2")
+            sw.parallelize(decoder(), plan, optimizer=adamw, loss=word_loss, channel=channel).step(
+                batches[channel.rank]
+            )
+        else:
+            plan = plan_of("tp=2", rules={"0": "column", "1": "row"})
+            make = lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))  # noqa: E731
+            begun(channel, make, plan).step(batches[channel.rank])
+
+    def refused() -> None:
+        raise same_error_everywhere(2, run)
+
+    return refused
 
 
 UNEQUAL = {"x": torch.ones(6, 4), "y": torch.ones(5, 1)}
+BAD = {
+    "None": None,
+    "a list of no tensors": [3, "x"],
+    "an empty dict": {},
+    "no rows to cut": {"x": 3, "w": torch.tensor(1)},
+    "unequal rows": UNEQUAL,
+    "unequal rows in a list": {**points(0, 6), "more": [torch.ones(3), torch.ones(3)]},
+    "unequal rows in a dict": {**points(0, 6), "more": {"deep": (1, torch.ones(3))}},
+}
+WEIGHTS = {str(each): each for each in (-1.0, math.nan, math.inf, torch.tensor(-2), torch.ones(3), "many")}
+GIVES: dict[str, Any] = {
+    "no loss in a dict": lambda weight: {"logits": weight},
+    "no loss in an object": lambda weight: SimpleNamespace(loss=None),
+    "a tuple": lambda weight: (weight, weight),
+    "several numbers": lambda weight: weight.expand(2),
+    "several numbers in a dict": lambda weight: {"loss": weight.expand(2, 1)},
+    "a number in a dict": lambda weight: {"loss": 3.0},
+}
 
-BAD_BATCHES = [
-    (None, "a batch is a dict, tuple, list or dataclass of tensors, not a NoneType; wrap it: {'input_ids': tensor, "),
-    ([3, "x"], "the batch has no tensor with a dim 0 to split on; its entries are ['0', '1']"),
-    ({}, "the batch has no tensor with a dim 0 to split on; its entries are []"),
-    ({"x": 3, "w": torch.tensor(1)}, "the batch has no tensor with a dim 0 to split on; its entries are ['w', 'x']"),
-    (UNEQUAL, "all tensors of a batch have the same number of rows (dim 0), but x has 6, y has 5"),
-]
+REFUSED = Refusals(
+    "engine.batches",
+    {
+        **{f"{case}, on both ranks": met(batch, batch) for case, batch in BAD.items()},
+        **{f"{case}, on one rank": met(points(0, 6), batch, method="evaluate") for case, batch in BAD.items()},
+        "fewer rows than microbatches": met(points(0, 2), points(1, 2)),
+        "fewer rows than microbatches on one rank": met(points(0, 2)),
+        "different numbers of microbatches": met(points(0, 6), microbatches=({}, {"microbatches": 2})),
+        **{
+            f"microbatches={number!r}": met(points(0, 6), microbatches=({"microbatches": number},) * 2)
+            for number in (0, -1, 1.5, True, "2")
+        },
+        **{f"weight {case}": met(points(0, 6), weight=weight) for case, weight in WEIGHTS.items()},
+        "weight -1.0 in an evaluation": met(points(0, 6), weight=-1.0, method="evaluate"),
+        "all weights are zero": met(points(0, 6), weight=0),
+        "an evaluation without rows": met(points(0, 0), points(1, 0), method="evaluate"),
+        "a step without rows": met(points(0, 0), points(1, 0)),
+        "an empty list": met([], []),
+        "a list without rows": met([points(0, 0)] * 2, [points(0, 0)]),
+        "a list and a number": met([points(0, 2)] * 2, [points(0, 2)] * 2, microbatches=({"microbatches": 3},) * 2),
+        "a list with unequal rows": met([UNEQUAL], [UNEQUAL]),
+        "different batches along tp": met_along_tp(points(0, 4, 2), points(1, 4, 2)),
+        "different lists along tp": met_along_tp(*([words(0, 2, 3), words(at, 2, 4)] for at in (1, 2)), of_words=True),
+        "none of the entries": lambda: called(TakesTwo, "x y"),
+        "labels by position": lambda: called(TakesOne, "labels token"),
+        "an optional name alone": lambda: called(TakesNames, "inputs mask"),
+        "one of two names": lambda: called(TakesTwo, "one too"),
+        "labels without a loss function": lambda: called(TakesNames, "x labels", loss=None),
+        "a name is missing without a loss function": lambda: called(TakesNames, "mask", loss=None),
+        **{f"the model gives {case}": partial(gave, gives) for case, gives in GIVES.items()},
+        "the loss function gives several numbers": partial(gave, GIVES["several numbers"], in_loss=True),
+    },
+)
 
 
-@pytest.mark.parametrize(("batch", "message"), BAD_BATCHES)
-@pytest.mark.parametrize("method", ["step", "evaluate"])
-def test_a_batch_that_is_none_is_refused_on_all_ranks(batch: Any, message: str, method: str) -> None:
-    assert_refused_and_usable({0: batch, 1: batch}, message, method=method)
-    assert_refused_and_usable({1: batch}, f"rank 1: {message}", method=method)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_computed_is_refused_alike_on_all_ranks(case: str) -> None:
+    REFUSED.check(case)
 
 
-def test_fewer_rows_than_microbatches_are_refused_with_both_numbers() -> None:
-    message = "a batch of 2 rows cannot be split into 3 microbatches; give 3 rows or more, or set merge.microbatches"
-    assert_refused_and_usable({0: points(0, 2), 1: points(1, 2)}, message)
-    assert_refused_and_usable({0: points(0, 2)}, f"rank 0: {message} to at most 2")
-
-
-def test_different_numbers_of_microbatches_are_refused() -> None:
-    message = "every rank merges the same number of microbatches, but the ranks have [3, 2]. Give step() the same"
-    assert_refused_and_usable({}, message, kind=MismatchError, microbatches={1: 2})
-
-
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), torch.tensor(-2)])
-def test_a_weight_that_is_no_finite_number_of_at_least_zero_is_refused(weight: Any) -> None:
-    message = f"loss_weight gave {float(weight)} for a microbatch; a weight is a finite number of at least 0"
-    assert_refused_and_usable({}, message, loss_weight=lambda _: weight)
-    assert_refused_and_usable({}, message, loss_weight=lambda _: weight, method="evaluate")
-
-
-def test_weights_that_are_all_zero_are_refused() -> None:
-    message = (
-        "no microbatch on any rank has a weight above 0, so there is nothing to average; check loss_weight, and that"
-    )
-    assert_refused_and_usable({}, message, loss_weight=lambda _: 0)
-    assert_refused_and_usable({0: points(0, 0), 1: points(1, 0)}, message, method="evaluate")
-
-
-def mean_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
-    x = torch.cat([batch["x"] for batch in batches])
-    y = torch.cat([batch["y"] for batch in batches])
-    return square_loss(model(x), {"y": y}).item()
-
-
-@pytest.mark.parametrize("rows", [(5, 5), (7, 2), (1, 6), (4, 0), (0, 1)])
-def test_an_evaluation_is_the_mean_over_all_rows_whatever_each_rank_has(rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize("counts", [(5, 5), (7, 2), (1, 6), (4, 0), (0, 1)])
+def test_an_evaluation_is_the_mean_over_all_rows_whatever_each_rank_has(counts: tuple[int, int]) -> None:
     def run(channel: sw.Channel) -> tuple[float, float]:
-        model = linear()
-        engine = sw.parallelize(model, PLAN, optimizer=adamw, loss=square_loss, channel=channel)
-        batch = points(channel.rank, rows[channel.rank])
+        engine = begun(channel, lambda: nn.Linear(4, 1), TWO, loss=square_loss)
+        before, batch = engine.model.weight.clone(), points(channel.rank, counts[channel.rank])
         report = engine.evaluate(batch)
         assert engine.evaluate(batch) == report
-        assert torch.equal(model.weight, linear().weight)
+        assert torch.equal(engine.model.weight, before)
         return report.loss, report.weight
 
-    expected = mean_loss(linear(), [points(rank, count) for rank, count in enumerate(rows)])
-    for loss, weight in sw.simulate(2, run):
-        assert loss == pytest.approx(expected, rel=1e-6)
-        assert weight == sum(rows)
+    every = [points(rank, count) for rank, count in enumerate(counts)]
+    whole = {name: torch.cat([each[name] for each in every]) for name in ("x", "y")}
+    expected = square_loss(seeded(lambda: nn.Linear(4, 1))()(whole["x"]), whole).item()
+    for found in sw.simulate(2, run):
+        assert found == pytest.approx((expected, sum(counts)), rel=1e-6)
 
 
 class Modes(nn.Module):
@@ -353,101 +316,153 @@ class Modes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 1)
-        self.dropout = nn.Dropout(0.5)
-        self.still = nn.Dropout(0.5).eval()
+        self.linear, self.dropout, self.still = nn.Linear(4, 1), nn.Dropout(0.5), nn.Dropout(0.5).eval()
         self.seen: list[tuple[bool, bool, bool]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append((self.training, self.dropout.training, torch.is_grad_enabled()))
-        if self.training and bool(x[0, 0] == 99):
-            raise ArithmeticError("training")
-        if not self.training and bool(x[0, 0] == 99):
+        if bool(x[0, 0] == 99):
             raise ArithmeticError("evaluating")
         y: torch.Tensor = self.still(self.dropout(self.linear(x)))
         return y
 
 
 def test_an_evaluation_is_in_evaluation_mode_without_gradients_and_puts_every_mode_back() -> None:
-    def run(channel: sw.Channel) -> None:
-        model = seeded(Modes)()
-        engine = sw.parallelize(model, sw.Plan(), optimizer=adamw, loss=square_loss, channel=channel)
-        engine.evaluate(points(0, 4))
-        engine.step(points(0, 4))
-        assert model.seen == [(False, False, False), (True, True, True)]
-        assert (model.training, model.dropout.training, model.still.training) == (True, True, False)
-        bad = points(0, 4)
-        bad["x"][0, 0] = 99
-        with pytest.raises(ArithmeticError, match="evaluating"):
-            engine.evaluate(bad)
-        assert (model.training, model.dropout.training, model.still.training) == (True, True, False)
-
-    sw.simulate(1, run)
-
-
-def test_the_batch_itself_is_left_as_it_was() -> None:
-    def run(channel: sw.Channel) -> None:
-        batch: dict[str, Any] = {**points(0, 6), "note": "x"}
-        copies = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        engine = sw.parallelize(linear(), PLAN, optimizer=adamw, loss=square_loss, channel=channel)
-        engine.step(batch)
+    model = Modes()
+    engine = sw.parallelize(model, sw.Plan(), optimizer=adamw, loss=square_loss)
+    batch: Any = {**points(0, 6), "note": "x"}
+    before = {name: value.clone() for name, value in points(0, 6).items()}
+    engine.evaluate(batch)
+    engine.step(batch)
+    assert model.seen == [(False, False, False), (True, True, True)]
+    assert all(torch.equal(batch[name], value) for name, value in before.items()), "the batch is left as it was"
+    assert (list(batch), batch["x"].grad) == (["x", "y", "note"], None)
+    batch["x"][0, 0] = 99
+    with pytest.raises(ArithmeticError, match="evaluating"):
         engine.evaluate(batch)
-        assert list(batch) == ["x", "y", "note"]
-        assert all(torch.equal(batch[name], value) for name, value in copies.items())
-        assert batch["x"].grad is None
-
-    sw.simulate(2, run)
+    assert (model.training, model.dropout.training, model.still.training) == (True, True, False)
 
 
-def test_ranks_along_tp_that_are_given_different_batches_refuse_together() -> None:
-    plan = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"0": "column", "1": "row"}))
-
-    def refusal(channel: sw.Channel) -> str:
-        model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
-        engine = sw.parallelize(model, plan, optimizer=adamw, loss=square_loss, channel=channel)
-        with pytest.raises(MismatchError) as raised:
-            engine.step(points(channel.rank, 4))
-        return str(raised.value)
-
-    first, second = sw.simulate(2, refusal)
-    assert first == second
-    assert first.startswith("ranks along pp and tp need the same batch")
-
-
-def steps_on(rows_of: Callable[[int, int], float], mesh: sw.Mesh, num_steps: int) -> list[str]:
+def warned(mesh: str, rows_of: Callable[[int, int], float], num_steps: int, wrap: Any = lambda each: each) -> list[str]:
     """What ranks are warned of in steps whose rows are all `rows_of(data rank, step)`."""
 
-    def on_rank(channel: sw.Channel) -> None:
-        rules = {"0": "column", "2": "row"} if mesh.tp > 1 else None
-        engine = sw.parallelize(
-            seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))(),
-            sw.Plan(mesh=mesh, tensor=sw.Tensor(rules=rules)),
-            optimizer=adamw,
-            loss=lambda output, batch: output.square().mean(),
-            channel=channel,
-        )
+    def run(channel: sw.Channel) -> None:
+        make = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))  # noqa: E731
+        engine = begun(wrap(channel), make, plan_of(mesh, rules={"0": "column", "2": "row"}))
         for step in range(num_steps):
-            engine.step({"input": torch.full((2, 4), float(rows_of(mesh.data_rank(channel.rank), step)))})
+            rank = engine.plan.mesh.data_rank(channel.rank)
+            engine.step({"input": torch.full((2, 4), float(rows_of(rank, step)))})
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sw.simulate(mesh.size, on_rank)
+        sw.simulate(sw.Mesh.parse(mesh).size, run)
     return [str(each.message) for each in caught if each.category is SameRowsWarning]
 
 
-def test_data_ranks_with_the_same_rows_are_told_once() -> None:
-    [words] = steps_on(lambda data_rank, step: step, sw.Mesh(dp_shard=2), 3)
-    assert words.startswith("rank 0 and rank 1 are different data ranks, and got the same rows")
-    [words] = steps_on(lambda data_rank, step: min(data_rank, 1 + step), sw.Mesh(dp_replicate=3, tp=2), 2)
-    assert words.startswith("rank 2 and rank 4 are different data ranks")
+class WithHosts(SharesMemory):
+    hosts = ("node1", "node2")
 
 
-def test_ranks_with_the_same_rows_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.engine.step_opening.hosts_of", lambda channel: ["node1", "node2"])
-    [words] = steps_on(lambda data_rank, step: step, sw.Mesh(dp_shard=2), 1)
-    assert words.startswith("rank 0 (node1) and rank 1 (node2) are different data ranks")
+def test_data_ranks_with_the_same_rows_are_told_once_and_others_are_not() -> None:
+    [text] = warned("dp_shard=2", lambda rank, step: step, 3)
+    assert text.startswith("rank 0 and rank 1 are different data ranks, and got the same rows")
+    [text] = warned("dp_replicate=3,tp=2", lambda rank, step: min(rank, 1 + step), 2)
+    assert text.startswith("rank 2 and rank 4 are different data ranks")
+    [text] = warned("dp_shard=2", lambda rank, step: step, 1, WithHosts)
+    assert text.startswith("rank 0 (node1) and rank 1 (node2) are different data ranks")
+    assert warned("dp_shard=2,tp=2", lambda rank, step: rank, 2) == []
+    assert warned("dp_shard=2", lambda rank, step: rank if step < 3 else 0.0, 5) == []
 
 
-def test_peers_with_the_same_rows_and_late_repetitions_are_not_told() -> None:
-    assert steps_on(lambda data_rank, step: data_rank, sw.Mesh(dp_shard=2, tp=2), 2) == []
-    assert steps_on(lambda data_rank, step: data_rank if step < 3 else 0.0, sw.Mesh(dp_shard=2), 5) == []
+def listed(channel: sw.Channel, plan: sw.Plan, steps: Any, held_out: Any = None, weigh: Any = count_words) -> Any:
+    """Training on lists of microbatches of each data rank, and an evaluation."""
+    settings: Any = {"optimizer": adamw, "loss": word_loss, "loss_weight": weigh}
+    engine = sw.parallelize(decoder(), plan, channel=channel, **settings)
+    rank, trained = plan.mesh.data_rank(channel.rank), Trained()
+    for step in steps:
+        report = engine.step(step[rank])
+        assert report.num_microbatches == len(step[rank])
+        trained.losses.append(report.loss)
+        trained.grad_norms.append(report.grad_norm)
+    trained.parameters = {name: tensor.clone() for name, tensor in sw.full(engine)}
+    return trained, held_out and engine.evaluate(held_out[rank]).loss
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "schedule", "by_words"),
+    [
+        *[("single", 0, "1f1b", True), ("single", 1, "1f1b", False), ("dp_shard=2", 0, "1f1b", False)],
+        *[("dp_shard=3", 2, "1f1b", True), ("dp_shard=2", 3, "1f1b", False), ("dp_shard=2,tp=2", 1, "1f1b", False)],
+        *[("tp=2", 3, "1f1b", True), ("pp=2,dp_shard=2", 1, "1f1b", True), ("pp=2,dp_shard=2", 3, "1f1b", True)],
+        *[("pp=2", 0, "fthenb", True), ("pp=2", 1, "interleaved", True), ("pp=2,dp_shard=2", 3, "interleaved", True)],
+    ],
+)
+def test_microbatches_of_any_shapes_train_as_in_a_plain_loop(
+    mesh: str, stage: int, schedule: str, by_words: bool
+) -> None:
+    plan = plan_of_program(DECODER, mesh, stage=stage, k=2, schedule=schedule, clip=0.2)
+    num_ranks = plan.mesh.num_data_ranks
+    steps = [[given(step, rank, num_ranks) for rank in range(num_ranks)] for step in range(3)]
+    assert len(SHAPES) % num_ranks == 0
+    model, weigh = decoder(), count_words if by_words else lambda batch: len(batch["words"])
+    expected = accumulated(model, [[part for parts in each for part in parts] for each in steps], weigh=weigh)
+    every = [part for parts in steps[0] for part in parts]
+    with torch.no_grad():
+        held_out = sum(weigh(part) * word_loss(model(part["words"]), part).item() for part in every)
+    held_out /= sum(map(weigh, every))
+    exactly = plan.mesh.size == 1
+    for trained, evaluated in sw.simulate(
+        plan.mesh.size, lambda channel: listed(channel, plan, steps, steps[0], count_words if by_words else None)
+    ):
+        assert_alike(trained, expected, rtol=0 if exactly else 1e-7, atol=1e-7)
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-10)
+        assert trained.grad_norms == pytest.approx(expected.grad_norms, rel=1e-10)
+        assert evaluated == pytest.approx(held_out, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "schedule", "counts"),
+    [
+        *(("dp_shard=2", stage, "1f1b", [counts] * 3) for stage in range(4) for counts in ((1, 3), (2, 0))),
+        ("pp=2,dp_shard=2", 3, "1f1b", [(2, 4), (0, 1), (2, 2)]),
+        ("pp=2,dp_shard=2", 3, "interleaved", [(4, 2), (2, 0)]),
+        pytest.param("pp=2,dp_shard=2,dp_replicate=2", 2, "interleaved", [(2, 0, 2, 4)], marks=pytest.mark.stress),
+        pytest.param("pp=2,dp_shard=2,tp=2", 3, "1f1b", [(1, 2)], marks=pytest.mark.stress),
+    ],
+)
+def test_data_ranks_may_have_other_numbers_and_shapes_of_microbatches(
+    mesh: str, stage: int, schedule: str, counts: Any
+) -> None:
+    plan = plan_of_program(DECODER, mesh, stage=stage, k=2, schedule=schedule, clip=0.2)
+    steps = [
+        [[words(100 * step + 10 * rank + at, 1 + (at + rank) % 3, 2 + (step + at + rank) % 5) for at in range(count)]
+         for rank, count in enumerate(each)]
+        for step, each in enumerate(counts)
+    ]  # fmt: skip
+    expected = accumulated(decoder(), [[part for parts in each for part in parts] for each in steps], weigh=count_words)
+    for trained, _ in sw.simulate(plan.mesh.size, lambda channel: listed(channel, plan, steps)):
+        assert_alike(trained, expected, rtol=1e-7, atol=1e-7)
+        assert trained.losses == pytest.approx(expected.losses, rel=1e-10)
+        assert trained.grad_norms == pytest.approx(expected.grad_norms, rel=1e-10)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_lists_train_on_a_device_as_on_the_host(fake: str, num_ranks: int) -> None:
+    def run(channel: sw.Channel, on_device: bool) -> list[float]:
+        weigh = (lambda batch: batch["x"].new_tensor(len(batch["x"]))) if on_device else None
+        plan = plan_of(f"dp_shard={num_ranks}", clip_grad_norm=0.2)
+        settings: Any = {"optimizer": adamw, "loss": square_loss, "loss_weight": weigh}
+        engine = begun(channel, lambda: nn.Linear(4, 1).to(channel.device), plan, **settings)
+        found = []
+        for step in range(3):
+            batch = [points(step, 2), points(10 + step, 3)][: 2 - channel.rank]
+            if on_device:
+                batch = [{name: value.to(channel.device) for name, value in part.items()} for part in batch]
+            report = engine.step(batch)
+            found += [report.loss, report.grad_norm, report.weight]
+        return found
+
+    wanted = sw.simulate(num_ranks, partial(run, on_device=False))[0]
+    for on_device in (False, True):
+        for found in sw.simulate(num_ranks, partial(run, on_device=on_device), device=fake):
+            assert found == pytest.approx(wanted, rel=1e-5)

@@ -22,7 +22,7 @@ from tests.engine.pipeline.test_equivalence import (
     test_a_tie_of_two_stages_is_summed_in_another_order_and_nothing_else_changes,
 )
 from tests.engine.tensor.test_engine import test_training_is_that_of_one_process
-from tests.engine.test_backward import test_activation_checkpointing_changes_no_bit
+from tests.engine.zero.test_grad_reduce import test_activation_checkpointing_changes_no_bit
 from tests.engine.test_equivalence import (
     test_ranks_that_own_nothing_take_part,
     test_ranks_train_as_one_process,

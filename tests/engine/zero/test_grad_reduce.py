@@ -1,0 +1,150 @@
+"""Backwards out of the ordinary: reductions that start in the middle, hooks of the user, activations computed again."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.engine.reports import Counters
+from shardwise.errors import ModelError
+from tests.covering import covering
+from tests.engine.channels import GoesOnAlone
+from tests.engine.loops import begun, plan_of
+from tests.oracle.batches import points, share_of, square_loss, word_batch, word_loss
+from tests.oracle.one_process import values_of
+from tests.oracle.program import adamw
+from tests.oracle.words import Words
+
+
+def trained_words(
+    plan: sw.Plan, *, alone: bool, microbatches: Sequence[int | None] = (None, None, None)
+) -> tuple[dict[str, torch.Tensor], Counters]:
+    def run(channel: sw.Channel) -> tuple[dict[str, torch.Tensor], Counters]:
+        given = GoesOnAlone(channel) if alone else channel
+        engine = begun(given, Words, plan, optimizer=adamw, loss=word_loss)
+        for seed, k in enumerate(microbatches):
+            engine.step(share_of(word_batch(seed, 24), channel.rank, channel.size), microbatches=k)
+        return values_of(engine.model), engine.counters
+
+    return sw.simulate(plan.mesh.size, run)[0]
+
+
+PRECISIONS = {
+    "float32": sw.Precision(),
+    "bfloat16": sw.Precision(compute="bfloat16", keep=("norm", "scale")),
+    "sums in bfloat16": sw.Precision(compute="bfloat16", reduce="bfloat16", keep=("norm", "narrow")),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "owners", "partition", "k"),
+    covering(["dp_shard=3", "dp_replicate=2,dp_shard=2", "single"], list(PRECISIONS), ["all", "dp_shard"], ["slice", "whole"], [1, 3]),  # noqa: E501
+)  # fmt: skip
+def test_reductions_that_start_within_backward_change_no_bit(
+    mesh: str, precision: str, owners: str, partition: str, k: int
+) -> None:
+    sharding = {"bucket_bytes": 300, "owners": owners, "partition": partition}
+    plan = plan_of(mesh, k=k, sharding=sharding, precision=PRECISIONS[precision], clip_grad_norm=0.5)
+    late, of_late = trained_words(plan, alone=False, microbatches=(None, 2, None))
+    early, of_early = trained_words(plan, alone=True, microbatches=(None, 2, None))
+    assert all(torch.equal(early[name], late[name]) for name in late)
+    assert of_late.early_reductions == 0
+    assert of_early.reduce_scatters == of_late.reduce_scatters
+
+
+def test_reductions_start_within_backward_up_to_the_first_bucket_that_is_not_complete() -> None:
+    """`Words` has a module that is never used: it ends what can start early, and the rest follows after backward."""
+    plan = plan_of("dp_shard=2", sharding={"bucket_bytes": 1})
+    _, counters = trained_words(plan, alone=True)
+    assert counters.early_reductions == 0  # its bucket is the first
+
+    def run(channel: sw.Channel) -> tuple[int, int]:
+        make = lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))  # noqa: E731
+        engine = begun(GoesOnAlone(channel), make, plan, loss=square_loss)
+        engine.step(points(channel.rank, 4), microbatches=2)
+        return engine.counters.early_reductions, engine.counters.reduce_scatters
+
+    assert sw.simulate(2, run) == [(4, 4), (4, 4)]
+
+
+class Block(nn.Module):
+    """Two layers that forget their activations, or not (reentrant=None)."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 6), nn.Linear(6, 4), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return self.compute(x)
+        y: torch.Tensor = checkpoint(self.compute, x, use_reentrant=self.reentrant)
+        return y
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def blocks(reentrant: bool | None, is_shared: bool) -> nn.Module:
+    """Blocks one after the other, or one block twice."""
+    one, other = Block(reentrant), Block(reentrant)
+    return nn.Sequential(nn.Linear(4, 4), one, one if is_shared else other, nn.Linear(4, 1))
+
+
+def trained_blocks(
+    reentrant: bool | None, *, is_shared: bool, alone: bool, k: int = 2, bucket_bytes: int = 100
+) -> dict[str, torch.Tensor]:
+    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        plan = plan_of("dp_shard=2", k=k, sharding={"bucket_bytes": bucket_bytes})
+        given: Any = GoesOnAlone(channel) if alone else channel
+        engine = begun(given, partial(blocks, reentrant, is_shared), plan, optimizer=adamw, loss=square_loss)
+        for seed in range(3):
+            engine.step(points(2 * seed + channel.rank, 4))
+        return values_of(engine.model)
+
+    return sw.simulate(2, run)[0]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_activation_checkpointing_changes_no_bit(k: int, alone: bool, is_shared: bool) -> None:
+    """Reentrant, gradients of a block that runs twice come in another order; and after its bucket was reduced."""
+    plain = trained_blocks(None, is_shared=is_shared, alone=alone, k=k)
+    checkpointed = trained_blocks(False, is_shared=is_shared, alone=alone, k=k)
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+    if not (alone and is_shared):
+        reentrant = trained_blocks(True, is_shared=is_shared, alone=alone, k=k)
+        for name, value in plain.items():
+            torch.testing.assert_close(reentrant[name], value, rtol=1e-5 if is_shared else 0, atol=1e-6 * is_shared)
+
+
+def test_a_gradient_that_comes_after_its_bucket_was_reduced_is_refused() -> None:
+    with pytest.raises(ModelError, match="got a gradient twice in one backward, after its bucket was reduced; use non"):
+        trained_blocks(True, is_shared=True, alone=True, bucket_bytes=1)
+
+
+def test_hooks_of_the_user_on_gradients_and_modules_run_once_each() -> None:
+    def run(channel: sw.Channel) -> None:
+        engine = begun(channel, partial(blocks, None, False), plan_of("dp_shard=2"), optimizer=adamw, loss=square_loss)
+        model, seen = engine.model, list[str]()
+
+        def double(gradient: torch.Tensor) -> torch.Tensor:
+            seen.append("gradient")
+            return gradient * 2
+
+        before = {name: each.clone() for name, each in model.state_dict().items()}
+        norm = engine.step(points(0, 4)).grad_norm
+        model.load_state_dict(before)
+        for parameter in model.parameters():
+            parameter.register_hook(double)
+        model[-1].register_forward_hook(lambda *_: seen.append("forward"))
+        model[-1].register_full_backward_hook(lambda *_: seen.append("backward"))
+        assert engine.step(points(0, 4)).grad_norm == pytest.approx(2 * norm, rel=1e-6)
+        assert sorted(seen) == ["backward", "forward", *["gradient"] * len(list(model.parameters()))]
+
+    sw.simulate(2, run)
