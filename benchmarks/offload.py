@@ -129,7 +129,7 @@ def table(
     ranks: Sequence[int], merges: Sequence[int], rounds: int, layers: int = 8, devices: Sequence[str] = ("fake", "cpu")
 ) -> list[Row]:
     """All rows of a run."""
-    from tests.fake_device.accelerator import NAME, load, present
+    from shardwise.testing.accelerator import NAME, load, present
 
     load()
     rows: list[Row] = []

@@ -13,9 +13,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
-from tests.fake_device.fixtures import anywhere_fake, delays, fake, load_for, on_fake
-from tests.fake_device.library import compiler, library
+from shardwise.testing.library import compiler, library
 from tests.forks import programs
+from tests.testing.fixtures import anywhere_fake, delays, fake, load_for, on_fake
 from tests.tiers import LONG_SECONDS, function_of, slow_tests
 
 __all__ = ["anywhere_fake", "delays", "fake", "on_fake"]

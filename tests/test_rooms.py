@@ -223,9 +223,9 @@ def test_the_import_contract_names_every_pure_module() -> None:
         assert any(f"{module}.".startswith(f"{source}.") for source in pure), f"{module} is missing in the contract"
 
 
-def test_torch_distributed_is_used_by_the_comm_room_only() -> None:
-    comm = SOURCE / "shardwise" / "comm"
-    others = [file for file in sorted(SOURCE.rglob("*.py")) if not file.is_relative_to(comm)]
+def test_torch_distributed_is_used_by_the_comm_room_and_the_double_of_nccl_only() -> None:
+    users = [SOURCE / "shardwise" / room for room in ("comm", "testing")]
+    others = [file for file in sorted(SOURCE.rglob("*.py")) if not any(map(file.is_relative_to, users))]
     assert [(str(file), lines) for file in others if (lines := uses_of_torch_distributed(file.read_text()))] == []
 
 
@@ -255,6 +255,16 @@ def test_pure_rooms_load_neither_torch_nor_numpy() -> None:
     assert {"shardwise.space.boxes", "shardwise.words", "shardwise.errors"} <= set(modules)
     assert heavy_modules_after("import " + ", ".join(modules)) == ""
     assert heavy_modules_after("import numpy") == "numpy"
+
+
+def test_a_program_does_not_load_what_tests_use() -> None:
+    used = "import sys, shardwise as sw; sw.Engine, sw.processes, sw.verify, sw.save"
+    assert (
+        run_python(
+            f"{used}; print([each for each in sys.modules if '.testing' in each and 'shardwise' in each])"
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_every_word_is_explained_in_one_sentence() -> None:

@@ -72,7 +72,7 @@ def test_without_page_locked_memory_copies_are_waited_for_and_the_user_is_told(
 
 
 def test_bytes_of_device_tensors_are_copied_without_a_wait_of_the_host(fake: str) -> None:
-    from tests.fake_device.accelerator import counted
+    from shardwise.testing.accelerator import counted
 
     numbers = torch.arange(24, dtype=torch.float32).view(4, 6)
     tensors = {

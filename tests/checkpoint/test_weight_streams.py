@@ -19,11 +19,11 @@ from shardwise.moving import piece_exchange
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.reshard import plan_reshard
 from shardwise.space import Mesh, Piece
+from shardwise.testing.accelerator import behind
 from tests.checkpoint import fused_models
 from tests.checkpoint.cut_tensors import Cut
 from tests.checkpoint.layouts import LAYOUTS, engine_of, train
 from tests.checkpoint.rewritten_tensors import CASES, shares_of
-from tests.fake_device.accelerator import behind
 from tests.moving.layouts import Side, bits, empty_state, sides, state_of, strided, whole_values
 from tests.moving.watched import Watched
 from tests.plan.strategies import proven

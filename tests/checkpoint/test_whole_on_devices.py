@@ -8,7 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import windows
-from tests.fake_device.accelerator import behind, counted
+from shardwise.testing.accelerator import behind, counted
 
 NUM = 40
 

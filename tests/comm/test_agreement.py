@@ -15,7 +15,6 @@ from shardwise.errors import (
     BatchError,
     CheckpointError,
     ConfigError,
-    MismatchError,
     ModelError,
     PeerError,
     PlanError,
@@ -23,16 +22,12 @@ from shardwise.errors import (
     ShardwiseError,
 )
 from tests.engine.refusals import PLAN, refusal, same_error_everywhere, two_layers
+from tests.refusals import Refusals
 
 
-def test_other_shapes_are_named_with_the_ranks_and_the_first_difference() -> None:
-    error = refusal(models={1: lambda: two_layers(6), 2: lambda: two_layers(6)})
-    assert isinstance(error, MismatchError)
-    assert str(error) == (
-        "ranks 1, 2 and rank 0 were given different models or optimizers; first difference: "
-        "rank 0 has parameter '0.weight' [5, 4] float32 trainable, "
-        "rank 1 has parameter '0.weight' [6, 4] float32 trainable. Build the same model and optimizer on every rank."
-    )
+def refuse(**other: Any) -> None:
+    """`parallelize` on three ranks, some of which are given something else: all raise the same."""
+    raise refusal(**other)
 
 
 def one_more() -> nn.Module:
@@ -57,31 +52,6 @@ def frozen() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "first", "second"),
-    [
-        (
-            lambda: two_layers().bfloat16(),
-            "'0.weight' [5, 4] float32 trainable",
-            "'0.weight' [5, 4] bfloat16 trainable",
-        ),
-        (frozen, "'1.bias' [1] float32 trainable", "'1.bias' [1] float32 frozen"),
-        (one_more, "rank 0 has optimizer AdamW", "parameter '2.weight' [1, 1] float32 trainable"),
-        (one_buffer_more, "rank 0 has optimizer AdamW", "buffer 'scale' [2] float32"),
-        (tied, "'1.bias' [1] float32 trainable", "'1.bias' [1] float32 trainable also ['1.again']"),
-    ],
-)
-def test_other_models_are_named_with_the_rank_and_the_first_difference(
-    make: Callable[[], nn.Module], first: str, second: str
-) -> None:
-    error = refusal(models={2: make})
-    assert isinstance(error, MismatchError)
-    assert str(error).startswith("rank 2 and rank 0 were given different models or optimizers; first difference: ")
-    told, other = str(error).split("rank 2 has ")
-    assert first in told
-    assert second in other
-
-
 def other_value(name: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = two_layers()
@@ -93,57 +63,49 @@ def other_value(name: str) -> Callable[[], nn.Module]:
     return make
 
 
-def test_values_that_differ_by_one_bit_are_named() -> None:
-    error = refusal(models={2: other_value("1.weight")})
-    assert isinstance(error, MismatchError)
-    assert "rank 2 and rank 0 were given different values; first difference: rank 0 has '1.weight' with" in str(error)
-    assert "Build the model from the same seed on every rank (torch.manual_seed)" in str(error)
+def adamw(**settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, **{"lr": 1e-2, "weight_decay": 0.1} | settings)
 
 
-def test_the_first_of_several_differences_is_named() -> None:
-    error = refusal(models={1: other_value("1.bias"), 2: other_value("0.bias")})
-    assert "ranks 1, 2 and rank 0 were given different values; first difference: rank 0 has '0.bias'" in str(error)
-
-
-def test_other_plans_are_named_with_the_setting() -> None:
-    error = refusal(plans={1: replace(PLAN, clip_grad_norm=1.0), 2: PLAN})
-    assert isinstance(error, MismatchError)
-    assert "rank 1 and rank 0 were given different plans; first difference: rank 0 has mesh.pp = 1, rank 1" in str(
-        error
+def compare_lines(*of_ranks: Sequence[str]) -> None:
+    raise same_error_everywhere(
+        3, lambda channel: compare(channel, of_ranks[channel.rank], subject="words", hint="Agree.")
     )
-    error = refusal(plans={0: replace(PLAN, merge=sw.Merge(microbatches=2))})
-    assert "first difference: rank 0 has merge.microbatches = 2, rank 1 has merge.microbatches = 1" in str(error)
 
 
-def test_a_mesh_that_does_not_multiply_to_the_world_is_refused_with_both_numbers() -> None:
-    error = refusal(plan=sw.Plan(mesh=sw.Mesh(dp_replicate=2, dp_shard=2)))
-    assert isinstance(error, PlanError)
-    assert "mesh dp_replicate=2,dp_shard=2 asks for 4 ranks, but the world has 3; start 4 processes" in str(error)
-
-
-def test_a_mesh_that_is_wrong_on_one_rank_is_refused_on_all() -> None:
-    error = refusal(plans={1: sw.Plan(mesh=sw.Mesh(dp_shard=2))})
-    assert isinstance(error, PlanError)
-    assert str(error).startswith("rank 1: mesh dp_shard=2 asks for 2 ranks, but the world has 3; start 2 processes")
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda parameters: torch.optim.AdamW(parameters, lr=2e-2, weight_decay=0.1),
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, amsgrad=True),
-        lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
-        lambda parameters: torch.optim.AdamW(
-            [{"params": parameters[:1]}, {"params": parameters[1:]}], lr=1e-2, weight_decay=0.1
+REFUSED = Refusals(
+    "comm.agreement",
+    {
+        "other shapes": lambda: refuse(models={1: lambda: two_layers(6), 2: lambda: two_layers(6)}),
+        "another dtype": lambda: refuse(models={2: lambda: two_layers().bfloat16()}),
+        "a frozen parameter": lambda: refuse(models={2: frozen}),
+        "a layer more": lambda: refuse(models={2: one_more}),
+        "a buffer more": lambda: refuse(models={2: one_buffer_more}),
+        "a tie": lambda: refuse(models={2: tied}),
+        "one bit of a value": lambda: refuse(models={2: other_value("1.weight")}),
+        "two values": lambda: refuse(models={1: other_value("1.bias"), 2: other_value("0.bias")}),
+        "plans of all ranks": lambda: refuse(plans={1: replace(PLAN, clip_grad_norm=1.0), 2: PLAN}),
+        "the plan of rank 0": lambda: refuse(plans={0: replace(PLAN, merge=sw.Merge(microbatches=2))}),
+        "a mesh of more ranks": lambda: refuse(plan=sw.Plan(mesh=sw.Mesh(dp_replicate=2, dp_shard=2))),
+        "a mesh on one rank": lambda: refuse(plans={1: sw.Plan(mesh=sw.Mesh(dp_shard=2))}),
+        "another rate": lambda: refuse(optimizers={1: adamw(lr=2e-2)}),
+        "another setting": lambda: refuse(optimizers={1: adamw(amsgrad=True)}),
+        "another optimizer": lambda: refuse(
+            optimizers={1: lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=0.1)}
         ),
-        lambda parameters: torch.optim.AdamW(list(reversed(parameters)), lr=1e-2, weight_decay=0.1),
-    ],
+        "groups": lambda: refuse(optimizers={1: lambda each: adamw()([{"params": each[:1]}, {"params": each[1:]}])}),
+        "parameters in another order": lambda: refuse(optimizers={1: lambda each: adamw()(list(reversed(each)))}),
+        "a line more": lambda: compare_lines(["a"], ["a", "b"], ["a"]),
+        "lines fewer": lambda: compare_lines(["a", "b"], [], ["a"]),
+        "the first of two lines": lambda: compare_lines(["a", "b"], ["a", "c"], ["x", "b"]),
+        "a line of two": lambda: compare_lines(["a\nb"], ["a", "b"], ["a\nb"]),
+    },
 )
-def test_other_settings_of_the_optimizer_are_named(optimizer: Any) -> None:
-    error = refusal(optimizers={1: optimizer})
-    assert isinstance(error, MismatchError)
-    assert "rank 1 and rank 0 were given different models" in str(error)
-    assert "first difference: rank 0 has optimizer AdamW {" in str(error)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_differs_is_named_with_the_ranks_and_the_first_difference(case: str) -> None:
+    REFUSED.check(case)
 
 
 def test_values_are_given_in_rank_order_when_nobody_refuses() -> None:
@@ -258,23 +220,6 @@ def test_the_rank_that_refused_shows_its_own_error_as_the_cause() -> None:
     causes = sw.simulate(2, run)
     assert causes[0] is None
     assert str(causes[1]) == "mine"
-
-
-@pytest.mark.parametrize(
-    ("lines", "ranks", "first"),
-    [
-        ([["a"], ["a", "b"], ["a"]], "rank 1", "rank 0 has nothing there, rank 1 has b"),
-        ([["a", "b"], [], ["a"]], "ranks 1, 2", "rank 0 has a, rank 1 has nothing there"),
-        ([["a", "b"], ["a", "c"], ["x", "b"]], "ranks 1, 2", "rank 0 has a, rank 2 has x"),
-        ([["a\nb"], ["a", "b"], ["a\nb"]], "rank 1", "rank 0 has a\nb, rank 1 has a"),
-    ],
-)
-def test_lines_that_differ_are_named(lines: list[list[str]], ranks: str, first: str) -> None:
-    error = same_error_everywhere(
-        3, lambda channel: compare(channel, lines[channel.rank], subject="words", hint="Agree.")
-    )
-    assert isinstance(error, MismatchError)
-    assert str(error) == f"{ranks} and rank 0 were given different words; first difference: {first}. Agree."
 
 
 def test_equal_lines_cost_one_digest() -> None:

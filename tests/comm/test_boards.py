@@ -58,7 +58,7 @@ def test_a_message_arrives_while_its_sender_makes_no_call(remote: tuple[int, ...
 
 def test_staging_of_collectives_is_bounded_and_that_of_sends_is_given_back() -> None:
     def body(channel: ProcessChannel) -> None:
-        pool = channel._board._pool
+        pool = channel.board.pool
         output = torch.empty(2 * LARGE, dtype=torch.uint8)
         for _ in range(2):
             channel.all_gather(output, output[:LARGE].clone(), purpose="bulk").wait()
@@ -124,7 +124,7 @@ def test_a_rank_that_dies_is_noticed_at_once(remote: tuple[int, ...]) -> None:
 
 def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that sends to a connection that is closed there gets a reset, and nothing more of what is on its way."""
-    monkeypatch.setattr("shardwise.comm.switchboard._LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.comm.switchboard.LAST_WORDS_SECONDS", 0.0)
     ours, theirs = tcp_pair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 200_000)  # which any system grants
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
@@ -163,7 +163,7 @@ def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkey
 def test_what_a_rank_does_not_want_that_has_closed_disturbs_no_other(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.comm.gloo_pairs._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.comm.gloo_pairs.GRACE_SECONDS", 0.0)
     group = boards(3, remote=(0, 1, 2))
     leaver, sender, other = (ProcessChannel(board, (0, 1, 2), owns_board=True) for board in group)
     sent, got = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
@@ -177,7 +177,7 @@ def test_what_a_rank_does_not_want_that_has_closed_disturbs_no_other(
     sender.send(sent, 0, purpose="wanted").wait()
     while leaving.is_alive() or not group[1].has_closed([0]):
         sender.has_failed()
-    pairs = group[1]._pairs
+    pairs = group[1].pairs
     assert pairs is not None
     sender.send(sent, 0, purpose="wanted")
     while num_bytes > INLINE_BYTES_BETWEEN_HOSTS and not pairs.is_lost(0):

@@ -112,8 +112,8 @@ def test_what_is_called_before_a_line_is_connected_begins_in_order_on_its_thread
     assert begun == []
     may_connect.set()
     assert all(each.done.wait(10) for each in early)
-    assert line._thread is not None
-    line._thread.join(10)
+    while not line.is_connected:
+        threading.Event().wait(0.001)
     line.start(launch(begun, 4))
     followed = [(sign * number, True) for number in (1, 2, 3) for sign in (-1, 1)]
     assert begun == [*followed, (4, False)]  # each follows its call; the last one is in its call
@@ -137,8 +137,8 @@ def test_an_operation_that_fails_in_its_call_raises_at_its_wait() -> None:
     first, second = launch(begun, 1), launch(begun, 2, fails=True)
     line.start(first)
     assert first.done.wait(10)
-    assert line._thread is not None
-    line._thread.join(10)
+    while not line.is_connected:
+        threading.Event().wait(0.001)
     line.start(second)
     assert str(second.error) == "the link is down"
 

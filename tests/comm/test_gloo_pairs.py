@@ -37,7 +37,7 @@ def test_a_rank_that_gloo_cannot_reach_is_named_with_the_words_of_gloo(monkeypat
         return caught.value
 
     monkeypatch.setattr(GlooPairs, "connect", refuse)
-    monkeypatch.setattr(gloo_pairs, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(gloo_pairs, "GRACE_SECONDS", 0.1)
     for rank, error in enumerate(on_threads(2, body, remote=(0, 1), timeout_seconds=60.0)):
         assert str(error).startswith(
             f"rank {error.rank} cannot be reached by gloo, which moves tensors between hosts ("

@@ -189,7 +189,7 @@ def test_callers_that_say_nothing_or_drip_hold_up_nobody_and_are_dropped(monkeyp
 
 
 def test_a_flood_of_callers_costs_a_bounded_number_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "_MAX_CALLERS", 4)
+    monkeypatch.setattr(reception, "MAX_CALLERS", 4)
     (listener,) = interfaces.listen(["127.0.0.1"], None)
     awaiting = reception.Awaiting([listener], {1}, KEY, 0)
     callers = []
@@ -311,7 +311,7 @@ def test_ranks_with_different_secrets_all_end_at_once_and_say_what_to_look_at() 
 
 @pytest.mark.parametrize("record", ['["", "n", "w", [1], true]', "[]", "{}", "[" * 100_000, '["", "n", "w", [], 1]'])
 def test_a_record_in_the_store_that_means_nothing_is_refused(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.comm.rendezvous._FAREWELL_SECONDS", 0.01)  # rank 1 is not there
+    monkeypatch.setattr("shardwise.comm.rendezvous.FAREWELL_SECONDS", 0.01)  # rank 1 is not there
     store = HashStore()
     PrefixStore("meeting", store).set(
         "host/1", f"{handshake.format_and_version()}, torch {torch.__version__}\n{record}"
@@ -323,8 +323,8 @@ def test_a_record_in_the_store_that_means_nothing_is_refused(record: str, monkey
 @pytest.mark.parametrize("address", ["[]", "[[1], 5]", '[["127.0.0.1"], 0]', '[["127.0.0.1"], "5"]', "[" * 100_000])
 def test_an_address_in_the_store_that_means_nothing_is_refused(address: str) -> None:
     with pytest.raises(ConnectionError, match="its address in the store cannot be read"):
-        connections._announced(address)
-    assert connections._announced(json.dumps([["::1"], 5])) == (["::1"], 5)
+        connections.announced(address)
+    assert connections.announced(json.dumps([["::1"], 5])) == (["::1"], 5)
 
 
 @pytest.mark.parametrize("own", range(4))

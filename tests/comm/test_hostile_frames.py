@@ -93,7 +93,7 @@ class Victim:
         ]
         # What the messages above expect, as a peer that makes the same calls would stamp them.
         self.digests = [
-            inbound.expected.digest for inbound in self.board._inbounds.values() if inbound.expected is not None
+            inbound.expected.digest for inbound in self.board.inbounds.values() if inbound.expected is not None
         ]
         self.segment = SharedSegment(0, 2 * SLOT_BYTES)
         self.log = self.board.log(self.lanes[0], (0, 1))

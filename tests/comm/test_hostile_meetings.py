@@ -67,11 +67,11 @@ def of_a_host(content: bytes) -> None:
 
 
 def of_an_address(content: bytes) -> None:
-    connections._announced(as_text(content))
+    connections.announced(as_text(content))
 
 
 def of_all_ranks(content: bytes) -> None:
-    assert len(rendezvous._values_in(as_text(content), 2, "host")) == 2
+    assert len(rendezvous.values_in(as_text(content), 2, "host")) == 2
 
 
 def of_a_process(content: bytes) -> None:
@@ -138,7 +138,7 @@ class Listener(Relay):
     def __init__(self) -> None:
         self._rank, self._size = 0, SIZE
         self._num_heard = Counter[int]()
-        self._links, self._ended, self._news = {}, set(), {}
+        self.links, self._ended, self.news = {}, set(), {}
 
     def _tell(self) -> None:
         """To the board, which is not there."""
@@ -156,7 +156,7 @@ def hear(num_rounds: int) -> None:
         relay._take(link, header, payload)
         refused[kind] += bool(link.garbled)
     assert all(refused[kind] > num_rounds // 100 for kind in NEWS if kind != FrameKind.BYE), refused
-    assert {kind for kind, _ in relay._news} == {*map(int, NEWS)}
+    assert {kind for kind, _ in relay.news} == {*map(int, NEWS)}
 
 
 def test_news_that_mean_nothing_are_the_fault_of_the_neighbour_that_passed_them_on() -> None:

@@ -115,9 +115,9 @@ def test_the_store_of_rank_0_is_served_to_the_ranks_of_its_world_and_listens_now
 
     other = threading.Thread(target=join, daemon=True)
     other.start()
-    store, rank, size = rendezvous._meet_at(f"tcp://{host}:{port}", 20, rank=0, size=2)
+    store, rank, size = rendezvous.meet_at(f"tcp://{host}:{port}", 20, rank=0, size=2)
     other.join(20)
-    again, _, _ = rendezvous._meet_at(f"tcp://{host}:{port}", 20, rank=0, size=2)  # a second channel of this process
+    again, _, _ = rendezvous.meet_at(f"tcp://{host}:{port}", 20, rank=0, size=2)  # a second channel of this process
     store.set("key", "value")
     assert [each.get("key") for each in (*stores, again)] == [b"value"] * 2  # type: ignore[attr-defined]
     assert (rank, size) == (0, 2)

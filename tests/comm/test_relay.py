@@ -35,8 +35,8 @@ def until(holds: Callable[[], bool]) -> None:
 
 def sockets_of(board: Switchboard) -> tuple[int, int]:
     """To the neighbours of the relay, and for messages."""
-    assert board._links.relay is not None
-    return len(board._links.relay._links), sum(link.is_connected for link in board._links.values())
+    assert board.links.relay is not None
+    return len(board.links.relay.links), sum(link.is_connected for link in board.links.values())
 
 
 def channel_of(board: Switchboard) -> ProcessChannel:
@@ -50,16 +50,16 @@ def step(channel: ProcessChannel) -> tuple[int, int, Sent]:
     """
     assert len(channel.exchange(b"20 bytes or about it", purpose="figures")) == channel.size
     sent: Sent = Counter()
-    for link in channel._board._links.values():
+    for link in channel.board.links.values():
         link.put = partial(count, sent, (channel.rank, link.rank), link.put)  # type: ignore[method-assign]
     assert len(channel.exchange(b"20 bytes or about it", purpose="figures")) == channel.size
     num_sent = sent.copy()
-    before = sum(sockets_of(channel._board))
+    before = sum(sockets_of(channel.board))
     group = channel.over(range(channel.rank % 8, channel.size, 8))
     output = torch.empty(group.size)
     group.all_gather(output, torch.tensor([float(channel.rank)]), purpose="weights").wait()
     assert output.tolist() == [float(rank) for rank in range(channel.rank % 8, channel.size, 8)]
-    return before, sum(sockets_of(channel._board)), num_sent
+    return before, sum(sockets_of(channel.board)), num_sent
 
 
 def test_a_rank_has_sockets_to_few_ranks_and_says_nothing_while_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +76,9 @@ def test_a_rank_has_sockets_to_few_ranks_and_says_nothing_while_all_is_well(monk
         assert before <= 7 + 5
         assert after - before <= 8 - 1
         assert len(sent) == sent.total() <= 5
-        assert board._links.relay is not None
+        assert board.links.relay is not None
         # A rank that waits for a second says so: on a machine that is busy with other things, they do.
-        assert [kind for kind in said[board._links.relay] if kind != FrameKind.STATUS] == [FrameKind.BYE]
+        assert [kind for kind in said[board.links.relay] if kind != FrameKind.STATUS] == [FrameKind.BYE]
 
 
 def ended(boards: Sequence[Switchboard]) -> list[str]:
@@ -106,7 +106,7 @@ def test_lost_ranks_are_named_to_all_others_though_nobody_makes_a_call(lost: lis
 def test_words_go_round_ranks_that_are_stopped(stopped: list[int]) -> None:
     """A rank that is stopped keeps its connections, and its thread passes nothing on."""
     boards = relayed_boards(16, ranks_of_a_host=RANKS_OF_A_HOST)
-    relays = [board._links.relay for board in boards if board._links.relay is not None]
+    relays = [board.links.relay for board in boards if board.links.relay is not None]
     for rank in stopped:
         relays[rank].lock.acquire()
     left = [board for board in boards if board.rank not in stopped]
@@ -152,13 +152,13 @@ def everyone_to_everyone(channel: ProcessChannel) -> list[float]:
 
 
 def test_two_ranks_that_call_each_other_have_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.comm.relay._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.comm.relay.GRACE_SECONDS", 0.0)
     for _ in range(3):
         boards = relayed_boards(8, ranks_of_a_host=RANKS_OF_A_HOST)
         for rank, got in enumerate(on_threads(8, everyone_to_everyone, among=boards)):
             assert got == [float(other) for other in range(8) if other != rank]
         for board in boards:
-            assert len(board._links.values()) == 7
+            assert len(board.links.values()) == 7
             assert board.verdict is not None
             assert board.verdict.fact == f"rank {board.rank} has closed this channel"
 
@@ -209,9 +209,9 @@ def test_a_rank_that_closed_before_there_was_a_link_is_named() -> None:
 
 def test_strangers_at_an_open_listener_delay_nobody() -> None:
     boards = relayed_boards(3, ranks_of_a_host=1)
-    relay = boards[0]._links.relay
+    relay = boards[0].links.relay
     assert relay is not None
-    address = relay._listeners[0].getsockname()
+    address = relay.listeners[0].getsockname()
     silent = [socket.create_connection(address) for _ in range(20)]
     for stranger in silent[::2]:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
@@ -261,7 +261,7 @@ def test_words_that_mean_nothing_are_passed_on_to_nobody(garbage: bytes) -> None
         heard += listening.recv(1 << 16)
     assert heard.startswith(STATUS)
     assert heard.count(b"exchange") == 1  # once, though it came twice
-    until(lambda: len(news := relay._news) == 2 and any(kind == FrameKind.LOST for kind, _ in news))
+    until(lambda: len(news := relay.news) == 2 and any(kind == FrameKind.LOST for kind, _ in news))
     relay.drop()
     for each in (theirs, listening):
         each.close()
@@ -281,7 +281,7 @@ def test_a_rank_that_closes_calls_no_other_one_lost_that_closes_meanwhile() -> N
         theirs.sendall(BYE)
         theirs.shutdown(socket.SHUT_WR)
         relay.linger(time.monotonic() + PATIENCE_SECONDS)
-    until(lambda: len(relay._by_descriptor) == 1)
+    until(lambda: len(relay.by_descriptor) == 1)
     relay.drop()
     listening.settimeout(PATIENCE_SECONDS)
     assert listening.recv(1 << 10) == frame(FrameKind.BYE, number=1)
@@ -299,11 +299,11 @@ def test_a_rank_that_has_said_goodbye_is_lost_to_nobody(says_goodbye: bool) -> N
     board = Switchboard(0, {}, timeout_seconds=PATIENCE_SECONDS, kernels=(0, 0, 0), relay=relay)
     if says_goodbye:
         theirs.sendall(BYE)
-        until(lambda: not board.has_failed() and board._known[1].said_bye)
+        until(lambda: not board.has_failed() and board.known[1].said_bye)
     lost = ChannelVerdict(fact="rank 1 is gone", culprit=1).packed()
     status = frame(FrameKind.STATUS, lane=2, number=2, payload=b'["exchange", "x", [0]]')
     speaking.sendall(frame(FrameKind.LOST, lane=2, number=1, payload=lost) + status)
-    until(lambda: board.has_failed() or board._known[2].status is not None)
+    until(lambda: board.has_failed() or board.known[2].status is not None)
     assert board.has_failed() is not says_goodbye
     board.drop()
     for each in (theirs, speaking):

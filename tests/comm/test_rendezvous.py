@@ -83,7 +83,7 @@ def test_no_port_is_opened_when_all_share_memory(monkeypatch: pytest.MonkeyPatch
 def test_another_version_is_refused_with_both_before_a_byte_of_it_is_read(
     record: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_FAREWELL_SECONDS", 0.01)  # rank 1 is not there
+    monkeypatch.setattr(rendezvous, "FAREWELL_SECONDS", 0.01)  # rank 1 is not there
     store = HashStore()
     PrefixStore("meeting", store).set("host/1", record)
     with pytest.raises(MismatchError) as caught:
@@ -107,7 +107,7 @@ def refusals(meetings: Sequence[Rendezvous]) -> list[str]:
 def test_the_reason_of_a_rank_that_cannot_start_reaches_the_others_and_no_consequence_of_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_LIFE_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "LIFE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         ports = [None, range(number, number + 1), None]
@@ -134,7 +134,7 @@ def test_all_ranks_name_the_one_with_another_secret() -> None:
 
 def test_rank_0_stays_until_others_know_why_it_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """They ask the store, which it may serve."""
-    monkeypatch.setattr(rendezvous, "_FAREWELL_SECONDS", 60.0)
+    monkeypatch.setattr(rendezvous, "FAREWELL_SECONDS", 60.0)
     store = HashStore()
     first, second = meeting(0, 2, store), meeting(1, 2, store)
     first.fail("rank 0 stopped: ValueError: no")
@@ -197,7 +197,7 @@ def late(meetings: Sequence[Rendezvous], key: str) -> list[tuple[str, int | None
 
 
 def test_all_ranks_name_the_one_that_is_missing_and_not_the_one_that_collects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.comm.rendezvous._LIFE_SECONDS", 0.02)
+    monkeypatch.setattr("shardwise.comm.rendezvous.LIFE_SECONDS", 0.02)
     store = HashStore()
     impatient = meeting(0, 4, store, patience_seconds=0.05)
     for told, culprit in late([impatient, meeting(1, 4, store), meeting(3, 4, store)], "host"):
@@ -211,7 +211,7 @@ def test_all_ranks_name_the_one_that_is_missing_and_not_the_one_that_collects(mo
 
 def test_a_rank_that_does_not_appear_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = time.monotonic()
-    monkeypatch.setattr(rendezvous, "_FAREWELL_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "FAREWELL_SECONDS", 0.01)
     with pytest.raises(PeerError, match=r"rank 1 did not appear within 0\.3 s at the start") as caught:
         connect(meeting(0, 2, HashStore(), patience_seconds=0.3), shared_memory=True)
     assert caught.value.rank == 1

@@ -60,47 +60,6 @@ def test_a_rank_keeps_the_baton_while_nothing_blocks_it() -> None:
     assert events == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_random_legal_programs_end_with_the_right_values(seed: int) -> None:
-    """Ranks issue their share of one list of transfers in its order, and wait whenever they like."""
-    size = 2 + seed % 4
-    chooser = random.Random(seed)
-    program: list[tuple[bool, list[int]]] = []
-    for _ in range(40):
-        members = chooser.sample(range(size), chooser.randint(1, size))
-        is_message = len(members) > 1 and chooser.random() < 0.5
-        program.append((is_message, members[:2] if is_message else members))
-
-    def body(channel: Channel) -> None:
-        own_chooser = random.Random(100 * seed + channel.rank)
-        pending: list[tuple[Work, torch.Tensor, list[float]]] = []
-
-        def wait_for_one() -> None:
-            work, output, expected = pending.pop(own_chooser.randrange(len(pending)))
-            work.wait()
-            assert output.tolist() == expected
-
-        for index, (is_message, members) in enumerate(program):
-            own = torch.tensor([10.0 * index + channel.rank])
-            if channel.rank in members:
-                if not is_message:
-                    output = torch.zeros(len(members))
-                    work = channel.over(members).all_gather(output, own, purpose=f"{index}")
-                    pending.append((work, output, [10.0 * index + rank for rank in members]))
-                elif channel.rank == members[0]:
-                    pending.append((channel.send(own, members[1], purpose=f"{index}"), own, own.tolist()))
-                else:
-                    output = torch.zeros(1)
-                    work = channel.receive(output, members[0], purpose=f"{index}")
-                    pending.append((work, output, [10.0 * index + members[0]]))
-            while pending and own_chooser.random() < 0.4:
-                wait_for_one()
-        while pending:
-            wait_for_one()
-
-    simulate(size, body)
-
-
 def test_a_rank_may_simulate_a_world_of_its_own() -> None:
     def body(channel: Channel) -> list[int]:
         meet(channel)

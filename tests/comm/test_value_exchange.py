@@ -27,7 +27,7 @@ def values_of(size: int, round_number: int) -> list[bytes]:
 
 def exchange_all(channel: ProcessChannel) -> Sent:
     sent: Sent = Counter()
-    for link in channel._board._links.values():
+    for link in channel.board.links.values():
         link.put = partial(count, sent, (channel.rank, link.rank), link.put)  # type: ignore[method-assign]
     for _ in range(3):
         figures = channel.exchange(b"20 bytes or about it", purpose="figures")
@@ -78,7 +78,7 @@ def lose_one(channel: ProcessChannel, victim: int, way: str) -> str:
         if way == "stops":
             channel.abort("ValueError: no")
         else:
-            channel._board.drop()
+            channel.board.drop()
         return ""
     with pytest.raises(PeerError) as caught:
         channel.exchange(b"", purpose="losses")
@@ -119,9 +119,9 @@ def test_the_rank_that_stays_away_is_blamed_also_by_ranks_that_are_no_neighbours
 
 def waits_of_an_exchange(channel: ProcessChannel) -> list[int]:
     channel.exchange(b"", purpose="start")
-    channel._board.tally.open()
+    channel.board.tally.open()
     channel.exchange(b"", purpose="figures")
-    return list(channel._board.tally.take().waited)
+    return list(channel.board.tally.take().waited)
 
 
 def test_the_waits_of_all_ranks_count_for_the_one_that_came_last_and_not_for_neighbours_that_wait_too() -> None:
@@ -209,11 +209,11 @@ def test_known_calls_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(channel: ProcessChannel) -> None:
         channel.agree_on(signature)
         channel.exchange(b"", purpose="all have agreed")
-        for link in channel._board._links.values():
+        for link in channel.board.links.values():
             monkeypatch.setattr(link, "put", None)
         for _ in range(10):
             channel.note(signature)
-        for link in channel._board._links.values():
+        for link in channel.board.links.values():
             monkeypatch.delattr(link, "put")
 
     on_threads(3, body)

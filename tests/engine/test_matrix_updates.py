@@ -23,11 +23,11 @@ import shardwise as sw
 from shardwise.engine.matrix_rooms import SentMatrices, SharedMatrices
 from shardwise.errors import OptimizerError
 from shardwise.plan import matrix_homes
+from shardwise.testing.accelerator import behind
 from tests.checkpoint.layouts import assembled
 from tests.covering import covering
 from tests.engine.channels import SharesMemory
 from tests.engine.test_optimizers import Normed
-from tests.fake_device.accelerator import behind
 from tests.properties import tried
 
 RULES = {"mix": "packed_colwise", "down": "row"}

@@ -12,10 +12,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import alone
 from shardwise.errors import MismatchError, PlanError
+from shardwise.testing.accelerator import counted
 from shardwise.train.config import read_config
 from tests.covering import pairwise
 from tests.engine.refusals import same_error_everywhere
-from tests.fake_device.accelerator import counted
 from tests.train.test_config import MINIMAL, written
 
 GROUPS = {"body": ("first", "middle.*"), "ends": "last"}

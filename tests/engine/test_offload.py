@@ -24,11 +24,11 @@ from shardwise.engine.trained_parameters import ALL as EVERYTHING
 from shardwise.engine.zero.bucket_memory import ShardedBucket
 from shardwise.engine.zero.host_gradients import HostGradients
 from shardwise.errors import ShardwiseError
+from shardwise.testing.accelerator import LAST, behind
 from tests.covering import covering
 from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import Batch, share_of
-from tests.fake_device.accelerator import LAST, behind
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 Offload = Any

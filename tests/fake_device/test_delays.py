@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm import simulate
-from tests.fake_device.accelerator import LAST, NAME, behind, num_late
+from shardwise.testing.accelerator import LAST, NAME, behind, num_late
 
 pytestmark = pytest.mark.usefixtures("fake")
 

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm import accelerators
 from shardwise.engine import batch_digests
 from shardwise.plan import Footprint
-from tests.fake_device.accelerator import counted
+from shardwise.testing.accelerator import counted
 
 WIDTH, LAYERS, ROWS = 72, 24, 16
 """Matrices are so large that their gradients do not wait for others (`GradCopies`: 64 KiB in all)."""

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine.rank_times import RankTimes
-from tests.fake_device.accelerator import LAST, behind, counted
+from shardwise.testing.accelerator import LAST, behind, counted
 
 pytestmark = pytest.mark.usefixtures("fake")
 

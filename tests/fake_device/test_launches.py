@@ -15,7 +15,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import simulated
 from shardwise.comm.device_sums import ExactSum
-from tests.fake_device.accelerator import Counts, counted
+from shardwise.testing.accelerator import Counts, counted
 from tests.fake_device.test_waits import batch_of, fused, loss_of, plan, words
 
 NUM_BLOCKS = 10

@@ -12,10 +12,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Work
 from shardwise.engine.pipeline.post import Key, MessageKind, Post
+from shardwise.testing.accelerator import LAST, behind
 from tests.engine.late_channels import Log, LoggedBlock
 from tests.engine.pipeline import path_models
 from tests.engine.pipeline.stages import assert_equals_one_process
-from tests.fake_device.accelerator import LAST, behind
 from tests.moving.watched import Watched
 
 WIDTH = 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_device.accelerator import LAST, NAME, behind, counted
+from shardwise.testing.accelerator import LAST, NAME, behind, counted
 
 FIRST = f"{NAME}:0"
 SEEDS = range(40)

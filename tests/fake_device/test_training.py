@@ -22,7 +22,6 @@ from tests.engine.pipeline.test_equivalence import (
     test_a_tie_of_two_stages_is_summed_in_another_order_and_nothing_else_changes,
 )
 from tests.engine.tensor.test_engine import test_training_is_that_of_one_process
-from tests.engine.zero.test_grad_reduce import test_activation_checkpointing_changes_no_bit
 from tests.engine.test_equivalence import (
     test_ranks_that_own_nothing_take_part,
     test_ranks_train_as_one_process,
@@ -38,6 +37,7 @@ from tests.engine.test_stages import (
     test_saving_gathers_nothing_and_any_stage_loads_what_another_saved,
     test_what_a_model_does_changes_no_bit,
 )
+from tests.engine.zero.test_grad_reduce import test_activation_checkpointing_changes_no_bit
 from tests.train.test_verification import (
     test_data_ranks_compute_the_same_and_round_the_sum,
     test_stages_are_equal_to_one_process,

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import BatchError, MismatchError
-from tests.fake_device.accelerator import Counts, behind, counted
+from shardwise.testing.accelerator import Counts, behind, counted
 
 Batch = dict[str, Any]
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import shardwise as sw
-from tests.fake_device.fixtures import load_for
 from tests.forks.calls import Start
 from tests.processes.pool import Pool, Transport
+from tests.testing.fixtures import load_for
 
 Kind = Literal["cpu", "device", "fake"]
 

@@ -147,7 +147,7 @@ def step_steadily(channel: Channel, layout: str) -> float:
 def waits_forbidden(device: torch.device) -> Iterator[None]:
     """The host waits for no device inside, where that can be found out."""
     if device.type == "fake":
-        from tests.fake_device.accelerator import counted
+        from shardwise.testing.accelerator import counted
 
         with counted("sync") as counts:
             yield

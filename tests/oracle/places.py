@@ -2,7 +2,7 @@
 
 train(program, plan)                                  # simulated ranks; on the fake device by its fixtures
 train(program, plan, Processes(pool))                 # real processes
-train(program, plan, Processes(pool, FAKE_DEVICE))    # with a fake device each
+train(program, plan, Processes(pool, STRICT_DEVICE))  # with a fake device each, over the strict double of NCCL
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,8 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,11 +25,14 @@ import torch.distributed as dist
 from shardwise.comm import Channel
 from shardwise.comm.processes import processes
 from shardwise.errors import PeerError
-from tests.fake_device.accelerator import present
+from shardwise.testing import strict
+from shardwise.testing.accelerator import LAST, NAME, behind, present
 from tests.forks.calls import Call, Start
-from tests.processes.emulated_device import emulated, on_fake_device
 
 CALL_SECONDS = 60.0
+
+_FOR_GOOD = contextlib.ExitStack()
+"""What a process sees from its first call on such devices on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,21 +45,22 @@ class Transport:
     timeout_seconds: float = 20.0
     """Of the channel."""
 
-    device: Literal["cpu", "emulated", "emulated, read later", "fake", "own"] = "cpu"
-    """Whether the tensors are those of an emulated device; "read later": `wait` makes only its stream wait. "fake": a
-    rank has the fake device of its number, which its process finds from then on. "own": it has that accelerator."""
+    device: Literal["cpu", "strict", "own"] = "cpu"
+    """Of a rank. "strict": the fake device of its number, which its process finds from then on; the strict double of
+    NCCL moves its tensors. "own": the accelerator of that number."""
+
+    late: int = LAST
+    """How the strict devices run behind the host: the seed of `behind`; -1 for at once."""
 
     def channel(self, rank: int) -> Channel:
         if self.device == "own":
             return processes(timeout_seconds=self.timeout_seconds, device=own_accelerator(rank))
+        if self.device == "strict":
+            _FOR_GOOD.enter_context(present())
+            torch.accelerator.set_device_index(rank)
+            return processes(timeout_seconds=self.timeout_seconds, device=torch.device(NAME, rank))
         refuses = self.without_shared_memory is None or rank in self.without_shared_memory
-        made = processes(timeout_seconds=self.timeout_seconds, shared_memory=not refuses, device=torch.device("cpu"))
-        if self.device == "cpu":
-            return made
-        if self.device == "fake":
-            present().__enter__()  # for the rest of the process
-            return on_fake_device(made, timeout_seconds=self.timeout_seconds)
-        return emulated(made, timeout_seconds=self.timeout_seconds, waits_on_host=self.device == "emulated")
+        return processes(timeout_seconds=self.timeout_seconds, shared_memory=not refuses, device=torch.device("cpu"))
 
 
 def own_accelerator(rank: int) -> torch.device:
@@ -68,8 +73,8 @@ def own_accelerator(rank: int) -> torch.device:
 
 SHARED_MEMORY = Transport()
 TCP = Transport(without_shared_memory=None)
-EMULATED_DEVICE = Transport(device="emulated")
-FAKE_DEVICE = Transport(device="fake")
+STRICT_DEVICE = Transport(device="strict")
+STRICT_AT_ONCE = Transport(device="strict", late=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +119,8 @@ class Pool:
 
     def __init__(self, start: Start = "fork") -> None:
         self._start = start
-        self._groups: dict[int, _Workers] = {}
+        self._groups: dict[tuple[int, bool], _Workers] = {}
+        """By the number of ranks, and whether they have devices: a process loads those before its first backward."""
 
     def run(
         self,
@@ -133,10 +139,11 @@ class Pool:
         to die or to stop for good; they give None, and the group is replaced. Raises `RankError` when a rank raises,
         dies or has no result after `patience_seconds`.
         """
-        if world_size not in self._groups:
-            self._groups[world_size] = _Workers(world_size, self._start)
-        workers = self._groups[world_size]
         chosen = transport or (SHARED_MEMORY if shared_memory else TCP)
+        group = world_size, chosen.device == "strict"
+        if group not in self._groups:
+            self._groups[group] = _Workers(world_size, self._start)
+        workers = self._groups[group]
         for connection in workers.connections:
             connection.send((function, arguments, chosen, poisons or bool(lost), patience_seconds))
         awaited = {rank: workers.connections[rank] for rank in range(world_size) if rank not in lost}
@@ -148,14 +155,11 @@ class Pool:
                 results[rank] = _received(awaited.pop(rank), rank)
         dead = [rank for rank, result in results.items() if result is None]
         if awaited or dead or lost:
-            self._drop(world_size)
+            self._groups.pop(group).stop(patience_seconds=0.0)
         _raise_failures(
             {r: result for r, result in results.items() if isinstance(result, Failure)}, dead, list(awaited)
         )
         return [results[rank][0] if rank in results else None for rank in range(world_size)]
-
-    def _drop(self, world_size: int) -> None:
-        self._groups.pop(world_size).stop(patience_seconds=0.0)
 
     def close(self) -> None:
         """End all workers."""
@@ -194,12 +198,26 @@ def _serve(connection: Connection, rank: int, size: int, rendezvous: str) -> Non
         while True:
             function, arguments, transport, poisons, patience_seconds = connection.recv()
             faulthandler.dump_traceback_later(patience_seconds, file=2)
-            connection.send(_result_of(function, arguments, transport, channels, rank, poisons=poisons))
+            with _device(transport):
+                result = _result_of(function, arguments, transport, channels, rank, poisons=poisons)
+            connection.send(result)
             faulthandler.cancel_dump_traceback_later()
     for channel in channels.values():
         channel.close()
     # Leaving quietly: destroying the group would wait for ranks that have left already.
     os._exit(0)
+
+
+@contextmanager
+def _device(transport: Transport) -> Iterator[None]:
+    """The strict devices run behind the host as long as anything of a call may travel."""
+    if transport.device != "strict":
+        yield
+        return
+    strict.register()
+    strict.faults()  # of the call before
+    with behind(transport.late):
+        yield
 
 
 def _result_of(
@@ -216,6 +234,8 @@ def _result_of(
             channels[transport] = transport.channel(rank)
         channel = channels[transport]
         result = function(channel, *arguments)
+        if transport.device == "strict" and not poisons:
+            strict.check()
         if poisons:
             channels.pop(transport).close()
         else:
@@ -227,5 +247,7 @@ def _result_of(
             failed = channels.pop(transport)
             failed.abort(f"{type(error).__name__}: {error}")
             failed.close()
+        if transport.device == "strict" and (refused := strict.faults()):
+            text = "\n".join(["refused by the strict device:", *refused, text])
         return Failure(kind=type(error).__name__, message=str(error), text=text)
     return (result,)

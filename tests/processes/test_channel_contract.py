@@ -3,9 +3,10 @@
 import pytest
 
 from shardwise.comm import Channel
+from shardwise.testing.library import compiler
 from tests.contracts.channel_cases import CASES
 from tests.contracts.channel_oracles import Case
-from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
+from tests.processes.pool import SHARED_MEMORY, STRICT_AT_ONCE, STRICT_DEVICE, TCP, Pool, Transport
 
 MIXED = Transport(without_shared_memory=(0,))
 
@@ -22,6 +23,32 @@ def run_case(channel: Channel, name: str) -> None:
 )
 def test_processes_fulfil_the_contract(pool: Pool, case: Case, size: int, transport: Transport) -> None:
     pool.run(size, run_case, case.name, transport=transport, poisons=case.poisons)
+
+
+def run_all(channel: Channel) -> None:
+    """Those after which the channel goes on, one after the other: a case finds what the last one has left."""
+    for case in CASES:
+        if not case.poisons:
+            run_case(channel, case.name)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
+@pytest.mark.parametrize(
+    "transport",
+    [STRICT_DEVICE, STRICT_AT_ONCE, Transport(device="strict", late=5)],
+    ids=["last", "at once", "by chance"],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_devices_fulfil_the_contract(pool: Pool, size: int, transport: Transport) -> None:
+    pool.run(size, run_all, transport=transport)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
+@pytest.mark.parametrize("case", [each for each in CASES if each.poisons], ids=lambda case: case.name)
+@pytest.mark.parametrize("size", [2, 3])
+def test_devices_refuse_by_the_contract(pool: Pool, case: Case, size: int) -> None:
+    # Some see a difference in a wait: the host has to wait there.
+    pool.run(size, run_case, case.name, transport=STRICT_AT_ONCE, poisons=True)
 
 
 def shares(channel: Channel) -> bool:

@@ -9,13 +9,12 @@ import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import AsyncSaver
 from shardwise.comm import Channel
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, train
-from tests.checkpoint.small_states import empty_state, loaded, rubbish, same, share_of_state, whole_state
+from tests.checkpoint.small_states import loaded, rubbish, same, whole_state
 from tests.checkpoint.test_matrix import masters_of
 from tests.forks.programs import started
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
@@ -62,49 +61,6 @@ def test_engines_load_each_others_saves(
     assert checkpoint.verify(tmp_path).good
 
 
-def save_parts(channel: Channel, path: str, file_layout: Literal["pieces", "whole"], seed: int) -> None:
-    sw.save(path, share_of_state(whole_state(seed), channel.rank, channel.size), layout=file_layout, channel=channel)
-
-
-def load_whole(channel: Channel, path: str, shared: bool, verify: bool) -> Whole:
-    target = empty_state()
-    sw.load(path, target, shared=shared, verify=verify, channel=channel)
-    return target
-
-
-def save_in_background(channel: Channel, path: str, file_layout: Literal["pieces", "whole"]) -> None:
-    with AsyncSaver(path, layout=file_layout, channel=channel) as saver:
-        for seed in (1, 2, 3):
-            state = share_of_state(whole_state(seed), channel.rank, channel.size)
-            saver.save(state)
-            for tensor in state.values():
-                tensor.zero_()
-
-
-@both_transports
-@pytest.mark.parametrize("file_layout", ["pieces", "whole"])
-def test_plain_states_are_saved_and_loaded_by_other_numbers_of_ranks(
-    file_layout: str, transport: Transport, pool: Pool, tmp_path: Path
-) -> None:
-    pool.run(3, save_parts, str(tmp_path), file_layout, 1, transport=transport)
-    for size in (2, 3):
-        for verify in (True, False):
-            for found in pool.run(size, load_whole, str(tmp_path), True, verify, transport=transport):
-                assert same(found, whole_state(1))
-
-
-@both_transports
-@pytest.mark.parametrize("file_layout", ["pieces", "whole"])
-def test_saves_in_the_background_follow_each_other(
-    file_layout: str, transport: Transport, pool: Pool, tmp_path: Path
-) -> None:
-    pool.run(2, save_in_background, str(tmp_path), file_layout, transport=transport)
-    for seed in (1, 2, 3):
-        assert same(loaded(tmp_path / f"save-0000000{seed}")[0], whole_state(seed))
-    assert checkpoint.verify(tmp_path).good
-    assert rubbish(tmp_path) == []
-
-
 def load_from_own_place(channel: Channel, folder: str, verify: bool) -> Whole:
     """A state of some MB, which only rank 1's place has."""
     target = {"w": torch.zeros(700, 1000), "v": torch.zeros(3, dtype=torch.bfloat16)}
@@ -147,25 +103,6 @@ def test_of_programs_that_save_to_one_folder_one_wins_each_number(pool: Pool, tm
     assert all(same(state, whole_state(extra["state"])) for state, extra in found)  # type: ignore[arg-type]
     checkpoint.save(tmp_path, whole_state(0))
     assert rubbish(tmp_path) == []
-
-
-def refuse(channel: Channel, path: str) -> tuple[str, bool]:
-    target = {**empty_state(), "more": torch.zeros(channel.rank + 1)}
-    with pytest.raises(CheckpointError) as caught:
-        sw.load(path, target, channel=channel)
-    del target["more"]
-    untouched = same(target, empty_state())
-    sw.load(path, target, channel=channel)
-    return str(caught.value), untouched and same(target, whole_state(1))
-
-
-@both_transports
-def test_a_refused_load_is_told_alike_and_a_good_one_follows(transport: Transport, pool: Pool, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, whole_state(1))
-    first, second = pool.run(2, refuse, str(tmp_path), transport=transport)
-    assert first == second
-    assert "more: missing" in first[0]
-    assert first[1]
 
 
 PROGRAM = """

@@ -1,9 +1,8 @@
-"""The device channel on an emulated device: the contract, the program's own groups, and what runs on it."""
+"""The channel between devices, over the strict double of NCCL: the program's own groups, its end, and how it adds."""
 
+import os
 import threading
 import time
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,18 +13,14 @@ import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.comm.device_channel import DeviceChannel
 from shardwise.comm.processes import ProcessChannel
+from shardwise.testing import strict
+from shardwise.testing.library import compiler
 from tests.contracts.channel_cases import CASES
 from tests.contracts.channel_fault_cases import refuse_message
-from tests.contracts.channel_oracles import Case, assert_same_bits, gather_and_check, given, part_of, values
-from tests.processes.emulated_device import EmulatedCommunicator, emulated
-from tests.processes.pool import EMULATED_DEVICE, SHARED_MEMORY, Pool
-from tests.processes.test_channel_contract import run_case
+from tests.contracts.channel_oracles import assert_same_bits, gather_and_check, given, part_of, values
+from tests.processes.pool import SHARED_MEMORY, STRICT_DEVICE, Pool
 
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_device_fulfils_the_contract(pool: Pool, case: Case, size: int) -> None:
-    pool.run(size, run_case, case.name, transport=EMULATED_DEVICE, poisons=case.poisons)
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
 
 
 def use_own_groups(channel: Channel) -> tuple[int, int, int]:
@@ -35,10 +30,10 @@ def use_own_groups(channel: Channel) -> tuple[int, int, int]:
     assert world is not None
     if channel.rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    before, others = len(dist.distributed_c10d._world.pg_names), streams()
-    world.bound_device_id = torch.device("cuda", 0)
+    before, others = len(dist.distributed_c10d._world.pg_names), sockets()
+    world.bound_device_id = channel.device
     try:
-        made = emulated(sw.comm.processes(), timeout_seconds=20, waits_on_host=True)
+        made = sw.processes(timeout_seconds=20, device=channel.device)
         for part in (made, made.over([0, 1] if channel.rank < 2 else [2])):
             gather_and_check(part, [3] * part.size, torch.float32, "own groups")
             if part.size > 1:
@@ -47,29 +42,30 @@ def use_own_groups(channel: Channel) -> tuple[int, int, int]:
     finally:
         world.bound_device_id = None
     deadline = time.monotonic() + 10
-    while streams() - others and time.monotonic() < deadline:
+    while sockets() > others and time.monotonic() < deadline:
         time.sleep(0.01)
-    return before, len(dist.distributed_c10d._world.pg_names), len(streams() - others)
+    return before, len(dist.distributed_c10d._world.pg_names), sockets() - others
 
 
-def streams() -> set[threading.Thread]:
-    """Those of communicators that have not been given back."""
-    return {each for each in threading.enumerate() if each.name == "emulated stream"}
+def sockets() -> int:
+    """How many this process has: those of communicators, and of the channels of their hosts."""
+    links = (f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd"))
+    return sum(os.path.exists(each) and "socket" in os.readlink(each) for each in links)
 
 
 def test_a_channel_leaves_the_programs_groups_alone_and_frees_its_own(pool: Pool) -> None:
-    for before, after, left in pool.run(3, use_own_groups, transport=EMULATED_DEVICE, poisons=True):
+    for before, after, left in pool.run(3, use_own_groups, transport=STRICT_DEVICE, poisons=True):
         assert before == after
         assert left == 0
 
 
 def close_while_another_thread_looks(channel: Channel) -> None:
     """A message was refused, so that its operation waits on the device; then a thread looks for news at the close."""
-    made = emulated(sw.comm.processes(), timeout_seconds=20, waits_on_host=True)
+    made = sw.processes(timeout_seconds=20, device=channel.device)
     assert isinstance(made, DeviceChannel)
     assert isinstance(made.control, ProcessChannel)
     refuse_message(made, given(made, 3, torch.float32), given(made, 5, torch.float32), ["apples", "apples"])
-    board, looks = made.control._board, threading.Event()
+    board, looks = made.control.board, threading.Event()
     deadline = time.monotonic() + 10
     while not made._communicators._made and time.monotonic() < deadline:
         time.sleep(0.01)  # both ranks connect, whatever was refused
@@ -87,72 +83,7 @@ def close_while_another_thread_looks(channel: Channel) -> None:
 
 
 def test_a_channel_that_has_failed_ends_its_operations_whatever_another_thread_does(pool: Pool) -> None:
-    pool.run(2, close_while_another_thread_looks, transport=EMULATED_DEVICE, poisons=True)
-
-
-class Tied(nn.Module):
-    """An embedding that is the head too, and an activation that several later stages read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
-        self.head = nn.Linear(16, 16, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = hidden = self.embedding(x)
-        for number, layer in enumerate(self.layers):
-            hidden = torch.tanh(layer(hidden)) + (first if number % 3 == 2 else 0)
-        return self.head(hidden)  # type: ignore[no-any-return]
-
-
-def loss_of(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, batch["y"])
-
-
-def trained(channel: Channel, plan: sw.Plan, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of two steps, and what is then gathered, saved as whole tensors, and loaded under another layout."""
-    torch.manual_seed(0)
-    engine = sw.parallelize(
-        Tied(), plan, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), loss=loss_of, channel=channel
-    )
-    tokens = torch.arange(16)
-    losses = [engine.step({"x": tokens, "y": tokens.roll(number)}).loss for number in range(2)]
-    values = dict(sw.full(engine))
-    sw.save(folder, engine, layout="whole")
-    other = sw.parallelize(
-        Tied(),
-        sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), sharding=sw.Sharding(stage=3)),
-        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
-        loss=loss_of,
-        channel=channel,
-    )
-    sw.load(folder, other)
-    losses.append(other.step({"x": tokens, "y": tokens}).loss)
-    return losses, values
-
-
-def pipelined(schedule: str, size: int) -> sw.Plan:
-    pipeline = sw.Pipeline(schedule=schedule, chunks=2 if schedule == "interleaved" else None)
-    return sw.Plan(mesh=sw.Mesh(pp=size), pipeline=pipeline, merge=sw.Merge(microbatches=4))
-
-
-@pytest.mark.parametrize(
-    ("size", "plan"),
-    [
-        (2, pipelined("interleaved", 2)),
-        (3, pipelined("1f1b", 3)),
-    ],
-    ids=["2-interleaved", "3-1f1b"],
-)
-def test_training_and_moving_state_are_those_of_the_cpu(pool: Pool, size: int, plan: sw.Plan, tmp_path: Path) -> None:
-    results = pool.run(size, trained, plan, tmp_path / "device", transport=EMULATED_DEVICE)
-    expected = pool.run(size, trained, plan, tmp_path / "cpu", transport=SHARED_MEMORY)
-    for (losses, found), (cpu_losses, cpu_found) in zip(results, expected, strict=True):
-        assert losses == cpu_losses
-        assert found.keys() == cpu_found.keys()
-        assert all(torch.equal(found[name], cpu_found[name]) for name in found)
+    pool.run(2, close_while_another_thread_looks, transport=STRICT_DEVICE, poisons=True)
 
 
 class Wide(nn.Module):
@@ -184,9 +115,11 @@ def sums_of_gradients(channel: Channel, plan: sw.Plan, k: int) -> tuple[dict[str
     batches = [torch.randn(2 * k, 7, generator=torch.Generator().manual_seed(10 * n + channel.rank)) for n in range(2)]
     given_before = 0
     for batch in batches:
+        wait_for(channel)
         given_before = bytes_of_sums(channel)
         recorded.clear()
         engine.step({"x": batch}, microbatches=k)
+    wait_for(channel)
     # Sums over replicas are gathered too, which is no part of what is added.
     planned = engine.traffic(microbatches=k).reduce_bytes - sum(
         call.bytes_sent
@@ -197,11 +130,14 @@ def sums_of_gradients(channel: Channel, plan: sw.Plan, k: int) -> tuple[dict[str
     return dict(sw.full(engine)), sent
 
 
+def wait_for(channel: Channel) -> None:
+    if isinstance(channel, DeviceChannel):
+        torch.accelerator.synchronize()
+
+
 def bytes_of_sums(channel: Channel) -> int:
-    if not isinstance(channel, DeviceChannel):
-        return 0
-    made = channel._communicators._made.values()
-    return sum(each.bytes_sent for each in made if isinstance(each, EmulatedCommunicator))
+    sent = strict.sent_bytes() if isinstance(channel, DeviceChannel) else {}
+    return sent.get("ALLTOALL", 0) + sent.get("REDUCE_SCATTER", 0)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +159,7 @@ def test_gradients_travel_as_they_are_and_are_summed_as_on_the_cpu(
         sharding=sw.Sharding(stage=stage, bucket_bytes=200, owners="dp_shard"),
         precision=sw.Precision(compute=compute, keep=("scale",)),
     )
-    results = pool.run(size, sums_of_gradients, plan, k, transport=EMULATED_DEVICE)
+    results = pool.run(size, sums_of_gradients, plan, k, transport=STRICT_DEVICE)
     expected = pool.run(size, sums_of_gradients, plan, k, transport=SHARED_MEMORY)
     for (trained_values, (sent, recorded, planned)), (cpu_values, _) in zip(results, expected, strict=True):
         assert sent == recorded == planned > 0
@@ -238,16 +174,16 @@ def sums_of_backend(channel: Channel) -> list[tuple[torch.Tensor, int]]:
     found = []
     for own, total in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.complex64,) * 2):
         for counts in ([5] * channel.size, [3 * rank for rank in range(channel.size)]):
-            output = torch.empty(counts[channel.rank], dtype=total)
+            output = torch.empty(counts[channel.rank], dtype=total, device=channel.device)
             before = bytes_of_sums(channel)
             asked.reduce_scatter(output, given(asked, sum(counts), own), purpose="by the library", counts=counts).wait()
-            found.append((output, bytes_of_sums(channel) - before))
+            found.append((output.cpu(), bytes_of_sums(channel) - before))
     return found
 
 
 def test_sums_that_are_left_to_the_library_are_in_the_dtype_that_travels(pool: Pool) -> None:
     size = 3
-    for rank, found in enumerate(pool.run(size, sums_of_backend, transport=EMULATED_DEVICE)):
+    for rank, found in enumerate(pool.run(size, sums_of_backend, transport=STRICT_DEVICE)):
         for own, total in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.complex64,) * 2):
             for counts in ([5] * size, [3 * each for each in range(size)]):
                 terms = [part_of(values(each, sum(counts), own), counts, rank) for each in range(size)]

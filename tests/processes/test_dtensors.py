@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import shardwise as sw
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.local import LocalStore
 from shardwise.comm import Channel
@@ -107,6 +108,16 @@ def under_fsdp2_over_tensor_parallel(channel: Channel) -> tuple[list[Piece], str
     return pieces_of_all(model)
 
 
+def full_of_dtensors(channel: Channel) -> bool:
+    """Whether they are given as whole tensors, with the values of before."""
+    torch.manual_seed(0)
+    model = Net(hidden=5, out=3)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(model)
+    full = dict(sw.full(model.state_dict(), channel=channel))
+    return full.keys() == plain.keys() and all(torch.equal(full[name], value) for name, value in plain.items())
+
+
 def num_elements(model: Net) -> int:
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
 
@@ -115,6 +126,10 @@ def test_the_ranks_of_fsdp2_hold_every_element_once(pool: Pool) -> None:
     for pieces in pool.run(2, under_fsdp2):
         assert check_cover(pieces) == []
         assert sum(piece.num_elements for piece in pieces) == 3 * num_elements(Net(hidden=5, out=3))
+
+
+def test_dtensors_of_fsdp2_are_given_as_whole_tensors(pool: Pool) -> None:
+    assert pool.run(2, full_of_dtensors) == [True, True]
 
 
 def test_what_dcp_saves_of_fsdp2_is_read_exactly(pool: Pool, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def staged_slots(channel: Channel) -> int:
     for _ in range(2):
         engine.step({"input": torch.ones(4, 256)})
     assert isinstance(channel, ProcessChannel)
-    return channel._board._pool.num_slots
+    return channel.board.pool.num_slots
 
 
 def test_gradients_and_parameters_are_read_in_place_and_never_staged(pool: Pool) -> None:

@@ -10,22 +10,24 @@ import torch.distributed as dist
 
 from shardwise.comm import Channel, Work
 from shardwise.errors import CallMismatchError, PeerError
-from tests.processes.emulated_device import synchronize
-from tests.processes.pool import Pool, Transport
+from shardwise.testing.library import compiler
+from tests.processes.pool import STRICT_DEVICE, Pool, Transport
 
-READ_LATER = Transport(device="emulated, read later")
-IMPATIENT = Transport(device="emulated, read later", timeout_seconds=2.0)
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
+
+IMPATIENT = Transport(device="strict", timeout_seconds=2.0)
 
 Told = tuple[str, int | None, str, str, float]
 
 
 def sum_of(channel: Channel, purpose: str) -> None:
-    channel.reduce_scatter(torch.empty(8), torch.ones(8 * channel.size), purpose=purpose).wait()
+    total, own = (torch.ones(size, device=channel.device) for size in (8, 8 * channel.size))
+    channel.reduce_scatter(total, own, purpose=purpose).wait()
 
 
 def told(channel: Channel, begin: float) -> Told:
     """What the next call says, once the host has come back from its read."""
-    synchronize()
+    torch.accelerator.synchronize()
     taken = time.monotonic() - begin
     with pytest.raises(PeerError) as caught:
         channel.exchange(b"", purpose="after the read")
@@ -36,7 +38,7 @@ def told(channel: Channel, begin: float) -> Told:
 def lose_the_last(channel: Channel, way: str) -> Told | None:
     """All but the last rank block in a read of a sum that needs it."""
     sum_of(channel, "gradients")  # from now on nobody waits for the others' calls
-    synchronize()
+    torch.accelerator.synchronize()
     store = dist.distributed_c10d._get_default_store()
     if channel.rank == channel.size - 1:
         store.wait([f"{way}: rank {rank} reads" for rank in range(channel.rank)])
@@ -53,8 +55,8 @@ def lose_the_last(channel: Channel, way: str) -> Told | None:
 @pytest.mark.parametrize(
     ("way", "transport", "expected"),
     [
-        ("dies", READ_LATER, "rank 2 is gone (its process died)"),
-        ("aborts", READ_LATER, "rank 2 stopped: ValueError: the loss is not a number"),
+        ("dies", STRICT_DEVICE, "rank 2 is gone (its process died)"),
+        ("aborts", STRICT_DEVICE, "rank 2 stopped: ValueError: the loss is not a number"),
         ("stops", IMPATIENT, "rank 2 made no progress for 2 s (last seen in reduce_scatter for 'gradients'"),
     ],
     ids=["dies", "aborts", "stops"],
@@ -75,12 +77,12 @@ def test_a_host_that_reads_from_its_device_learns_of_a_lost_rank(
 def close_without_the_last_call(channel: Channel) -> Told | None:
     """The last rank leaves out a call that all have agreed on before. The others read, and make no call any more."""
     sum_of(channel, "gradients")
-    synchronize()
+    torch.accelerator.synchronize()
     if channel.rank == channel.size - 1:
         return None
     begin = time.monotonic()
     sum_of(channel, "gradients")
-    synchronize()
+    torch.accelerator.synchronize()
     with pytest.raises(PeerError) as caught:
         channel.close()
     error = caught.value
@@ -90,7 +92,7 @@ def close_without_the_last_call(channel: Channel) -> Told | None:
 
 def test_a_read_from_a_device_that_waits_for_a_rank_that_has_closed_its_channel_ends_in_words(pool: Pool) -> None:
     """Soon, and though nothing but `close` can say them."""
-    transport = Transport(device="emulated, read later", timeout_seconds=40.0)
+    transport = Transport(device="strict", timeout_seconds=40.0)
     results = pool.run(3, close_without_the_last_call, transport=transport, poisons=True)
     for rank in (0, 1):
         text, culprit, operation, purpose, taken = results[rank]
@@ -103,7 +105,7 @@ def close_before_the_wait(channel: Channel, operation: str, was_used: bool) -> T
     """Rank 0 lets go of a message, whose other side rank 1 never calls."""
     if was_used:
         message(channel, operation).wait()
-        synchronize()
+        torch.accelerator.synchronize()
     channel.exchange(b"", purpose="start")
     begin = time.monotonic()
     if channel.rank == 1:
@@ -118,7 +120,9 @@ def close_before_the_wait(channel: Channel, operation: str, was_used: bool) -> T
 def message(channel: Channel, operation: str) -> Work:
     """The one of rank 0 or, on rank 1, its other side."""
     is_sent = (operation == "send") == (channel.rank == 0)
-    return (channel.send if is_sent else channel.receive)(torch.ones(8), 1 - channel.rank, purpose="let go")
+    return (channel.send if is_sent else channel.receive)(
+        torch.ones(8, device=channel.device), 1 - channel.rank, purpose="let go"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def message(channel: Channel, operation: str) -> Work:
 def test_a_channel_closes_in_words_over_a_message_that_nobody_waits_for(
     pool: Pool, operation: str, was_used: bool
 ) -> None:
-    transport = Transport(device="emulated, read later", timeout_seconds=40.0)
+    transport = Transport(device="strict", timeout_seconds=40.0)
     results = pool.run(2, close_before_the_wait, operation, was_used, transport=transport, poisons=True)
     text, culprit, told_operation, purpose, taken = results[0]
     assert text == f"rank 1 has closed its channel, while rank 0 was in {operation} for 'let go'"
@@ -137,23 +141,23 @@ def test_a_channel_closes_in_words_over_a_message_that_nobody_waits_for(
 
 def receive_when_the_sender_closes(channel: Channel, num_messages: int) -> list[float]:
     store = dist.distributed_c10d._get_default_store()
-    received = [torch.zeros(8) for _ in range(num_messages)]
+    received = [torch.zeros(8, device=channel.device) for _ in range(num_messages)]
     if channel.rank == 0:
         for number in range(num_messages):
-            channel.send(torch.full((8,), number + 1.0), 1, purpose="let go")
+            channel.send(torch.full((8,), number + 1.0, device=channel.device), 1, purpose="let go")
         store.set(f"{num_messages} are sent", "")
     else:
         store.wait([f"{num_messages} are sent"])
         for each in received:
             channel.receive(each, 0, purpose="let go").wait()
-        synchronize()
+        torch.accelerator.synchronize()
     channel.close()
     return [float(each.sum()) for each in received]
 
 
 @pytest.mark.parametrize("num_messages", [1, 100])
 def test_a_message_that_nobody_waits_for_arrives_before_the_channel_closes(pool: Pool, num_messages: int) -> None:
-    results = pool.run(2, receive_when_the_sender_closes, num_messages, transport=READ_LATER, poisons=True)
+    results = pool.run(2, receive_when_the_sender_closes, num_messages, transport=STRICT_DEVICE, poisons=True)
     assert results[1] == [8.0 * (number + 1) for number in range(num_messages)]
 
 
@@ -163,13 +167,13 @@ def send_to_the_dead(channel: Channel) -> Told | None:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     with pytest.raises(PeerError) as caught:
-        channel.send(torch.ones(8), 1, purpose="activation").wait()
+        channel.send(torch.ones(8, device=channel.device), 1, purpose="activation").wait()
     error = caught.value
     return str(error), error.rank, error.operation, error.purpose, time.monotonic() - begin
 
 
 def test_a_message_to_a_rank_that_never_connects_ends_in_an_error(pool: Pool) -> None:
-    text, culprit, operation, purpose, taken = pool.run(2, send_to_the_dead, transport=READ_LATER, lost=[1])[0]
+    text, culprit, operation, purpose, taken = pool.run(2, send_to_the_dead, transport=STRICT_DEVICE, lost=[1])[0]
     assert text == "rank 1 is gone (its process died), while rank 0 was in send for 'activation'"
     assert (culprit, operation, purpose) == (1, "send", "activation")
     assert taken < 8
@@ -177,10 +181,10 @@ def test_a_message_to_a_rank_that_never_connects_ends_in_an_error(pool: Pool) ->
 
 def call_known_things_in_another_order(channel: Channel) -> tuple[str, float]:
     """The last rank gathers where the others add. All have agreed on both before, and send no message about them."""
-    whole = torch.empty(8 * channel.size)
+    whole = torch.empty(8 * channel.size, device=channel.device)
 
     def gather() -> None:
-        channel.all_gather(whole, torch.ones(8), purpose="weights").wait()
+        channel.all_gather(whole, whole[:8].clone(), purpose="weights").wait()
 
     def add() -> None:
         sum_of(channel, "gradients")
@@ -188,12 +192,12 @@ def call_known_things_in_another_order(channel: Channel) -> tuple[str, float]:
     calls = [gather, add]
     for call in calls:
         call()
-    synchronize()
+    torch.accelerator.synchronize()
     channel.exchange(b"", purpose="start")
     begin = time.monotonic()
     for call in calls if channel.rank == channel.size - 1 else calls[::-1]:
         call()
-    synchronize()
+    torch.accelerator.synchronize()
     taken = time.monotonic() - begin
     with pytest.raises(CallMismatchError) as caught:
         channel.exchange(b"", purpose="after the read")
@@ -201,7 +205,7 @@ def call_known_things_in_another_order(channel: Channel) -> tuple[str, float]:
 
 
 def test_hosts_that_read_from_devices_in_different_calls_learn_which(pool: Pool) -> None:
-    results = pool.run(3, call_known_things_in_another_order, transport=READ_LATER, poisons=True)
+    results = pool.run(3, call_known_things_in_another_order, transport=STRICT_DEVICE, poisons=True)
     for text, taken in results:
         assert "  - rank 2: all_gather for 'weights' of float32" in text
         assert text.count("reduce_scatter for 'gradients' of float32") == 1
@@ -211,7 +215,9 @@ def test_hosts_that_read_from_devices_in_different_calls_learn_which(pool: Pool)
 def wait_for_each_other(channel: Channel) -> str:
     """Both ranks receive first, which no channel can carry out."""
     with pytest.raises(PeerError) as caught:
-        channel.receive(torch.empty(8), 1 - channel.rank, purpose=f"parcel {channel.rank}").wait()
+        channel.receive(
+            torch.empty(8, device=channel.device), 1 - channel.rank, purpose=f"parcel {channel.rank}"
+        ).wait()
     return str(caught.value)
 
 

@@ -106,7 +106,7 @@ print("rank 1 is gone")
 def test_ranks_that_do_not_end_are_terminated_and_then_killed(
     stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("shardwise.comm.launch"), "_SECONDS_TO_TERMINATE", 0.5)
+    monkeypatch.setattr(import_module("shardwise.comm.launch"), "SECONDS_TO_TERMINATE", 0.5)
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     code = f"""
@@ -179,7 +179,7 @@ def test_a_signal_that_comes_twice_at_once_leaves_ranks_their_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = import_module("shardwise.comm.launch")
-    monkeypatch.setattr(module, "_SECONDS_TO_TERMINATE", 0.01)
+    monkeypatch.setattr(module, "SECONDS_TO_TERMINATE", 0.01)
     monkeypatch.setattr(module, "ONE_REQUEST_SECONDS", 60.0)
     gate = tmp_path / "gate"
     os.mkfifo(gate)

@@ -6,12 +6,13 @@ import torch
 import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.errors import CallMismatchError
+from shardwise.testing import strict
 from tests.engine.expected import adamw
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
 from tests.engine.sharded_nets import plan_of
 from tests.engine.test_stage_orders import Swapping
-from tests.processes.pool import EMULATED_DEVICE, Pool, RankError
+from tests.processes.pool import STRICT_DEVICE, Pool, RankError
 
 
 def swap_on_one_rank(channel: Channel) -> None:
@@ -25,15 +26,16 @@ def swap_on_one_rank(channel: Channel) -> None:
     before = {piece: value.clone() for piece, value in engine.state().items()}
     share["words"][:, 0] = channel.rank
     try:
-        engine.step(share)
+        with strict.hanging():  # the watch of the channel has to find it
+            engine.step(share)
     finally:
         assert all(torch.equal(value, before[piece]) for piece, value in engine.state().items())
 
 
 def test_an_order_that_differs_is_known_before_the_update(pool: Pool) -> None:
     with pytest.raises(RankError) as caught:
-        pool.run(2, swap_on_one_rank, transport=EMULATED_DEVICE)
+        pool.run(2, swap_on_one_rank, transport=STRICT_DEVICE)
     assert sorted(caught.value.failures) == [0, 1]
     for failure in caught.value.failures.values():
-        assert failure.kind == CallMismatchError.__name__
+        assert failure.kind == CallMismatchError.__name__, failure.text
         assert "of unit 'layers." in failure.message

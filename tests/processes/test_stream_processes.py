@@ -69,15 +69,6 @@ def learns_from_answers(channel: Channel, num_updates: int = 2) -> list[dict[str
     return grpo_two_groups.take_part(channel, 1)[1]
 
 
-def test_answers_are_learnt_from_in_processes_as_in_simulated_ranks(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(grpo_two_groups, "NUM_UPDATES", 2)  # and back to what it was
-    simulated = sw.simulate(3, learns_from_answers)
-    assert len(simulated[0]) == 2
-    assert pool.run(3, learns_from_answers) == simulated
-
-
 def dies_while_others_wait(channel: Channel, victim: int) -> None:
     """The first rollouts have come; then the victim is killed, in its own work."""
     names = vars(grpo_two_groups)

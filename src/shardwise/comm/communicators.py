@@ -238,6 +238,11 @@ class DeviceLine:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether what is started begins in its call."""
+        return self._communicator is not None
+
     def start(self, launch: Launch) -> None:
         """Begin it after those that were started before."""
         with self._lock:

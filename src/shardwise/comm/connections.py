@@ -404,7 +404,7 @@ def _unix_connector(own_rank: int, key: bytes) -> Connector:
 def _tcp_connector(own_rank: int, key: bytes, known: Sequence[str]) -> Connector:
     def connect_to(rank: int, deadline: float) -> socket.socket:
         # One after the other: a host may announce addresses that lead nowhere from here.
-        addresses, port = _announced(known[rank])
+        addresses, port = announced(known[rank])
         problems = []
         for address in addresses:
             connection = None
@@ -422,7 +422,8 @@ def _tcp_connector(own_rank: int, key: bytes, known: Sequence[str]) -> Connector
     return connect_to
 
 
-def _announced(text: str) -> tuple[list[str], int]:
+def announced(text: str) -> tuple[list[str], int]:
+    """The addresses of a rank and its port, as it says them in the store. Raises ConnectionError for anything else."""
     try:
         addresses, port = json.loads(text)
         if isinstance(port, int) and 0 < port < 1 << 16 and all(isinstance(each, str) for each in addresses):

@@ -37,7 +37,7 @@ from shardwise.errors import in_words
 _TAGS = 1 << 31
 """Gloo takes tags below this."""
 
-_GRACE_SECONDS = 3.0
+GRACE_SECONDS = 3.0
 _GRACE_SHARE = 0.25
 """How long a pair may be broken before its rank is blamed, at most, and as a part of the time limit.
 
@@ -128,7 +128,7 @@ class GlooPairs:
 
     def is_lost(self, rank: int) -> bool:
         """Whether the pair with this rank broke a while ago."""
-        grace_seconds = min(_GRACE_SECONDS, _GRACE_SHARE * self.timeout_seconds)
+        grace_seconds = min(GRACE_SECONDS, _GRACE_SHARE * self.timeout_seconds)
         return rank in self.broken and time.monotonic() - self.broken[rank][1] > grace_seconds
 
     def lost(self, has_closed: Callable[[int], bool]) -> tuple[int, str] | None:

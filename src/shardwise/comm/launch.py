@@ -34,7 +34,7 @@ PEER_FAILED = 3
 _INTERRUPTED = 128 + signal.SIGINT
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _KEPT_LINES = 200
-_SECONDS_TO_TERMINATE = 5.0
+SECONDS_TO_TERMINATE = 5.0
 _SECRET_BYTES = 32
 
 
@@ -130,8 +130,8 @@ def launch(module: str | None, arguments: Sequence[str], *, num_processes: int, 
         finally:
             # The codes up to here are the ranks' own words. Those of ranks that are ended now say only that they were.
             own_codes = dict(codes)
-            _pass_on(signal.SIGTERM, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
-            _pass_on(signal.SIGKILL, ranks, events, codes, patience_seconds=_SECONDS_TO_TERMINATE)
+            _pass_on(signal.SIGTERM, ranks, events, codes, patience_seconds=SECONDS_TO_TERMINATE)
+            _pass_on(signal.SIGKILL, ranks, events, codes, patience_seconds=SECONDS_TO_TERMINATE)
         # The exit code of a rank that failed while it saved comes before the signal that asked it to stop.
         as_asked = (0, PEER_FAILED, -_passed_on(stop), 128 + _passed_on(stop))
         if stop and all(code in as_asked for code in own_codes.values()):

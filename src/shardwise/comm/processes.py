@@ -233,7 +233,7 @@ class ProcessChannel:
     def __init__(self, board: Switchboard, members: tuple[int, ...], *, owns_board: bool = False) -> None:
         self.rank = members.index(board.rank)
         self.size = len(members)
-        self._board = board
+        self.board = board
         self._owns_board = owns_board
         self.members = members
         self._peers = [member for member in members if member != board.rank]
@@ -248,12 +248,12 @@ class ProcessChannel:
     @property
     def tally(self) -> RankTally:
         """See `Tallied`."""
-        return self._board.tally
+        return self.board.tally
 
     @property
     def hosts(self) -> Sequence[str]:
         """The name of each rank's host; empty where it is unknown."""
-        return tuple(self._board.hosts[member] for member in self.members) if self._board.hosts else ()
+        return tuple(self.board.hosts[member] for member in self.members) if self.board.hosts else ()
 
     def over(self, ranks: Sequence[int]) -> Channel:
         """See `Channel.over`."""
@@ -265,33 +265,33 @@ class ProcessChannel:
         # Two channels over the same members would be one all the same: the board counts messages by lane, and a lane is
         # a digest of the members.
         if members not in self._channels:
-            channel = ProcessChannel(self._board, members)
+            channel = ProcessChannel(self.board, members)
             channel._channels = self._channels
             self._channels[members] = channel
         return self._channels[members]
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """See `Channel.allocate`: memory that ranks on this host read where it is."""
-        if num_bytes == 0 or not any(map(self._board.shares_memory_with, self._peers)):
+        if num_bytes == 0 or not any(map(self.board.shares_memory_with, self._peers)):
             return torch.zeros(num_bytes, dtype=torch.uint8)
-        return self._board.lend(num_bytes)
+        return self.board.lend(num_bytes)
 
     def share(self, num_bytes: int) -> Sequence[torch.Tensor] | None:
         """See `Channel.share`."""
         # All take the same way: a rank that returned None alone would leave the others in the next exchange.
-        reaches_all = num_bytes > 0 and all(map(self._board.shares_memory_with, self._peers))
+        reaches_all = num_bytes > 0 and all(map(self.board.shares_memory_with, self._peers))
         purpose = f"{num_bytes} bytes of shared memory"
         if not all(self.exchange(b"+" if reaches_all else b"", purpose=f"who has {purpose}")):
             return None
-        own = self._board.lend(num_bytes)
-        with self._board.lock:
-            place = self._board.tell_place(own, self._peers)
+        own = self.board.lend(num_bytes)
+        with self.board.lock:
+            place = self.board.tell_place(own, self._peers)
         # Straight from each: the frame with the descriptor goes before the message that names the place, on the same
         # connection. So the memory is mapped when the message has come.
-        with self._board.lock:
+        with self.board.lock:
             places = self._values.from_each(Signature(operation="exchange", purpose=f"places of {purpose}"), place)
         shared = [
-            own if member == self._board.rank else self._board.memory_of(member, there, num_bytes)
+            own if member == self.board.rank else self.board.memory_of(member, there, num_bytes)
             for member, there in zip(self.members, places, strict=True)
         ]
         # Nobody gives its memory back before all see it. Else a RELEASE could come right after the SEGMENT, before a
@@ -306,11 +306,11 @@ class ProcessChannel:
     def exchange_parts(self, parts: Sequence[bytes], *, purpose: str) -> list[RankValues]:
         """See `agreement.exchange_parts`."""
         signature = Signature(operation="exchange", purpose=purpose)
-        with self._board.lock:
-            self._board.check(signature)
-            self._board.note(self._log, signature)
+        with self.board.lock:
+            self.board.check(signature)
+            self.board.note(self._log, signature)
             # The first channel has all ranks, so that all members of each channel take part.
-            logs = self._board.compared_logs() if self._owns_board else [self._log] * self._log.has_transfers
+            logs = self.board.compared_logs() if self._owns_board else [self._log] * self._log.has_transfers
             values, difference = self._values.values(signature, parts, sum(log.share for log in logs) % (1 << 64))
             if difference:
                 self._compare_calls(logs, signature)
@@ -330,8 +330,8 @@ class ProcessChannel:
         texts = first_difference(logs, exchange, even=self._log.lane)
         # Without any, some ranks have only come further on another channel of theirs than others.
         if texts is not None:
-            self._board.fail(different(texts))
-            self._board.check(signature)
+            self.board.fail(different(texts))
+            self.board.check(signature)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -339,20 +339,20 @@ class ProcessChannel:
         """See `Channel.all_gather`."""
         signature = all_gather_signature(self, output, input, purpose=purpose, counts=counts)
         self.tally.count(signature, self.rank)
-        with self._board.lock:
-            self._board.check(signature)
+        with self.board.lock:
+            self.board.check(signature)
             parts = torch.split(output.detach(), list(signature.counts))
             places = [
                 (self._expected(member, signature), as_bytes(part))
                 for member, part in zip(self.members, parts, strict=True)
-                if member != self._board.rank
+                if member != self.board.rank
             ]
             # Usually the input is its own part of the output, as in a bucket of parameters.
             own = parts[self.rank]
             if own.data_ptr() != input.data_ptr():
                 own.copy_(input.detach())
-            outbounds = self._board.send(as_bytes(input), self._peers, self._collectives, signature)
-            return self._board.start(signature, outbounds, MessageFilling(places))
+            outbounds = self.board.send(as_bytes(input), self._peers, self._collectives, signature)
+            return self.board.start(signature, outbounds, MessageFilling(places))
 
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
@@ -360,15 +360,15 @@ class ProcessChannel:
         """See `Channel.reduce_scatter`."""
         signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
         self.tally.count(signature, self.rank)
-        with self._board.lock:
-            self._board.check(signature)
+        with self.board.lock:
+            self.board.check(signature)
             parts = torch.split(input.detach(), list(signature.counts))
             outbounds: list[Outbound] = []
             # Every peer gets another part, so that no slot serves two readers: all messages share the slots of the
             # pool. Each rank begins with its right neighbour, so that no rank is everybody's first.
             for step in range(1, self.size):
                 destination = (self.rank + step) % self.size
-                outbounds += self._board.send(
+                outbounds += self.board.send(
                     as_bytes(parts[destination]),
                     [self.members[destination]],
                     self._collectives,
@@ -376,104 +376,102 @@ class ProcessChannel:
                     window_share=self.size - 1,
                 )
             terms: list[Inbound | torch.Tensor] = [
-                parts[self.rank] if member == self._board.rank else self._expected(member, signature)
+                parts[self.rank] if member == self.board.rank else self._expected(member, signature)
                 for member in self.members
             ]
-            return self._board.start(signature, outbounds, Summing(output.detach(), terms, input.dtype))
+            return self.board.start(signature, outbounds, Summing(output.detach(), terms, input.dtype))
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         """See `Channel.send`. The message is buffered: it needs nothing more from this rank."""
         signature = message_signature(self, "send", tensor, destination, purpose=purpose)
         self.tally.count(signature, self.rank)
-        with self._board.lock:
-            self._board.check(signature)
+        with self.board.lock:
+            self.board.check(signature)
             peer, source = self.members[destination], as_bytes(tensor)
-            if self._board.send_in_frame(source, peer, self._messages, signature):
+            if self.board.send_in_frame(source, peer, self._messages, signature):
                 return FINISHED
-            outbounds = self._board.send(source, [peer], self._messages, signature, buffered=True)
-            return self._board.start(signature, outbounds, None)
+            outbounds = self.board.send(source, [peer], self._messages, signature, buffered=True)
+            return self.board.start(signature, outbounds, None)
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:
         """See `Channel.receive`."""
         signature = message_signature(self, "receive", tensor, source, purpose=purpose)
         self.tally.count(signature, self.rank)
-        with self._board.lock:
-            self._board.check(signature)
-            inbound = self._board.expect(self.members[source], self._messages, signature)
-            return self._board.start(signature, [], MessageFilling([(inbound, as_bytes(tensor))]))
+        with self.board.lock:
+            self.board.check(signature)
+            inbound = self.board.expect(self.members[source], self._messages, signature)
+            return self.board.start(signature, [], MessageFilling([(inbound, as_bytes(tensor))]))
 
     def abort(self, reason: str) -> None:
         """See `Channel.abort`."""
-        rank = self._board.rank
-        self._board.was_heard = True  # the program knows what it says
-        self._board.fail(ChannelVerdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
+        rank = self.board.rank
+        self.board.was_heard = True  # the program knows what it says
+        self.board.fail(ChannelVerdict(fact=f"rank {rank} stopped: {reason}", culprit=rank))
 
     def close(self) -> None:
         """See `Channel.close`. The connections belong to the first channel; those made by `over` hold nothing."""
         if self._owns_board:
-            self._board.close()
+            self.board.close()
 
     def check(self, signature: Signature) -> None:
         """Raise if a rank is lost, or has given up."""
-        self._board.check(signature)
+        self.board.check(signature)
 
     def has_failed(self, *, patience_seconds: float = 0.0) -> bool:
         """Whether a rank is lost or has given up, as far as can be seen so soon."""
-        return self._board.has_failed(patience_seconds=patience_seconds)
+        return self.board.has_failed(patience_seconds=patience_seconds)
 
     def has_closed(self, awaited: Sequence[int]) -> bool:
         """Whether one of these world ranks has closed its channel, as far as was heard."""
-        return self._board.has_closed(awaited)
+        return self.board.has_closed(awaited)
 
     def judge(self, signature: Signature, awaited: Sequence[int]) -> None:
         """Blame one of these world ranks: a call that travels on another way has waited too long for them."""
-        self._board.judge(awaited)
+        self.board.judge(awaited)
         self.blocked(signature)
 
     def blocked(self, signature: Signature) -> None:
         """Errors name this call from now on: the one in which the rank was when the channel failed."""
-        was_heard = self._board.was_heard
+        was_heard = self.board.was_heard
         with contextlib.suppress(ShardwiseError):
-            self._board.check(signature)
-        self._board.was_heard = was_heard
+            self.board.check(signature)
+        self.board.was_heard = was_heard
 
     @property
     def was_heard(self) -> bool:
         """Whether the program has got the error with which the channel ended."""
-        return self._board.was_heard
+        return self.board.was_heard
 
     def agree_on(self, signature: Signature) -> None:
         """Compare the signature of a collective that travels on another way, and is called for the first time."""
-        with self._board.lock:
+        with self.board.lock:
             self.note(signature)
             # A neighbour that calls what it knows answers nothing, and finds the difference in this.
-            self._board.tell_calls(self._log, self._values.neighbours)
+            self.board.tell_calls(self._log, self._values.neighbours)
             _, difference = self._values.values(signature, [b""], self._log.share % (1 << 64))
             if difference:
                 self._compare_calls([self._log], signature)
 
     def note(self, signature: Signature) -> None:
         """Put a collective that travels on another way into the digest of calls, which exchanges compare."""
-        with self._board.lock:
-            self._board.check(signature)
+        with self.board.lock:
+            self.board.check(signature)
             self._log.has_transfers = True
-            self._board.note(self._log, signature)
+            self.board.note(self._log, signature)
 
     def tell_waiting(self, signature: Signature, awaited: Sequence[int]) -> bool:
         """What travels on another way has waited for a while for these world ranks: tell all. Whether that was done."""
-        return self._board.tell_waiting(signature, awaited)
+        return self.board.tell_waiting(signature, awaited)
 
     def compare_message(self, signature: Signature, peer: int) -> TransferInFlight:
         """Begin to compare the signature of a `send` or `receive` that travels on another way."""
-        with self._board.lock:
-            self._board.check(signature)
+        with self.board.lock:
+            self.board.check(signature)
             member = self.members[peer]
             if signature.operation == "send":
-                nothing = self._board.send(torch.empty(0), [member], self._elsewhere, signature, buffered=True)
-                return self._board.start(signature, nothing, None)
-            return self._board.start(
-                signature, [], Collecting([self._board.expect(member, self._elsewhere, signature)])
-            )
+                nothing = self.board.send(torch.empty(0), [member], self._elsewhere, signature, buffered=True)
+                return self.board.start(signature, nothing, None)
+            return self.board.start(signature, [], Collecting([self.board.expect(member, self._elsewhere, signature)]))
 
     def _expected(self, member: int, signature: Signature) -> Inbound:
-        return self._board.expect(member, self._collectives, signature)
+        return self.board.expect(member, self._collectives, signature)

@@ -17,7 +17,7 @@ from shardwise.errors import few_of
 LOOK_UP_SECONDS, LONGEST_LOOK_UP_SECONDS = 0.2, 2.0
 """How soon a rank that waits looks up whether another one has given up. Each time it waits twice as long."""
 
-_MAX_CALLERS = 1024
+MAX_CALLERS = 1024
 """Callers whose proofs are awaited at a time; beyond, the one that has waited longest is dropped."""
 
 _SHOWN_RANKS = 8
@@ -107,7 +107,7 @@ class Reception:
         """A caller that says nothing costs a descriptor: too late or too many, and it is dropped."""
         now = time.monotonic()
         late = [number for number, caller in self._callers.items() if caller.deadline < now]
-        for number in late or list(self._callers)[: max(0, len(self._callers) - _MAX_CALLERS)]:
+        for number in late or list(self._callers)[: max(0, len(self._callers) - MAX_CALLERS)]:
             self.num_strangers += 1
             self._drop(number).close()
 

@@ -38,7 +38,7 @@ from shardwise.comm.links import Payload, PeerLink, flush_until
 from shardwise.comm.reception import Reception
 from shardwise.errors import ShardwiseError, in_words
 
-_GRACE_SECONDS = 0.2
+GRACE_SECONDS = 0.2
 """How long the lower of two ranks waits for the call of the higher one, which usually makes the same call."""
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
@@ -47,7 +47,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 _MOST_CALLS = 64
 """Ranks that are called at a time."""
 
-_FAREWELL_SECONDS = 1.0
+FAREWELL_SECONDS = 1.0
 """How long a link that comes after the end is kept for its last words."""
 
 
@@ -98,8 +98,8 @@ class Relay:
         self._rank = rank
         self._size = len(connected.hosts)
         self._timeout_seconds = timeout_seconds
-        self._links: Mapping[int, PeerLink] = connected.links
-        self._listeners = connected.listeners
+        self.links: Mapping[int, PeerLink] = connected.links
+        self.listeners = connected.listeners
         self._connect_to = connected.call
         self._num_said = 0
         self._num_heard: collections.Counter[int] = collections.Counter()
@@ -109,7 +109,7 @@ class Relay:
         self._wanted: set[int] = set()
         self._calling: set[int] = set()
         self._linked: set[int] = set()
-        self._news: dict[tuple[int, int], News] = {}
+        self.news: dict[tuple[int, int], News] = {}
         """By kind and rank, the last one: a rank that makes no call for long needs no more."""
         self._connections: collections.deque[tuple[int, socket.socket]] = collections.deque()
         self._last_words: bytes | None = None
@@ -117,11 +117,11 @@ class Relay:
         self._is_dropped = False
         self._calls = threading.BoundedSemaphore(_MOST_CALLS)
         self._poll = select.poll()
-        self._by_descriptor = {link.fileno(): link for link in self._links.values()}
-        for descriptor in self._by_descriptor:
+        self.by_descriptor = {link.fileno(): link for link in self.links.values()}
+        for descriptor in self.by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
         self._reception = Reception(
-            self._listeners,
+            self.listeners,
             connected.key,
             rank,
             self._poll,
@@ -147,7 +147,7 @@ class Relay:
             if self._is_dropped:
                 return
             self._spread(kind, payload)
-            if any(link.wants_to_write for link in self._links.values()):
+            if any(link.wants_to_write for link in self.links.values()):
                 self._ring()
 
     def call(self, rank: int) -> None:
@@ -159,7 +159,7 @@ class Relay:
             is_caller = rank < self._rank
             if is_caller:
                 self._calling.add(rank)  # from now on: see `_admits`
-            pause_seconds = 0.0 if is_caller else _GRACE_SECONDS
+            pause_seconds = 0.0 if is_caller else GRACE_SECONDS
             arguments = (rank, pause_seconds)
             threading.Thread(target=self._call, args=arguments, name="shardwise call", daemon=True).start()
 
@@ -171,8 +171,8 @@ class Relay:
             if self._is_told:
                 self._is_told = False
                 os.read(self._told, 1)
-            news = list(self._news.values())
-            self._news.clear()
+            news = list(self.news.values())
+            self.news.clear()
             return self.take_connections(), news
 
     def take_connections(self) -> list[tuple[int, socket.socket]]:
@@ -189,7 +189,7 @@ class Relay:
                 self._last_words = last_words
                 self._end.set()
                 self._reception.close()
-                for listener in self._listeners:
+                for listener in self.listeners:
                     self._poll.unregister(listener)
                     listener.close()
 
@@ -197,8 +197,8 @@ class Relay:
         """Let the last words leave this host."""
         with self.lock:
             if not self._is_dropped:
-                flush_until(deadline, self._links.values())
-                for link in self._links.values():
+                flush_until(deadline, self.links.values())
+                for link in self.links.values():
                     link.linger(deadline)
 
     def drop(self) -> None:
@@ -210,7 +210,7 @@ class Relay:
                 return
             self.end(b"")
             self._is_dropped = True
-            for link in self._links.values():
+            for link in self.links.values():
                 link.close()
             for _, connection in self._connections:
                 connection.close()
@@ -229,7 +229,7 @@ class Relay:
                     os.close(self._bell)
                     return
                 patience_seconds = self._reception.patience_seconds()
-                for descriptor, link in self._by_descriptor.items():
+                for descriptor, link in self.by_descriptor.items():
                     self._poll.modify(descriptor, select.POLLIN | (select.POLLOUT if link.wants_to_write else 0))
             events = self._poll.poll(None if patience_seconds is None else patience_seconds * 1000)
             with self.lock:
@@ -240,7 +240,7 @@ class Relay:
                 self._reception.drop_late()
 
     def _attend(self, descriptor: int) -> None:
-        link = self._by_descriptor.get(descriptor)
+        link = self.by_descriptor.get(descriptor)
         if descriptor == self._bell:
             os.read(descriptor, 1 << 10)
         elif link is None:
@@ -250,7 +250,7 @@ class Relay:
             link.receive(self._take)
             if link.ended:
                 self._poll.unregister(descriptor)
-                del self._by_descriptor[descriptor]
+                del self.by_descriptor[descriptor]
                 # A rank that closes drops what it reads (`PeerLink.linger`), and with it the other side's goodbye.
                 if link.rank not in self._ended and self._last_words is None:
                     verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
@@ -277,7 +277,7 @@ class Relay:
         self._pass_on(frame(kind, lane=self._rank, number=self._num_said, payload=payload), None)
 
     def _pass_on(self, content: bytes, source: PeerLink | None) -> None:
-        for link in self._links.values():
+        for link in self.links.values():
             if link is not source:
                 link.put(content)
                 link.flush()
@@ -287,8 +287,8 @@ class Relay:
             self._ended.add(news.rank)
         elif isinstance(news.content, ChannelVerdict) and news.content.culprit is not None:
             self._ended.add(news.content.culprit)
-        self._news.pop((news.kind, news.rank), None)
-        self._news[news.kind, news.rank] = news
+        self.news.pop((news.kind, news.rank), None)
+        self.news[news.kind, news.rank] = news
         self._tell()
 
     def _ring(self) -> None:
@@ -340,7 +340,7 @@ class Relay:
 
 def _say_last(connection: socket.socket, last_words: bytes) -> None:
     with connection, contextlib.suppress(OSError):
-        connection.settimeout(_FAREWELL_SECONDS)
+        connection.settimeout(FAREWELL_SECONDS)
         connection.sendall(last_words)
         # A close over unread bytes would take the words back.
         connection.shutdown(socket.SHUT_WR)

@@ -33,10 +33,10 @@ from shardwise.comm.interfaces import listener_of_the_store
 from shardwise.errors import PeerError, PlanError, in_words
 from shardwise.launchers import Announced, announced, listening_ports
 
-_LIFE_SECONDS = 1.0
+LIFE_SECONDS = 1.0
 """A rank that waits looks so often whether the other one is still there."""
 
-_FAREWELL_SECONDS = 3.0
+FAREWELL_SECONDS = 3.0
 """How long rank 0, which may serve the store, waits after a failure for others that ask for its reason."""
 
 START_SECONDS = 60.0
@@ -81,7 +81,7 @@ class Rendezvous:
         deadline = time.monotonic() + self.patience_seconds
         while True:
             # The store counts in whole milliseconds: of much less than 20 they would be more than a tenth.
-            patience = min(_LIFE_SECONDS, max(0.02, deadline - time.monotonic()))
+            patience = min(LIFE_SECONDS, max(0.02, deadline - time.monotonic()))
             asked = time.monotonic()
             try:
                 self.store.wait([name], timedelta(seconds=patience))
@@ -129,7 +129,7 @@ class Rendezvous:
             self.publish(_CONNECTED, reason)
             if self.rank == 0:
                 names = [f"{_CONNECTED}/{rank}" for rank in range(self.size)]
-                self.store.wait(names, timedelta(seconds=_FAREWELL_SECONDS))
+                self.store.wait(names, timedelta(seconds=FAREWELL_SECONDS))
 
     def _is_gone(self, rank: int) -> bool:
         """Whether a rank that had a channel before is no more; asks the store and this host."""
@@ -147,7 +147,7 @@ class Rendezvous:
         while True:
             # Two requests instead of two per rank: a request is some 0.2 ms.
             with contextlib.suppress(RuntimeError, ValueError):
-                self.store.wait(names, timedelta(seconds=_LIFE_SECONDS))
+                self.store.wait(names, timedelta(seconds=LIFE_SECONDS))
                 return [value.decode() for value in self.store.multi_get(names)]
             missing = self._first_missing(key, self.size)
             if missing == self.size:  # a store without `multi_get`, such as a file
@@ -161,7 +161,7 @@ class Rendezvous:
         """
         self.publish(key, value)
         if self.rank:
-            return _values_in(self._read(f"{key}/all", key, 0), self.size, key)
+            return values_in(self._read(f"{key}/all", key, 0), self.size, key)
         try:
             values = self.read_all(key)
         except PeerError as error:
@@ -187,7 +187,7 @@ class Rendezvous:
         return low if low < self.size else otherwise
 
 
-def _values_in(table: str, size: int, key: str) -> list[str]:
+def values_in(table: str, size: int, key: str) -> list[str]:
     """What rank 0 has published for `gather`. Raises PeerError where it says that a rank is missing, or nothing."""
     try:
         found = json.loads(table)
@@ -227,7 +227,7 @@ def meet(
             _check_environment()
             local_rank = os.environ.get("LOCAL_RANK")
             device = own_device(device, None if local_rank is None else int(local_rank))
-            store, rank, size = _meet_at("env://", patience)
+            store, rank, size = meet_at("env://", patience)
         else:
             device = own_device(device, world.checked().local_rank)
             store, rank, size = _meet_announced(world, patience)
@@ -253,7 +253,8 @@ def meet(
     )
 
 
-def _meet_at(address: str, patience_seconds: float, *, rank: int = -1, size: int = -1) -> tuple[Store, int, int]:
+def meet_at(address: str, patience_seconds: float, *, rank: int = -1, size: int = -1) -> tuple[Store, int, int]:
+    """The store at an address, with this process's rank in it and the number of ranks."""
     patience = timedelta(seconds=patience_seconds)
     try:
         return _served(address, patience, rank, size) or next(iter(rendezvous(address, rank, size, timeout=patience)))
@@ -288,7 +289,7 @@ def _meet_announced(world: Announced, patience_seconds: float) -> tuple[Store, i
     """Meet where the environment of another launcher than torchrun says."""
     host = f"[{world.host}]" if ":" in world.host else world.host
     try:
-        store, rank, size = _meet_at(f"tcp://{host}:{world.port}", patience_seconds, rank=world.rank, size=world.size)
+        store, rank, size = meet_at(f"tcp://{host}:{world.port}", patience_seconds, rank=world.rank, size=world.size)
     except PeerError as error:
         raise PeerError(f"{error}. {world.way_out()}", operation="start", purpose="rendezvous") from error
     # Processes of another job that come to the same port find nothing of this one.

@@ -63,7 +63,7 @@ _MIN_WINDOW = 2
 _INTERRUPT_SECONDS = 0.5
 """How soon a Ctrl-C is noticed that comes just before the poll blocks: Python handles it when the poll returns."""
 
-_LAST_WORDS_SECONDS = 1.0
+LAST_WORDS_SECONDS = 1.0
 """How long a rank that has failed, or ends without `close`, tries to tell peers that do not read."""
 
 
@@ -102,14 +102,14 @@ class Switchboard:
         """In which this rank slept, for any call."""
         self.counts_waits = True
         """False while a call waits for ranks that wait for others, and counts itself."""
-        self._pool = SlotPool()
+        self.pool = SlotPool()
         self.kernels = kernels or range(len(links) + 1)
         self._logs: dict[int, CallLog] = {}
         self._stamps: dict[Signature, Stamp] = {}
         self._sent_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         self._expected_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         # By (rank, lane, number). An inbound message leaves when a call has met it and its last chunk has come.
-        self._inbounds: dict[tuple[int, int, int], Inbound] = {}
+        self.inbounds: dict[tuple[int, int, int], Inbound] = {}
         self._unanswered: dict[tuple[int, int, int], Outbound] = {}
         self._credited: dict[tuple[int, int, int], Outbound] = {}
         """Messages sent as bytes or read in place whose chunks have not all been consumed."""
@@ -126,13 +126,13 @@ class Switchboard:
         # lanes must not be broken by another thread.
         self.lock = threading.RLock()
         """Held during every call, so that threads take turns."""
-        self._known = KnownRanks(rank, timeout_seconds=timeout_seconds)
-        self._links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self._known, lock=self.lock)
-        self._pairs = pairs
+        self.known = KnownRanks(rank, timeout_seconds=timeout_seconds)
+        self.links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self.known, lock=self.lock)
+        self.pairs = pairs
         # A board that the program has let go of ends its connections, although their threads hold them.
-        weakref.finalize(self, self._links.close).atexit = False
+        weakref.finalize(self, self.links.close).atexit = False
         if pairs is not None:
-            self._links.listen_to(pairs, pairs.take_in)
+            self.links.listen_to(pairs, pairs.take_in)
             weakref.finalize(self, pairs.close).atexit = False
         self.watch = HangWatch(rank, len(self.kernels), timeout_seconds=timeout_seconds)
         self.quiet_thread: QuietThread | None = None
@@ -156,7 +156,7 @@ class Switchboard:
         constant: no one writes to the source again, so that nothing has to be copied.
         """
         stamp = self._stamp(signature)
-        targets = [(self._links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
+        targets = [(self.links[rank], self._count(self._sent_numbers, lane, rank)) for rank in destinations]
         near, far = ([target for target in targets if target[0].local == local] for local in (True, False))
         is_far_small = fits_in_frame(len(source), local=False)
         outbounds = []
@@ -170,11 +170,11 @@ class Switchboard:
                 group,
                 lane=lane,
                 stamp=stamp,
-                pool=self._pool,
+                pool=self.pool,
                 window=max(_MIN_WINDOW, BASE_SLOTS // window_share),
                 buffered=buffered,
                 constant=constant,
-                pairs=self._pairs if by_gloo else None,
+                pairs=self.pairs if by_gloo else None,
             )
             key = (group[0][0].rank, lane, group[0][1])
             if not outbound.answered:
@@ -190,7 +190,7 @@ class Switchboard:
         It is buffered, and done with this call.
         """
         # The most frequent message of a pipeline. Nothing of it is left to do, so it needs no objects that wait.
-        link = self._links[destination]
+        link = self.links[destination]
         stamp = self._stamp(signature)
         total = source.numel()
         if not (fits_in_frame(total, local=link.local) and link.knows_signature(stamp.digest)):
@@ -198,14 +198,14 @@ class Switchboard:
         number = self._count(self._sent_numbers, lane, destination)
         header = frame(FrameKind.CHUNK, lane=lane, digest=stamp.digest, total=total, number=number, length=total)
         link.put(header + source.numpy().tobytes())
-        self._links.flush()
-        self._links.leave()
+        self.links.flush()
+        self.links.leave()
         return True
 
     def expect(self, source: int, lane: int, signature: Signature) -> Inbound:
         """The next message of a lane from a world rank, compared with the signature as soon as it is there."""
         if source < self.rank:
-            self._links[source]  # of two that make the same call, the higher one calls the other
+            self.links[source]  # of two that make the same call, the higher one calls the other
         number = self._count(self._expected_numbers, lane, source)
         inbound = self._inbound(source, lane, number)
         inbound.expected = self._stamp(signature)
@@ -220,35 +220,35 @@ class Switchboard:
         transfer.advance()
         if not transfer.is_done:
             self._active.append(transfer)
-        self._links.flush()
-        self._links.leave()
+        self.links.flush()
+        self.links.leave()
         return transfer
 
     def shares_memory_with(self, rank: int) -> bool:
         """Whether a world rank can read the memory of this one."""
-        return self._links.is_local(rank)
+        return self.links.is_local(rank)
 
     def tell_place(self, memory: torch.Tensor, ranks: Sequence[int]) -> bytes:
         """Let these ranks map the segment that holds lent memory; return its place in words for `memory_of`."""
-        found = self._pool.locate(memory)
+        found = self.pool.locate(memory)
         assert found is not None, "lent memory is part of a segment"
         segment, start = found
         for rank in ranks:
-            self._links[rank].tell_segment(segment)
+            self.links[rank].tell_segment(segment)
         return json.dumps([segment.number, start]).encode()
 
     def memory_of(self, rank: int, place: bytes, num_bytes: int) -> torch.Tensor:
         """The memory of a peer at the place that its `tell_place` gave. Raises PeerError where it gave none."""
         try:
             number, start = json.loads(place)
-            return self._links[rank].shared(number, start, num_bytes)
+            return self.links[rank].shared(number, start, num_bytes)
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             self.fail(garbled(rank, f"a place in its memory that means nothing ({in_words(error)})"))
             self._raise(Signature(operation="exchange", purpose="shared memory"))
 
     def lend(self, num_bytes: int) -> torch.Tensor:
         """Zeroed bytes that peers on this host read in place."""
-        return self._pool.lend(num_bytes)
+        return self.pool.lend(num_bytes)
 
     def check(self, signature: Signature) -> None:
         """Take in what has come; raise if the board has ended. Every call begins with it."""
@@ -279,7 +279,7 @@ class Switchboard:
 
     def has_closed(self, ranks: Sequence[int]) -> bool:
         """Whether one of these world ranks has said goodbye, as far as this rank has heard."""
-        return any(map(self._links.said_bye, ranks))
+        return any(map(self.links.said_bye, ranks))
 
     def look(self, idle_seconds: float) -> None:
         """Say where this rank is, which has made no call for so long; print the report, if this rank is to do it."""
@@ -288,7 +288,7 @@ class Switchboard:
         try:
             if not (self.has_failed() or self._has_ended):
                 self._say_where(idle_seconds)
-                self._links.leave()
+                self.links.leave()
             elif self.verdict is not None and self.verdict.hangs:
                 self.watch.print_once()
         finally:
@@ -297,10 +297,10 @@ class Switchboard:
     def judge(self, awaited: Sequence[int]) -> None:
         """End the board: what does not travel here has waited too long for these ranks, the likeliest first."""
         with self.lock:
-            closed = [rank for rank in awaited if self._links.said_bye(rank)]
+            closed = [rank for rank in awaited if self.links.said_bye(rank)]
             if self.verdict is None and closed:
                 self.verdict = closed_by(closed[0])
-            self.fail(self.verdict or self._known.stuck(self._known.likeliest(awaited)))
+            self.fail(self.verdict or self.known.stuck(self.known.likeliest(awaited)))
 
     def tell_waiting(self, signature: Signature, awaited: Sequence[int]) -> bool:
         """What does not travel here has waited for a while for these ranks: say so to all, as a call here would.
@@ -312,7 +312,7 @@ class Switchboard:
         try:
             if not self._has_ended:
                 self._say_status(signature, awaited)
-                self._links.leave()
+                self.links.leave()
             return True
         finally:
             self.lock.release()
@@ -333,7 +333,7 @@ class Switchboard:
         """Tell these ranks the last calls of a log."""
         content = frame(FrameKind.CALLS, payload=packed_calls({log.lane: log.last()}))
         for rank in ranks:
-            self._links[rank].put(content)
+            self.links[rank].put(content)
 
     def compared_logs(self) -> list[CallLog]:
         """Those with transfers that are compared by digests."""
@@ -341,7 +341,7 @@ class Switchboard:
 
     def has_met(self, lane: int, members: Sequence[int], signature: Signature) -> None:
         """An exchange is over: all of its members have made it, also those from which nothing came straight here."""
-        self._known.met(lane, members, self._stamp(signature))
+        self.known.met(lane, members, self._stamp(signature))
 
     def _stamp(self, signature: Signature) -> Stamp:
         stamp = self._stamps.get(signature)
@@ -366,7 +366,7 @@ class Switchboard:
                     self._wait(transfer)
                 finally:
                     self.watch.activity.waits_in = None
-                self._links.leave()
+                self.links.leave()
 
     def _wait(self, transfer: TransferInFlight) -> None:
         # The deadline counts from the last chunk that moved, in any transfer: a large message may take as long as it
@@ -401,7 +401,7 @@ class Switchboard:
                 last_movement = time.monotonic()
                 self.watch.activity.num_acts += 1
             elif time.monotonic() - last_movement >= self.timeout_seconds:
-                self.fail(self._known.stuck(transfer.awaited[0], self._links.problems()))
+                self.fail(self.known.stuck(transfer.awaited[0], self.links.problems()))
             elif not has_asked and time.monotonic() - last_movement >= notice_after:
                 self._say_status(transfer.signature, transfer.awaited)
                 has_asked = True
@@ -411,11 +411,11 @@ class Switchboard:
     def _turn(self, patience_seconds: float) -> bool:
         """Wait for the sockets, read them, let every transfer go on, write; whether any transfer moved."""
         began_s = self.tally.now_s()
-        events = self._links.wait(patience_seconds)
+        events = self.links.wait(patience_seconds)
         self.polled_s += self.tally.now_s() - began_s
         if not events and patience_seconds == 0 and not self._active:
             return False
-        self._links.read(events, self._take, self._hear)
+        self.links.read(events, self._take, self._hear)
         moved, self._was_read = self._was_read, False
         # All transfers, not only the one that is waited for: another rank may need a later one first.
         still_active = []
@@ -424,10 +424,10 @@ class Switchboard:
             if not transfer.is_done:
                 still_active.append(transfer)
         self._active = still_active
-        for number in self._pool.release_idle():
-            for link in self._links.values():
+        for number in self.pool.release_idle():
+            for link in self.links.values():
                 link.forget_segment(number)
-        self._links.flush()
+        self.links.flush()
         return moved
 
     def _answer_asking(self) -> None:
@@ -438,9 +438,9 @@ class Switchboard:
         if not self._asking:
             return
         for inbound in self._asking:
-            self._links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
+            self.links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
         self._asking.clear()
-        self._links.flush()
+        self.links.flush()
 
     # What frames do.
 
@@ -482,7 +482,7 @@ class Switchboard:
         """What a rank says about its calls and its end, on its link or through others."""
         if self._has_ended:
             return
-        known = self._known[rank]
+        known = self.known[rank]
         if isinstance(content, Status):
             known.status = content
             known.last_heard = time.monotonic()
@@ -495,12 +495,12 @@ class Switchboard:
                     self.fail(different(texts))
         elif isinstance(content, ChannelVerdict):
             ended = rank if kind == FrameKind.FAILED else content.culprit
-            if kind == FrameKind.LOST and ended is not None and self._known[ended].said_bye:
+            if kind == FrameKind.LOST and ended is not None and self.known[ended].said_bye:
                 return  # it has closed its channel, and `rank` has not heard it
             # Noted, not raised: this rank may be in a transfer that it can complete (see the note on failures).
             self.verdict = self.verdict or content
             if ended is not None:
-                self._known[ended].has_ended = True
+                self.known[ended].has_ended = True
         elif isinstance(content, Whereabouts):
             self.watch.heard(rank, content)
         else:
@@ -521,30 +521,30 @@ class Switchboard:
             self._match(inbound)
         if inbound.is_refused:
             return
-        inbound.add(chunk_of(link, header, payload, num_bytes, self._pairs), num_bytes)
+        inbound.add(chunk_of(link, header, payload, num_bytes, self.pairs), num_bytes)
         self._forget_if_met(inbound)
         # A rank that sends has left the call in which it said that it waits.
         self.watch.moved(link.rank)
-        self._known[link.rank].moved(link.texts[digest])
+        self.known[link.rank].moved(link.texts[digest])
 
     def _take_consumed(self, rank: int, segment: int, index: int) -> None:
         self._was_read = True
-        slot = self._pool.find(segment, index)
+        slot = self.pool.find(segment, index)
         slot.readers.remove(rank)  # not a number: a rank that answers twice would free what another one still reads
         if not slot.readers:
             assert isinstance(slot.outbound, Outbound)
             slot.outbound.num_on_the_way -= 1
-            self._pool.give_back(slot)
+            self.pool.give_back(slot)
 
     def _inbound(self, source: int, lane: int, number: int) -> Inbound:
         key = (source, lane, number)
-        if key not in self._inbounds:
-            self._inbounds[key] = Inbound(source, lane, number)
-        return self._inbounds[key]
+        if key not in self.inbounds:
+            self.inbounds[key] = Inbound(source, lane, number)
+        return self.inbounds[key]
 
     def _forget_if_met(self, inbound: Inbound) -> None:
         if inbound.has_arrived and inbound.expected is not None:
-            del self._inbounds[inbound.source, inbound.lane, inbound.number]
+            del self.inbounds[inbound.source, inbound.lane, inbound.number]
 
     def _match(self, inbound: Inbound) -> None:
         if inbound.expected is None or inbound.digest is None:
@@ -552,11 +552,11 @@ class Switchboard:
         if inbound.expected.digest != inbound.digest:
             # The error shows both texts: the sender's came as a SIGNATURE frame before the chunk.
             inbound.refuse()
-            theirs = self._links[inbound.source].texts[inbound.digest]
+            theirs = self.links[inbound.source].texts[inbound.digest]
             self.fail(different({self.rank: inbound.expected.text, inbound.source: theirs}))
         elif inbound in self._asking:
             self._asking.remove(inbound)
-            self._links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
+            self.links[inbound.source].put(frame(FrameKind.ANSWER, lane=inbound.lane, number=inbound.number))
 
     # Failures.
 
@@ -568,8 +568,8 @@ class Switchboard:
             self._has_ended = True
             if self.verdict.hangs:
                 self.watch.print_once()
-            self._links.fail(self.verdict.packed())
-            flush_until(time.monotonic() + _LAST_WORDS_SECONDS, self._links.values())
+            self.links.fail(self.verdict.packed())
+            flush_until(time.monotonic() + LAST_WORDS_SECONDS, self.links.values())
 
     def _raise(self, signature: Signature) -> NoReturn:
         assert self.verdict is not None
@@ -587,32 +587,32 @@ class Switchboard:
         raise PeerError(text, rank=self.verdict.culprit, operation=operation, purpose=purpose)
 
     def _note_ended(self) -> None:
-        for link in self._links.ended:
-            known = self._known[link.rank]
+        for link in self.links.ended:
+            known = self.known[link.rank]
             has_said = link.said_bye or link.has_failed or known.said_bye or known.has_ended
             if not has_said and self.verdict is None:
                 self.verdict = garbled(link.rank, link.garbled) if link.garbled else gone(link.rank)
-        if self.verdict is None and self._pairs is not None and (lost := self._pairs.lost(self._links.said_bye)):
+        if self.verdict is None and self.pairs is not None and (lost := self.pairs.lost(self.links.said_bye)):
             self.verdict = unreachable(*lost)
 
     def _is_hopeless(self, transfer: TransferInFlight) -> bool:
         """Whether the transfer waits for a rank that will not go on."""
         for rank in transfer.awaited:
-            if self.verdict is None and self._links.said_bye(rank):
+            if self.verdict is None and self.links.said_bye(rank):
                 self.verdict = closed_by(rank)
-            if self._links.sends_no_more(rank) or (self._pairs is not None and self._pairs.is_lost(rank)):
+            if self.links.sends_no_more(rank) or (self.pairs is not None and self.pairs.is_lost(rank)):
                 return True
         return False
 
     def _say_where(self, idle_seconds: float) -> None:
         if words := self.watch.words(idle_seconds):
-            self._links.tell_all(FrameKind.WHERE, words)
+            self.links.tell_all(FrameKind.WHERE, words)
 
     def _say_status(self, signature: Signature, awaited: Sequence[int]) -> None:
         status = Status(operation=signature.operation, purpose=signature.purpose, awaited=tuple(awaited))
-        self._links.tell_all(FrameKind.STATUS, status.packed())
+        self.links.tell_all(FrameKind.STATUS, status.packed())
         if compared := self.compared_logs():
-            self._links.tell_all(FrameKind.CALLS, packed_calls({log.lane: log.last() for log in compared}))
+            self.links.tell_all(FrameKind.CALLS, packed_calls({log.lane: log.last() for log in compared}))
 
     # The end.
 
@@ -625,11 +625,11 @@ class Switchboard:
             while not self._has_ended and self._is_leaving() and time.monotonic() < deadline:
                 self._turn(min(1.0, self.timeout_seconds))
             if not self._has_ended:
-                self._links.end(frame(FrameKind.BYE))
-                self._links.tell_all(FrameKind.BYE)
+                self.links.end(frame(FrameKind.BYE))
+                self.links.tell_all(FrameKind.BYE)
             # As long as any transfer may take, where all is well: to a peer whose goodbye is lost, this rank has died.
-            patience_seconds = self.timeout_seconds if self.verdict is None else _LAST_WORDS_SECONDS
-            self._links.linger(time.monotonic() + patience_seconds)
+            patience_seconds = self.timeout_seconds if self.verdict is None else LAST_WORDS_SECONDS
+            self.links.linger(time.monotonic() + patience_seconds)
             self.verdict = self.verdict or ChannelVerdict(
                 fact=f"rank {self.rank} has closed this channel", culprit=self.rank
             )
@@ -640,25 +640,25 @@ class Switchboard:
 
     def leave(self, fact: str) -> None:
         """The program of this rank ends without `close`: let out what was sent, and say why nothing more comes."""
-        if self._has_ended or not self.lock.acquire(timeout=_LAST_WORDS_SECONDS):  # another thread may wait for ever
+        if self._has_ended or not self.lock.acquire(timeout=LAST_WORDS_SECONDS):  # another thread may wait for ever
             return
         try:
-            deadline = time.monotonic() + _LAST_WORDS_SECONDS
-            while self._links.is_leaving() and (left := deadline - time.monotonic()) > 0:
+            deadline = time.monotonic() + LAST_WORDS_SECONDS
+            while self.links.is_leaving() and (left := deadline - time.monotonic()) > 0:
                 self._turn(left)
             self.fail(ChannelVerdict(fact=fact, culprit=self.rank))
-            self._links.linger(deadline)
+            self.links.linger(deadline)
         finally:
             self.lock.release()
 
     def drop(self, *, in_child: bool = False) -> None:
         """Close the connections without a word; for a forked child, which must not hold them open."""
-        if self._pairs is not None:
-            (self._pairs.leave_to_parent if in_child else self._pairs.close)()
-        self._links.close()
-        self._pool.close()
+        if self.pairs is not None:
+            (self.pairs.leave_to_parent if in_child else self.pairs.close)()
+        self.links.close()
+        self.pool.close()
 
     def _is_leaving(self) -> bool:
         """Whether another rank still needs this one to read what it was sent."""
-        credited = any(not self._links.has_gone(rank) for rank, _, _ in self._credited)
-        return credited or self._links.is_leaving()
+        credited = any(not self.links.has_gone(rank) for rank, _, _ in self._credited)
+        return credited or self.links.is_leaving()

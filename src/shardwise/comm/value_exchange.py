@@ -38,14 +38,14 @@ class ValueExchange:
     """How the members of a channel, world ranks in its order, give values to each other. The caller holds the lock."""
 
     def __init__(self, board: Switchboard, members: tuple[int, ...], lane: int) -> None:
-        self._board = board
+        self.board = board
         self._members = members
         self._peers = [member for member in members if member != board.rank]
         self._lane = lane
 
     @cached_property
     def _place(self) -> Place:
-        return place_in_tree(self._board.rank, self._members, self._board.kernels)
+        return place_in_tree(self.board.rank, self._members, self.board.kernels)
 
     @cached_property
     def _positions(self) -> Index | None:
@@ -59,9 +59,9 @@ class ValueExchange:
 
     def values(self, signature: Signature, parts: Sequence[bytes], share: int = 0) -> tuple[list[RankValues], int]:
         """All values in the order of the ranks, by parts, and the sum of the shares modulo 2**64."""
-        own = JoinedValues.of_one(parts, share, self._board.rank)
+        own = JoinedValues.of_one(parts, share, self.board.rank)
         if self._is_direct:
-            rank = self._board.rank
+            rank = self.board.rank
             (taken, _) = self.trade(signature, joined([own], rank), self._peers, self._peers)
             of_members = {peer: self._parsed(peer, taken[peer], signature, len(parts)) for peer in self._peers}
             of_members[rank] = own
@@ -74,14 +74,14 @@ class ValueExchange:
         of_parts = list(found.parts)
         if not self._is_direct and self._positions is not None:
             of_parts = [part.in_order(self._positions) for part in of_parts]
-        self._board.has_met(self._lane, self._members, signature)
+        self.board.has_met(self._lane, self._members, signature)
         return of_parts, found.share
 
     def from_each(self, signature: Signature, value: bytes) -> list[bytes]:
         """All values, each straight from its rank: behind what it has sent there before."""
         own = bytearray(value)
-        values = self.trade(signature, own, self._peers, self._peers)[0] | {self._board.rank: own}
-        self._board.has_met(self._lane, self._members, signature)
+        values = self.trade(signature, own, self._peers, self._peers)[0] | {self.board.rank: own}
+        self.board.has_met(self._lane, self._members, signature)
         return [bytes(values[member]) for member in self._members]
 
     @property
@@ -89,7 +89,7 @@ class ValueExchange:
         return len(self._members) <= _MOST_DIRECT
 
     def _along_tree(self, signature: Signature, own: JoinedValues) -> JoinedValues:
-        board, place, num_parts = self._board, self._place, len(own.parts)
+        board, place, num_parts = self.board, self._place, len(own.parts)
         # A neighbour in the tree may wait as well. So what is slept counts for the rank that came last of all.
         polled_s, board.counts_waits = board.polled_s, False
         try:
@@ -117,10 +117,10 @@ class ValueExchange:
 
         Also the rank that came last; None where all had come before this one.
         """
-        intake = Collecting([self._board.expect(source, self._lane, signature) for source in sources])
+        intake = Collecting([self.board.expect(source, self._lane, signature) for source in sources])
         given = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0).byte()
-        outbounds = self._board.send(given, destinations, self._lane, signature, constant=True) if destinations else []
-        work = self._board.start(signature, outbounds, intake)
+        outbounds = self.board.send(given, destinations, self._lane, signature, constant=True) if destinations else []
+        work = self.board.start(signature, outbounds, intake)
         last_is_here = work.is_done
         work.wait()
         return intake.values, None if last_is_here else intake.last
@@ -132,6 +132,6 @@ class ValueExchange:
             self._refuse(rank, error, signature)
 
     def _refuse(self, rank: int, error: ValueError, signature: Signature) -> NoReturn:
-        self._board.fail(garbled(rank, f"values that are none ({error})"))
-        self._board.check(signature)
+        self.board.fail(garbled(rank, f"values that are none ({error})"))
+        self.board.check(signature)
         raise AssertionError("a board that has failed raises")

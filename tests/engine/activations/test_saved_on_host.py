@@ -15,10 +15,10 @@ import shardwise as sw
 from shardwise.engine.activations import saved_on_host
 from shardwise.engine.activations.saved_on_host import HostTransfers
 from shardwise.errors import ModelError
+from shardwise.testing.accelerator import LAST, behind, counted
 from tests.engine.activations.nets import assert_changes_nothing, square, train
 from tests.engine.hybrid_models import CASE, decoder, plan_of
 from tests.engine.models import word_loss
-from tests.fake_device.accelerator import LAST, behind, counted
 
 WIDTH, ROWS = 64, 256
 OFFLOAD = sw.Activations(offload="blocks")

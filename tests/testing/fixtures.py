@@ -15,10 +15,10 @@ FIXTURES = ("fake", "anywhere_fake", "on_fake", "delays")
 def load_for(items: list[pytest.Item], *, all_of_them: bool = False) -> None:
     """Load the device if one of these tests needs it, or all do."""
     if all_of_them or any(name in FIXTURES for item in items for name in getattr(item, "fixturenames", ())):
-        from tests.fake_device.library import compiler
+        from shardwise.testing.library import compiler
 
         if compiler() is not None:
-            from tests.fake_device.accelerator import load
+            from shardwise.testing.accelerator import load
 
             load()
 
@@ -26,11 +26,11 @@ def load_for(items: list[pytest.Item], *, all_of_them: bool = False) -> None:
 @pytest.fixture
 def fake() -> Iterator[str]:
     """The kind of the fake devices, "fake": torch.accelerator finds eight of them."""
-    from tests.fake_device.library import compiler
+    from shardwise.testing.library import compiler
 
     if compiler() is None:
         pytest.skip("no C++ compiler: nothing runs on the fake device; install g++, or set CXX")
-    from tests.fake_device.accelerator import NAME, present
+    from shardwise.testing.accelerator import NAME, present
 
     with present():
         yield NAME
@@ -50,7 +50,7 @@ def anywhere_fake(fake: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_fake(anywhere_fake: None) -> Iterator[None]:
     """The same, for a test whose ranks are known to compute."""
-    from tests.fake_device.accelerator import counted
+    from shardwise.testing.accelerator import counted
 
     with counted() as counts:
         yield
@@ -60,7 +60,7 @@ def on_fake(anywhere_fake: None) -> Iterator[None]:
 @pytest.fixture
 def delays(on_fake: None, request: pytest.FixtureRequest) -> Iterator[None]:
     """The streams of the devices run behind the host; the parameter of the fixture is the seed of their delays."""
-    from tests.fake_device.accelerator import behind, num_late
+    from shardwise.testing.accelerator import behind, num_late
 
     before = num_late()
     with behind(request.param):

@@ -1,12 +1,11 @@
-"""All that engines send between devices, over real processes that have a fake device each: the bits of CPU ranks.
+"""All that engines send between devices, over the strict double of NCCL in real processes: the bits of CPU ranks.
 
 Messages between devices have an order of their own: receives are posted ahead, headers go between the hosts. Simulated
-ranks match their calls elsewhere, and emulated devices have tensors of the CPU. So each plan goes one journey here that
-calls what an engine has, in steps of several numbers of microbatches. The devices run as late as they can, so that what
-nobody waits for has not come.
+ranks match their calls elsewhere. So each plan goes one journey here that calls what an engine has, in steps of several
+numbers of microbatches. The devices run as late as they can, so that what nobody waits for has not come.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Channel
-from tests.contracts.channel_cases import CASES
-from tests.fake_device.accelerator import LAST, behind
-from tests.fake_device.library import compiler
-from tests.processes.pool import FAKE_DEVICE, Pool
-from tests.processes.test_channel_contract import run_case
+from shardwise.testing.library import compiler
+from tests.processes.pool import STRICT_DEVICE, Pool
 
 pytestmark = [
     pytest.mark.slow,
@@ -137,12 +133,6 @@ def journey(channel: Channel, text: str, other: str, optimizer: str, folder: Pat
     return found
 
 
-def late_journey(channel: Channel, *arguments: Any) -> list[Any]:
-    """The same on devices that run as late as they can."""
-    with behind(LAST):
-        return journey(channel, *arguments)
-
-
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
@@ -197,32 +187,13 @@ JOURNEYS: dict[str, tuple[sw.Plan, str, str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def devices() -> Iterator[Pool]:
-    """Processes of their own: a process loads the fake device before its first backward."""
-    workers = Pool()
-    yield workers
-    workers.close()
-
-
 @pytest.mark.parametrize("name", JOURNEYS)
-def test_what_engines_do_between_devices_has_the_bits_of_cpu_ranks(devices: Pool, name: str, tmp_path: Path) -> None:
+def test_what_engines_do_between_devices_has_the_bits_of_cpu_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
     plan, to, optimizer = JOURNEYS[name]
     text, other, size = plan.text(), plan_of(to).text(), plan.mesh.size
-    real = devices.run(size, late_journey, text, other, optimizer, tmp_path / "devices", transport=FAKE_DEVICE)
+    real = pool.run(size, journey, text, other, optimizer, tmp_path / "devices", transport=STRICT_DEVICE)
     expected = sw.simulate(size, lambda channel: journey(channel, text, other, optimizer, tmp_path / "cpu"))
     for ours, theirs in zip(real, expected, strict=True):
         assert len(ours) == len(theirs)
         for at, (one, two) in enumerate(zip(ours, theirs, strict=True)):
             assert same(one, two), at
-
-
-def run_contract(channel: Channel) -> None:
-    for case in CASES:
-        if not case.poisons:
-            run_case(channel, case.name)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_fake_device_fulfils_the_contract(devices: Pool, size: int) -> None:
-    devices.run(size, run_contract, transport=FAKE_DEVICE)

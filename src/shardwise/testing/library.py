@@ -1,6 +1,6 @@
-"""The compiled half of the fake device: built once per checkout and version of torch, into build/fake_device.
+"""The compiled half of the fake device: built once per user, source and version of torch, into the user's cache.
 
-Loads no torch: the process that hands out tests has it built while its workers collect them.
+Loads no torch: a process that hands out tests may have it built while its workers collect them.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-FOLDER = SOURCES.parents[1] / "build" / "fake_device"
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise" / "fake_device"
 
 _COMPILE_SECONDS = 600
 
@@ -38,7 +38,7 @@ def library() -> Path:
         with (FOLDER / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not made.exists():
-                _compile([*command, str(SOURCES / "accelerator.cpp")], made)
+                _compile(command, [str(each) for each in files if each.suffix == ".cpp"], made)
     return made
 
 
@@ -56,13 +56,13 @@ def _flags() -> list[str]:
     ]
 
 
-def _compile(command: list[str], made: Path) -> None:
+def _compile(command: list[str], sources: list[str], made: Path) -> None:
     # Into a name of its own first: who sees the library sees all of it.
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         part = Path(folder) / "part.so"
         # The sources come before the libraries that they need: some linkers look in this order.
         done = subprocess.run(
-            [command[0], command[-1], *command[1:-1], "-o", str(part)],
+            [command[0], *sources, *command[1:], "-o", str(part)],
             capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False,
         )  # fmt: skip
         if done.returncode:

@@ -33,6 +33,18 @@ constexpr size_t kBytesOfDevice = kStreams * kBytesOfStream;
 constexpr size_t kAlignment = 512;                  // as CUDA's allocator has it
 
 inline thread_local c10::DeviceIndex current_device = 0;
+inline std::atomic<int> num_visible{kDevices};
+inline std::atomic<pid_t> first_process{0};  // the one that initialised the devices, and in whose children they are lost
+
+inline bool is_in_bad_fork() { return first_process != 0 && first_process != getpid(); }
+
+inline void initialize() {
+  TORCH_CHECK(
+      !is_in_bad_fork(),
+      "Cannot re-initialize the fake device in forked subprocess. To use the fake device with multiprocessing, you must "
+      "use the 'spawn' start method");
+  first_process = getpid();
+}
 
 class DeviceMemory {
  public:
@@ -117,6 +129,7 @@ class Memory {
 
   DeviceMemory& of(c10::DeviceIndex device) { return devices_[device]; }
   void* take(size_t num_bytes, c10::DeviceIndex device, int64_t stream) {
+    initialize();
     return given_ + device * kBytesOfDevice + devices_[device].take(num_bytes, stream);
   }
   size_t num_bytes(const void* pointer) { return devices_[device_of(pointer)].num_bytes(offset(pointer) % kBytesOfDevice); }

@@ -90,7 +90,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
       std::lock_guard<std::mutex> held(lock_);
       for (auto each = late_.begin(); each != late_.end();) {
         const auto& marks = each->second;
-        if (std::all_of(marks.begin(), marks.end(), [](const auto& mark) { return mark->is_passed; })) {
+        if (std::all_of(marks.begin(), marks.end(), [](const auto& mark) { return mark->is_passed.load(); })) {
           done.push_back(each->first);
           each = late_.erase(each);
         } else {

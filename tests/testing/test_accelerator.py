@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fake_device.accelerator import NAME, counted, num_devices
-from tests.fake_device.library import FOLDER, library
+from shardwise.testing.accelerator import NAME, counted, num_devices
+from shardwise.testing.library import FOLDER, library
 
 FIRST = f"{NAME}:0"
 SECOND = f"{NAME}:1"
@@ -78,7 +78,7 @@ def test_tensors_of_several_devices_do_not_mix(other: str) -> None:
 
 def test_a_host_that_reads_the_memory_of_a_device_ends() -> None:
     program = (
-        "import ctypes, torch; from tests.fake_device.accelerator import load; load();"
+        "import ctypes, torch; from shardwise.testing.accelerator import load; load();"
         "x = torch.ones(4, device='fake'); print('before', flush=True);"
         "ctypes.string_at(x.data_ptr(), 4); print('after')"
     )
@@ -178,4 +178,3 @@ def test_workers_that_come_at_the_same_time_have_one_library() -> None:
     assert made.parent == FOLDER
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(library) == made
-    assert not [each for each in FOLDER.iterdir() if each.is_dir()]

@@ -65,7 +65,7 @@ REGISTER_ALLOCATOR(kType, &allocator)
 c10::Device at_index(c10::DeviceIndex index) { return {kType, index < 0 ? current_device : index}; }
 
 void set_current(c10::DeviceIndex index) {
-  TORCH_CHECK(index < kDevices, "there is no device fake:", int(index), ", only fake:0 to fake:", kDevices - 1);
+  TORCH_CHECK(index < num_visible, "there is no device fake:", int(index), ", only fake:0 to fake:", num_visible - 1);
   if (index >= 0) current_device = index;
 }
 
@@ -82,7 +82,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0) current_device = device.index();
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_visible; }
 
   c10::Stream getStream(c10::Device device) const override {
     const auto at = at_index(device.index());
@@ -157,7 +157,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return is_present; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex deviceCount() const override { return num_visible; }
   void setCurrentDevice(c10::DeviceIndex index) const override { set_current(index); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
@@ -733,7 +733,10 @@ TORCH_LIBRARY(fake_device, library) {
   library.def("record(bool on) -> ()", [](bool on) { is_recording = on; });
   library.def("run_behind(int seed) -> ()", [](int64_t seed) { queues().start(seed); });
   library.def("num_late() -> int", []() -> int64_t { return queues().num_late(); });
-  library.def("device_count() -> int", []() -> int64_t { return kDevices; });
+  library.def("device_count() -> int", []() -> int64_t { return num_visible; });
+  library.def("see(int count) -> ()", [](int64_t count) { num_visible = int(count); });
+  library.def("is_initialized() -> bool", []() -> bool { return first_process != 0; });
+  library.def("is_in_bad_fork() -> bool", []() -> bool { return is_in_bad_fork(); });
   library.def("current_device() -> int", []() -> int64_t { return current_device; });
   library.def("set_device(int index) -> ()", [](int64_t index) { set_current(c10::DeviceIndex(index)); });
   library.def("default_generator(int index) -> Generator?", [](int64_t index) -> std::optional<at::Generator> {

@@ -4,6 +4,7 @@ A process has to load it before its first backward, because autograd makes one t
 loaded and not present, `torch.accelerator` finds no accelerator, so that other tests of the process notice nothing.
 """
 
+import os
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -15,9 +16,13 @@ from typing import Any
 
 import torch
 
-from tests.fake_device.library import library
+from shardwise.testing.library import library
 
 NAME = "fake"
+
+VISIBLE = "FAKE_VISIBLE_DEVICES"
+"""Names the devices that a process sees, read by `load`, as CUDA_VISIBLE_DEVICES does: numbers, UUIDs (FAKE-00000001 or
+the beginning of one), or one MIG name. What follows a name that no device has is not seen."""
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -53,6 +58,29 @@ def load() -> None:
     torch._register_device_module(NAME, _module())
     utils.generate_methods_for_privateuse1_backend(for_storage=True)
     _kernels.impl("heard", _tell, "CompositeExplicitAutograd")
+    torch.ops.fake_device.see(len(visible()))
+
+
+@cache
+def visible() -> tuple[str, ...]:
+    """The UUIDs of the devices that this process sees: fake:0 is the first of them."""
+    every = [f"{NAME.upper()}-{number:08d}" for number in range(8)]
+    given = os.environ.get(VISIBLE)
+    if given is None:
+        return tuple(every)
+    seen: list[str] = []
+    for name in (each.strip() for each in given.split(",")):
+        if name.startswith("MIG-"):
+            # Of the instances of a device a process sees one, whatever else it names.
+            return tuple(seen) or (name,)
+        found = [every[int(name)]] if name.isdigit() and int(name) < len(every) else []
+        found = found or [uuid for uuid in every if name.startswith(f"{NAME.upper()}-") and uuid.startswith(name)]
+        if len(found) != 1:
+            break
+        if found[0] in seen:
+            return ()  # named twice: the driver shows none
+        seen += found
+    return tuple(seen)
 
 
 @contextmanager
@@ -148,7 +176,7 @@ def _module() -> Any:
     """`torch.fake`, with what torch asks of the module of a device."""
     # No operator is called in here: torch asks under modes that see operators, too, and may answer for them.
     module: Any = types.ModuleType(f"torch.{NAME}")
-    generators = tuple(default_generator(number) for number in range(num_devices()))
+    generators = tuple(default_generator(number) for number in range(len(visible())))
 
     def index_of(device: Any) -> int:
         if isinstance(device, int):
@@ -163,12 +191,12 @@ def _module() -> Any:
 
     module.device = lambda device: torch.accelerator.device_index(index_of(device))
     module.is_available = lambda: bool(_shown)
-    module.is_initialized = lambda: True
+    module.is_initialized = torch.ops.fake_device.is_initialized
     module._initialized = True  # where activation checkpoints look
-    module.device_count = lambda: len(generators)
+    module.device_count = num_devices
     module.current_device = torch.accelerator.current_device_index
     module.set_device = lambda device: torch.accelerator.set_device_index(index_of(device))
-    module._is_in_bad_fork = lambda: False
+    module._is_in_bad_fork = torch.ops.fake_device.is_in_bad_fork
     module.default_generators = generators
     module.get_rng_state = lambda device=None: generators[index_of(device)].get_state()
     module.set_rng_state = lambda state, device=None: generators[index_of(device)].set_state(state)
