@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ModelError
-from tests.engine.oracle import Batch
+from tests.engine.loops import begun, mean_square, plan_of, sgd
+from tests.engine.refusals import same_error_everywhere
+from tests.refusals import Refusals
 
 NUM_RANKS, ROWS = 2, 3
 
@@ -30,29 +31,36 @@ class Net(nn.Module):
         return output
 
 
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "1d": lambda: nn.BatchNorm1d(6),
-    "2d": lambda: nn.BatchNorm2d(6, eps=0.1),
-    "cumulative": lambda: nn.BatchNorm1d(6, momentum=None),
-    "plain": lambda: nn.BatchNorm2d(6, affine=False, track_running_stats=False),
-}
+class Region(nn.Module):
+    """A cut region with statistics in it, which is proved on each data rank for itself."""
 
-PLANS = {
-    "replicas": sw.Plan(mesh=sw.Mesh(dp_replicate=2)),
-    "stage 1, k=2": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=1), merge=sw.Merge(microbatches=2)),
-    "stage 2": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2)),
-    "stage 3, again": sw.Plan(
-        mesh=sw.Mesh(dp_shard=2),
-        sharding=sw.Sharding(stage=3),
-        activations=sw.Activations(checkpoint=("norm",)),
-    ),
-    "pp, k=2": sw.Plan(
-        mesh=sw.Mesh(pp=2, dp_shard=2),
-        pipeline=sw.Pipeline(stages={"first": 0, "norm": 1, "last": 1}),
-        merge=sw.Merge(microbatches=2),
-    ),
-    "tp": sw.Plan(mesh=sw.Mesh(tp=2, dp_shard=2), tensor=sw.Tensor(rules={"first": "colwise_gather_output"})),
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.first, self.last = nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x + self.last(torch.relu(self.first(self.norm(x))))
+        return output
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "1d": lambda: Net(lambda: nn.BatchNorm1d(6)),
+    "2d": lambda: Net(lambda: nn.BatchNorm2d(6, eps=0.1)),
+    "cumulative": lambda: Net(lambda: nn.BatchNorm1d(6, momentum=None)),
+    "plain": lambda: Net(lambda: nn.BatchNorm2d(6, affine=False, track_running_stats=False)),
 }
+GATHERED = {"first": "colwise_gather_output"}
+PLANS = {
+    "replicas": plan_of("dp_replicate=2"),
+    "stage 1, k=2": plan_of("dp_shard=2", 1, 2),
+    "stage 2": plan_of("dp_shard=2", 2),
+    "stage 3, again": plan_of("dp_shard=2", 3, checkpoint=("norm",)),
+    "pp, k=2": plan_of("pp=2,dp_shard=2", k=2, stages={"first": 0, "norm": 1, "last": 1}),
+    "tp": plan_of("tp=2,dp_shard=2", rules=GATHERED),
+}
+CASES = [(MODELS[name], plan) for name in MODELS for plan in PLANS.values()]
+CASES += [(Region, plan_of("tp=2,dp_shard=2", rules={"first": "column", "last": "row"}))]
 
 
 def rows(step: int, k: int) -> list[list[torch.Tensor]]:
@@ -67,98 +75,47 @@ def seen(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each.detach().clone() for name, each in model.state_dict().items()}
 
 
-def in_one_process(norm: Callable[[], nn.Module], k: int) -> dict[str, torch.Tensor]:
-    model = Net(norm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def engine_of(channel: sw.Channel, make: Callable[[], nn.Module], plan: sw.Plan, **settings: Any) -> Any:
+    return begun(channel, lambda: nn.SyncBatchNorm.convert_sync_batchnorm(make()), plan, **settings)
+
+
+@pytest.mark.parametrize(("make", "plan"), CASES)
+def test_it_is_that_of_one_process(make: Callable[[], nn.Module], plan: sw.Plan) -> None:
+    """Also where one data rank alone predicts before the first step."""
+    k, model = plan.merge.microbatches, make()
+    optimizer = sgd(model.parameters())
     for step in range(3):
         given = rows(step, k)
         for at in range(k):
-            (model(torch.cat([each[at] for each in given])).square().mean() / k).backward()
+            (mean_square(model(torch.cat([each[at] for each in given]))) / k).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return seen(model)
 
-
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("norm", NORMS)
-def test_it_is_that_of_one_process(norm: str, name: str) -> None:
-    plan = PLANS[name]
-    k = plan.merge.microbatches
-    expected = in_one_process(NORMS[norm], k)
-
-    def train(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(Net(NORMS[norm]))
-        engine = sw.parallelize(
-            model,
-            plan,
-            optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
-            loss=lambda output, batch: output.square().mean(),
-            channel=channel,
-        )
+    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        engine = engine_of(channel, make, plan)
+        rank = plan.mesh.data_rank(channel.rank)
+        if rank and make is Region:
+            engine.predict({"x": torch.cat(rows(0, k)[0])})
+            engine.model.train()
         for step in range(3):
-            engine.step({"x": torch.cat(rows(step, k)[plan.mesh.data_rank(channel.rank)])})
+            engine.step({"x": torch.cat(rows(step, k)[rank])})
         with engine.whole():
-            return seen(model)
+            return seen(engine.model)
 
-    for found in sw.simulate(plan.mesh.size, train):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-class Block(nn.Module):
-    """A cut region with statistics in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.norm, self.up, self.down = nn.SyncBatchNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return output
-
-
-def test_a_cut_region_is_proved_on_each_data_rank_for_itself() -> None:
-    """Also where one data rank alone predicts before the first step."""
-    given = torch.cat(rows(0, 1)[0] + rows(0, 1)[1])
-    expected = nn.Sequential(Block())(given).square().mean().item()
-
-    def train(channel: sw.Channel) -> float:
-        plan = sw.Plan(mesh=sw.Mesh(tp=2, dp_shard=2), tensor=sw.Tensor(rules={"0.up": "column", "0.down": "row"}))
-        engine = sw.parallelize(
-            nn.Sequential(Block()),
-            plan,
-            optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
-            loss=lambda output, batch: output.square().mean(),
-            channel=channel,
-        )
-        if plan.mesh.data_rank(channel.rank):
-            engine.predict({"input": given})
-            engine.model.train()(given)
-        return engine.step({"input": given.chunk(2)[plan.mesh.data_rank(channel.rank)]}).loss
-
-    for loss in sw.simulate(4, train):
-        assert loss == pytest.approx(expected, rel=1e-5)
+    for found in sw.simulate(plan.mesh.size, run):
+        torch.testing.assert_close(found, seen(model), rtol=1e-4, atol=1e-5)
 
 
 def test_unlike_rows_and_half_precision() -> None:
     """5 and 1 rows: each row counts alike."""
     given = torch.cat(rows(0, 1)[0] + rows(0, 1)[1])
-    expected = Net(NORMS["1d"])(given).square().mean().item()
+    expected = mean_square(MODELS["1d"]()(given)).item()
 
-    def train(channel: sw.Channel) -> tuple[float, float]:
-        found = []
-        for compute in (None, "bfloat16"):
-            engine = sw.parallelize(
-                nn.SyncBatchNorm.convert_sync_batchnorm(Net(NORMS["1d"])),
-                sw.Plan(mesh=sw.Mesh(dp_shard=2), precision=sw.Precision(compute=compute)),
-                optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
-                loss=lambda output, batch: output.square().mean(),
-                channel=channel,
-            )
-            found.append(engine.step({"x": given[5:] if channel.rank else given[:5]}).loss)
-        return found[0], found[1]
+    def run(channel: sw.Channel) -> list[float]:
+        engines = [engine_of(channel, MODELS["1d"], plan_of("dp_shard=2", compute=each)) for each in (None, "bfloat16")]
+        return [each.step({"x": given[5:] if channel.rank else given[:5]}).loss for each in engines]
 
-    for exact, rounded in sw.simulate(2, train):
+    for exact, rounded in sw.simulate(2, run):
         assert exact == pytest.approx(expected, rel=1e-5)
         assert rounded == pytest.approx(expected, rel=0.05)
 
@@ -169,36 +126,30 @@ class WithForward(nn.SyncBatchNorm):
         return output
 
 
-def with_group() -> nn.Module:
-    return nn.SyncBatchNorm(6, process_group=object())
+def met(make: Callable[[], nn.Module]) -> None:
+    """Some ranks skip a microbatch, and all go on when none does."""
+
+    def run(channel: sw.Channel) -> None:
+        settings: Any = {"loss_weight": lambda batch: float(batch["counts"].sum())}
+        engine = begun(channel, make, plan_of("dp_shard=2"), **settings)
+        try:
+            engine.step({"x": torch.ones(2, 4), "counts": torch.ones(2) * channel.rank})
+        finally:
+            engine.step({"x": torch.ones(2, 4), "counts": torch.ones(2)})
+
+    raise same_error_everywhere(2, run)
 
 
-@pytest.mark.parametrize(
-    ("norm", "said"), [(with_group, "its own process_group"), (lambda: WithForward(6), "its own forward")]
+REFUSED = Refusals(
+    "engine.batch_statistics",
+    {
+        "its own group": lambda: met(lambda: Net(lambda: nn.SyncBatchNorm(6, process_group=object()))),
+        "its own forward": lambda: met(lambda: Net(lambda: WithForward(6))),
+        "microbatches that some ranks skip": lambda: met(lambda: Net(lambda: nn.SyncBatchNorm(6))),
+    },
 )
-def test_other_statistics_are_refused(norm: Callable[[], nn.Module], said: str) -> None:
-    def build(channel: sw.Channel) -> None:
-        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
-        with pytest.raises(ModelError, match=said):
-            sw.parallelize(Net(norm), plan, optimizer=torch.optim.AdamW, channel=channel)
-
-    sw.simulate(2, build)
 
 
-def test_microbatches_that_some_ranks_skip_are_refused() -> None:
-    def train(channel: sw.Channel) -> None:
-        given: Any = nn.SyncBatchNorm.convert_sync_batchnorm(Net(NORMS["1d"]))
-        engine = sw.parallelize(
-            given,
-            sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-            optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
-            loss=lambda output, batch: output.square().mean(),
-            loss_weight=lambda batch: float(batch["counts"].sum()),
-            channel=channel,
-        )
-        batch: Batch = {"x": torch.ones(2, 4), "counts": torch.ones(2) * channel.rank}
-        with pytest.raises(ModelError, match="the same number of microbatches"):
-            engine.step(batch)
-        engine.step({"x": torch.ones(2, 4), "counts": torch.ones(2)})
-
-    sw.simulate(2, train)
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_statistics_are_refused(case: str) -> None:
+    REFUSED.check(case)

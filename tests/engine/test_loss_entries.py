@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.recorded import Recorded
 from shardwise.errors import ModelError
-from tests.engine.expected import adamw, points, seeded, square_loss
-from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
-from tests.engine.test_given_microbatches import Words, count_words, given, word_loss
+from tests.engine.given_words import Words, count_words, given, word_loss
+from tests.engine.loops import begun
+from tests.engine.loops import plan_of as short_plan_of
+from shardwise.testing.accelerator import counted
+from tests.oracle.batches import points, square_loss
+from tests.oracle.decoder import DECODER, decoder
+from tests.oracle.program import adamw, plan_of
+from tests.refusals import Refusals
 
 
 def entries(output: torch.Tensor, batch: Words) -> dict[str, Any]:
@@ -28,54 +32,47 @@ def entries(output: torch.Tensor, batch: Words) -> dict[str, Any]:
     }
 
 
-LAYOUTS = {
-    "one": sw.Mesh(),
-    "dp": sw.Mesh(dp_shard=2),
-    "pp": sw.Mesh(pp=2),
-    "tp": sw.Mesh(tp=2),
-    "dp pp": sw.Mesh(dp_shard=2, pp=2),
-    "dp tp": sw.Mesh(dp_shard=2, tp=2),
-}
-
-
 @pytest.mark.parametrize(
-    ("layout", "stage"),
-    [("one", 1), ("dp", 0), ("dp", 3), ("pp", 0), ("pp", 3), ("tp", 2), ("dp pp", 1), ("dp pp", 3), ("dp tp", 3)],
+    ("mesh", "stage", "schedule"),
+    [
+        *(("single", 1, "1f1b"), ("dp_shard=2", 0, "1f1b"), ("dp_shard=2", 3, "1f1b"), ("pp=2", 3, "1f1b")),
+        *(("tp=2", 2, "1f1b"), ("dp_shard=2,pp=2", 1, "interleaved"), ("dp_shard=2,tp=2", 3, "1f1b")),
+    ],
 )
-def test_every_entry_is_the_weighted_mean_over_all_microbatches_of_all_ranks(layout: str, stage: int) -> None:
-    mesh = LAYOUTS[layout]
-    num_ranks = num_data_ranks(mesh)
+def test_every_entry_is_the_weighted_mean_over_all_microbatches_of_all_ranks(
+    mesh: str, stage: int, schedule: str
+) -> None:
+    """And changes nothing else: what is trained, reported of the loss, and sent."""
+    plan = plan_of(DECODER, mesh, stage=stage, schedule=schedule)
+    num_ranks = plan.mesh.num_data_ranks
 
-    def run(channel: sw.Channel, loss: Callable[..., Any]) -> tuple[Any, Any, dict[str, torch.Tensor], int]:
-        plan = plan_of(mesh, stage=stage, schedule="interleaved" if layout == "dp pp" and stage != 3 else "1f1b")
-        engine = sw.parallelize(decoder(), plan, optimizer=adamw, loss=loss, loss_weight=count_words, channel=channel)
-        parts = given(0, data_rank(mesh, channel.rank), num_ranks)
+    def run(channel: sw.Channel, loss: Callable[..., Any]) -> Any:
+        watched = sw.Recorded(channel)
+        engine = DECODER.engine(plan, watched, loss=loss, loss_weight=count_words)
+        parts = given(0, plan.mesh.data_rank(channel.rank), num_ranks)
         report, held_out = engine.step(parts), engine.evaluate(parts)
-        return report, held_out, dict(sw.full(engine)), engine.counters.exchanges
+        calls = [(call.operation, call.purpose) for call in watched.calls]
+        return report, held_out, {name: each.clone() for name, each in sw.full(engine)}, calls
 
+    parts = [part for rank in range(num_ranks) for part in given(0, rank, num_ranks)]
     with torch.no_grad():
-        parts = [part for rank in range(num_ranks) for part in given(0, rank, num_ranks)]
         model = decoder()
         found = [entries(model(part["words"]), part) for part in parts]
     weights = [count_words(part) for part in parts]
     wanted = {
-        name: math.fsum(weight * float(each[name]) for weight, each in zip(weights, found, strict=True))
-        / math.fsum(weights)
+        name: math.fsum(weight * float(each[name]) for weight, each in zip(weights, found, strict=True)) / sum(weights)
         for name in found[0]
     }
-    with_dicts = sw.simulate(mesh.size, lambda channel: run(channel, entries))
-    plain = sw.simulate(mesh.size, lambda channel: run(channel, word_loss))
-    for (report, held_out, state, exchanges), (plain_report, plain_held_out, plain_state, plain_exchanges) in zip(
-        with_dicts, plain, strict=True
-    ):
+    both = [sw.simulate(plan.mesh.size, partial(run, loss=loss)) for loss in (entries, word_loss)]
+    for (report, held_out, state, calls), (plain, plain_held_out, plain_state, plain_calls) in zip(*both, strict=True):
         assert report.losses == pytest.approx(wanted, rel=1e-12)
-        assert report.losses["loss"] == report.loss == plain_report.loss
-        assert plain_report.losses == {"loss": plain_report.loss}
+        assert report.losses["loss"] == report.loss == plain.loss
+        assert plain.losses == {"loss": plain.loss}
         assert (held_out.loss, held_out.losses.keys()) == (plain_held_out.loss, wanted.keys())
         assert held_out.losses["first"] == wanted["first"]
-        assert all(torch.equal(state[name], value) for name, value in plain_state.items()), "the same training"
-        assert exchanges == plain_exchanges
-        assert report == with_dicts[0][0]
+        assert all(torch.equal(state[name], value) for name, value in plain_state.items())
+        assert len(calls) == len(plain_calls)
+        assert report == both[0][0][0]
 
 
 class GivesBoth(nn.Module):
@@ -95,64 +92,51 @@ def test_entries_and_metrics_may_be_of_several_stages() -> None:
         hidden, last = output
         return {"loss": square_loss(last, batch), "hidden": hidden.mean(), "both": hidden.mean() + last.mean()}
 
-    def hidden(output: tuple[torch.Tensor, torch.Tensor], batch: Any) -> torch.Tensor:
-        return output[0].mean(1) + output[1][:, 0]
-
-    def run(channel: sw.Channel) -> tuple[Any, ...]:
-        pipeline = sw.Pipeline(stages={"first": 0, "last": 1}) if channel.size > 1 else sw.Pipeline()
-        plan = sw.Plan(mesh=sw.Mesh(pp=channel.size), merge=sw.Merge(microbatches=2), pipeline=pipeline)
-        engine = sw.parallelize(seeded(GivesBoth)(), plan, optimizer=adamw, loss=loss, channel=channel)
+    def run(channel: sw.Channel) -> Any:
+        plan = short_plan_of(f"pp={channel.size}", k=2, stages={"first": 0, "last": 1})
+        engine = begun(channel, GivesBoth, plan, optimizer=adamw, loss=loss)
         found = [engine.step(points(step, 5)).losses for step in range(2)]
-        report = engine.evaluate(points(2, 5), metrics={"hidden": hidden})
+        metrics = {"hidden": lambda output, batch: output[0].mean(1) + output[1][:, 0]}
+        report = engine.evaluate(points(2, 5), metrics=metrics)
         return found, report.losses, report.metrics
 
-    (wanted,) = sw.simulate(1, run)
-    assert sw.simulate(2, run) == [wanted] * 2
+    assert sw.simulate(2, run) == sw.simulate(1, run) * 2
 
 
 def linear_loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {"loss": square_loss(output, batch), "aux": output.mean(), "rows": len(output)}
 
 
-def linear_engine(channel: sw.Channel, loss: Callable[..., Any], **settings: Any) -> sw.Engine:
-    model = seeded(lambda: nn.Linear(4, 1))().to(channel.device)
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=channel.size), clip_grad_norm=1.0)
-    return sw.parallelize(model, plan, optimizer=adamw, loss=loss, channel=channel, **settings)
+def linear_engine(channel: sw.Channel, loss: Callable[..., Any], **settings: Any) -> Any:
+    plan = short_plan_of(f"dp_shard={channel.size}", clip_grad_norm=1.0)
+    return begun(channel, lambda: nn.Linear(4, 1).to(channel.device), plan, optimizer=adamw, loss=loss, **settings)
 
 
 def test_entries_of_a_microbatch_without_weight_do_not_count() -> None:
     def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {**linear_loss(output, batch), **({"strange": 1.0} if batch["x"].isnan().any() else {})}
 
-    def weight(batch: Mapping[str, torch.Tensor]) -> float:
-        return 0.0 if batch["x"].isnan().any() else float(len(batch["x"]))
-
     def run(channel: sw.Channel) -> tuple[Any, Any]:
+        weight = lambda batch: 0.0 if batch["x"].isnan().any() else float(len(batch["x"]))  # noqa: E731
         engine = linear_engine(channel, loss, loss_weight=weight)
         nothing = {"x": torch.full((2, 4), math.nan), "y": torch.ones(2, 1)}
         # The second rank computes nothing at all.
         parts = [points(0, 3), nothing, points(1, 1)] if channel.rank == 0 else [nothing]
-        held_out = engine.evaluate(parts)
-        report = engine.step(parts)
-        return report.losses, held_out.losses
+        return engine.evaluate(parts).losses, engine.step(parts).losses
 
-    report, held_out = sw.simulate(2, run)[0]
-    assert report == held_out
-    assert report["rows"] == (3 * 3 + 1) / 4
-    assert sw.simulate(2, run)[1] == (report, held_out)
+    (held_out, losses), other = sw.simulate(2, run)
+    assert held_out == losses
+    assert losses["rows"] == (3 * 3 + 1) / 4
+    assert other == (held_out, losses)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_entries_on_a_device_are_those_of_the_host_and_wait_for_nothing(fake: str, num_ranks: int) -> None:
-    from shardwise.testing.accelerator import counted
-
-    def run(channel: sw.Channel) -> list[dict[str, float]]:
-        engine = linear_engine(channel, linear_loss)
-        found = []
+    def run(channel: sw.Channel) -> list[float]:
+        engine, found = linear_engine(channel, linear_loss), []
         for step in range(4):
             parts = [points(step, 2), points(9 + step, 3)][: 2 - channel.rank]
-            report = engine.step(parts)
-            found.append({**report.losses, **{f"held {name}": x for name, x in engine.evaluate(parts).losses.items()}})
+            found += [*engine.step(parts).losses.values(), *engine.evaluate(parts).losses.values()]
         return found
 
     def waits(channel: sw.Channel, loss: Callable[..., Any]) -> list[Any]:
@@ -165,77 +149,48 @@ def test_entries_on_a_device_are_those_of_the_host_and_wait_for_nothing(fake: st
         return [each.syncs for each in counts]
 
     wanted = sw.simulate(num_ranks, run)
-    for one, other in zip(sw.simulate(num_ranks, run, device=fake), wanted, strict=True):
-        for step, known in zip(one, other, strict=True):
-            assert step == pytest.approx(known, rel=1e-5)
+    assert sw.simulate(num_ranks, run, device=fake) == [pytest.approx(each, rel=1e-5) for each in wanted]
     plain, dicts = (sw.simulate(1, partial(waits, loss=loss), device=fake) for loss in (square_loss, linear_loss))
     assert dicts == plain
 
 
-@pytest.mark.parametrize(
-    ("unlike", "message"),
-    [
-        (
-            lambda batch, rank: batch["x"][0, 0] > 0,
-            "gives loss, aux on rank 0, and loss, aux, more on rank",
-        ),
-        (lambda batch, rank: rank == 1, "gives loss, aux on rank 0, and loss, aux, more on rank 1"),
-    ],
-    ids=["microbatches", "ranks"],
-)
-@pytest.mark.parametrize("method", ["step", "evaluate"])
-def test_entries_that_differ_are_refused_on_all_ranks(
-    unlike: Callable[[Any, int], bool], message: str, method: str
-) -> None:
-    def run(channel: sw.Channel) -> str:
-        def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            more = {"more": 1.0} if unlike(batch, channel.rank) else {}
-            return {"loss": square_loss(output, batch), "aux": 1.0, **more}
+def gave(entries_of: Callable[[int, Any], dict[str, Any]], method: str = "step", num_ranks: int = 2) -> None:
+    """entries_of: f(rank, batch) -> what the loss function gives on each rank; "loss" stands for one."""
 
-        engine = linear_engine(channel, loss)
+    def run(channel: sw.Channel) -> ModelError:
+        def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            found = entries_of(channel.rank, batch)
+            return {key: square_loss(output, batch) if value == "loss" else value for key, value in found.items()}
+
         x = torch.tensor([[1.0], [-1.0]]).expand(2, 4)
+        parts = [{"x": x[at : at + 1], "y": torch.ones(1, 1)} for at in range(2)]
         with pytest.raises(ModelError) as caught:
-            getattr(engine, method)([{"x": x[at : at + 1], "y": torch.ones(1, 1)} for at in range(2)])
-        return str(caught.value)
+            getattr(linear_engine(channel, loss), method)(parts)
+        return caught.value
 
-    first, second = sw.simulate(2, run)
-    assert first == second
-    assert message in first
-
-
-WITHOUT_LOSS = {"aux": 1.0}
+    errors = sw.simulate(num_ranks, run)
+    assert len({str(each) for each in errors}) == 1
+    raise errors[0]
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"loss": None}, "holds no scalar loss"),
-        (WITHOUT_LOSS, "the loss function's result holds no scalar loss"),
-        ({"aux": torch.ones(3)}, "the loss function gives 'aux' in its dict, a tensor of shape [3]"),
-        ({"aux": "text"}, "the loss function gives 'aux' in its dict, str"),
-    ],
+UNLIKE: dict[str, Any] = {
+    "microbatches differ": lambda rank, batch: {"loss": "loss", **({"more": 1.0} if batch["x"][0, 0] > 0 else {})},
+    "ranks differ": lambda rank, batch: {"loss": "loss", "aux": 1.0, **({"more": 1.0} if rank else {})},
+}
+REFUSED = Refusals(
+    "engine.loss_entries",
+    {
+        **{name: partial(gave, each) for name, each in UNLIKE.items()},
+        **{f"{name} in an evaluation": partial(gave, each, "evaluate") for name, each in UNLIKE.items()},
+        "no loss": lambda: gave(lambda *_: {"aux": 1.0}, num_ranks=1),
+        "None for a loss": lambda: gave(lambda *_: {"loss": None}, num_ranks=1),
+        "several numbers": lambda: gave(lambda *_: {"loss": "loss", "aux": torch.ones(3)}, num_ranks=1),
+        "a text": lambda: gave(lambda *_: {"loss": "loss", "aux": "text"}, num_ranks=1),
+    },
+    kind=ModelError,
 )
-def test_a_dict_of_something_else_is_refused(given: dict[str, Any], message: str) -> None:
-    def run(channel: sw.Channel) -> None:
-        def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-            return given if given is WITHOUT_LOSS else {"loss": square_loss(output, batch), **given}
-
-        with pytest.raises(ModelError) as caught:
-            linear_engine(channel, loss).step(points(0, 2))
-        assert message in str(caught.value)
-
-    sw.simulate(1, run)
 
 
-def test_a_dict_costs_no_exchange_and_no_transfer_of_tensors() -> None:
-    def calls(channel: sw.Channel, loss: Callable[..., Any]) -> list[tuple[str, str]]:
-        watched = Recorded(channel)
-        engine = linear_engine(watched, loss)
-        engine.step(points(channel.rank, 4))
-        watched.calls.clear()
-        engine.step(points(channel.rank, 4))
-        engine.evaluate(points(channel.rank, 4))
-        return [(call.operation, call.purpose) for call in watched.calls]
-
-    one, other = (sw.simulate(2, partial(calls, loss=loss)) for loss in (square_loss, linear_loss))
-    assert one == other
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_dicts_are_refused_alike_on_all_ranks(case: str) -> None:
+    REFUSED.check(case)

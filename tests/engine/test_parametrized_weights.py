@@ -1,6 +1,8 @@
 """Parametrizations that come and go in a forward, and memory that a forward reads: alike when it runs again."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from tests.engine.loops import mean_square, on_ranks, plan_of
 
 
 class Added(nn.Module):
@@ -20,20 +23,6 @@ class Added(nn.Module):
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight + self.a @ self.b
-
-
-class Inside(nn.Linear):
-    """Registers on itself."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.added = Added()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        parametrize.register_parametrization(self, "weight", self.added)
-        output = super().forward(input)
-        parametrize.remove_parametrizations(self, "weight", leave_parametrized=False)
-        return output
 
 
 class Around(nn.Module):
@@ -63,26 +52,17 @@ class Cached(nn.Module):
         return output
 
 
-class CachedAround(nn.Module):
+class CachedAround(Cached):
     """The same around two calls of a placed module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.other = parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with parametrize.cached():
             output: torch.Tensor = self.base(torch.tanh(self.base(self.other(x))))
         return output
-
-
-class ReadsData(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input + nn.functional.linear(input, self.weight.data * self.scale, self.bias)
 
 
 class ReadsDataAgain(nn.Module):
@@ -100,25 +80,13 @@ class ReadsDataAgain(nn.Module):
         return output
 
 
-KINDS: tuple[Callable[[], nn.Module], ...] = (Inside, Around, Cached, CachedAround, ReadsData, ReadsDataAgain)
+KINDS: tuple[Callable[[], nn.Module], ...] = (Around, Cached, CachedAround, ReadsDataAgain)
+BATCHES = [{"input": torch.linspace(-1, 1, 16).view(4, 4)}] * 3
 
 
-def trained(kind: Callable[[], nn.Module], plan: sw.Plan) -> list[float]:
-    def run(channel: sw.Channel) -> list[float]:
-        torch.manual_seed(0)
-        engine = sw.parallelize(
-            nn.Sequential(kind(), kind()),
-            plan,
-            optimizer=torch.optim.AdamW,
-            loss=lambda output, _: output.float().square().mean(),
-            channel=channel,
-        )
-        row = plan.mesh.coordinates(channel.rank)["dp_shard"]
-        ranks = plan.mesh.dp_shard
-        rows = torch.linspace(-1, 1, 16).view(4, 4)[row * 4 // ranks : (row + 1) * 4 // ranks]
-        return [engine.step({"input": rows}).loss for _ in range(3)]
-
-    return sw.simulate(plan.mesh.size, run)[0]
+def losses(kind: Callable[[], nn.Module], plan: sw.Plan) -> list[float]:
+    settings: Any = {"loss": mean_square, "optimizer": torch.optim.AdamW}
+    return on_ranks(lambda: nn.Sequential(kind(), kind()), plan, BATCHES, **settings).losses
 
 
 @pytest.mark.parametrize("compute", [None, "bfloat16"])
@@ -127,42 +95,31 @@ def trained(kind: Callable[[], nn.Module], plan: sw.Plan) -> list[float]:
 def test_they_train_alike_under_every_plan(
     kind: Callable[[], nn.Module], *, runs_again: bool, compute: str | None
 ) -> None:
-    def plan_of(stage: int, units: tuple[str, ...] | None = None, k: int = 1, **mesh: int) -> sw.Plan:
-        return sw.Plan(
-            mesh=sw.Mesh(**mesh),
-            merge=sw.Merge(microbatches=k),
-            sharding=sw.Sharding(stage=stage, units=units),
-            activations=sw.Activations(checkpoint=("*",) if runs_again else None),
-            precision=sw.Precision(compute=compute),
-        )
-
-    expected = trained(kind, sw.Plan(merge=sw.Merge(microbatches=2), precision=sw.Precision(compute=compute)))
+    expected = losses(kind, plan_of(k=2, compute=compute))
     # In bfloat16 gradients of microbatches are added in another order.
     near = pytest.approx(expected, rel=1e-6 if compute is None else 1e-2)
     for plan in (
-        plan_of(2, dp_shard=2),
-        plan_of(3, dp_shard=2),
-        plan_of(3, (".",), dp_shard=2),
-        plan_of(1, k=2, pp=2),
+        plan_of("dp_shard=2", 2, compute=compute),
+        plan_of("dp_shard=2", 3, compute=compute),
+        plan_of("dp_shard=2", 3, sharding={"units": (".",)}, compute=compute),
+        plan_of("pp=2", k=2, compute=compute),
     ):
-        assert trained(kind, plan) == near
+        again = sw.Activations(checkpoint=("*",)) if runs_again else sw.Activations()
+        assert losses(kind, replace(plan, activations=again)) == near
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_cached_around_calls_of_placed_modules_keeps_real_weights_alone(k: int) -> None:
     stages = {"0.base": 0, "0.other": 0, "1.base": 1, "1.other": 0}
-    staged = sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages=stages), merge=sw.Merge(microbatches=k))
-    plain = sw.Plan(merge=sw.Merge(microbatches=k))
-    assert trained(CachedAround, staged) == pytest.approx(trained(CachedAround, plain), rel=1e-6)
+    expected = pytest.approx(losses(CachedAround, plan_of(k=k)), rel=1e-6)
+    assert losses(CachedAround, plan_of("pp=2", k=k, stages=stages)) == expected
 
 
 def test_a_rank_that_waits_inside_of_cached_leaves_the_cache_of_others_alone() -> None:
     def run(channel: sw.Channel) -> list[float]:
-        model = Cached()
-        found = []
+        model, found = Cached(), []
         for step in range(2):
             with torch.no_grad():
-                model.base.bias.fill_(step)
                 model.base.parametrizations.weight.original0.fill_(1.0 + step)
             with parametrize.cached():
                 before = model.base.weight.sum().item()
@@ -174,6 +131,5 @@ def test_a_rank_that_waits_inside_of_cached_leaves_the_cache_of_others_alone() -
                 channel.exchange(b"", purpose="inside, again")
         return found
 
-    torch.manual_seed(0)
-    first, second = sw.simulate(2, run)[0]
-    assert second == pytest.approx(2 * first)
+    for first, second in sw.simulate(2, run):
+        assert second == pytest.approx(2 * first)

@@ -17,6 +17,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 import shardwise as sw
 from shardwise.errors import CollectivesWarning, ModelError
 
+Does = Callable[[torch.Tensor], torch.Tensor]
+OWN: list[Any] = []
+
 
 def guarded(value: torch.Tensor) -> torch.Tensor:
     if dist.is_available() and dist.is_initialized():
@@ -33,7 +36,8 @@ def in_own_group(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-OWN: list[Any] = []
+def by_mean(value: torch.Tensor) -> torch.Tensor:
+    return value * guarded(value.detach().mean())
 
 
 def by_torch(value: torch.Tensor) -> torch.Tensor:
@@ -41,60 +45,52 @@ def by_torch(value: torch.Tensor) -> torch.Tensor:
     return nn.functional.relu(nn.SyncBatchNorm(4)(value))
 
 
+def same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
 class Net(nn.Module):
-    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, does: Does) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.does = does
+        self.first, self.last, self.does = nn.Linear(4, 4), nn.Linear(4, 4), does
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.last(self.does(self.first(x)))
         return output
 
 
-def loss_with(does: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor, _: Any) -> torch.Tensor:
-    return does(output).square().mean()
+PLANS = {
+    "data": sw.Plan(mesh=sw.Mesh(dp_shard=2)),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"first": "colwise_gather_output"})),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
+}
 
 
-def same(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def train(plan: sw.Plan, does: Callable[[torch.Tensor], torch.Tensor], *, in_loss: bool, channel: sw.Channel) -> None:
+def train(channel: sw.Channel, plan: str, does: Does, *, in_loss: bool) -> None:
     torch.manual_seed(0)
     engine = sw.parallelize(
         Net(same if in_loss else does),
-        plan,
+        PLANS[plan],
         optimizer=lambda given: torch.optim.SGD(given, lr=0.1),
-        loss=partial(loss_with, does if in_loss else same),
+        loss=lambda output, _: (does if in_loss else same)(output).square().mean(),
         channel=channel,
     )
     for _ in range(2):
         engine.step({"x": torch.randn(4, 4)})
 
 
-DATA = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=1))
-TENSOR = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"first": "colwise_gather_output"}))
-
-
 @pytest.mark.parametrize("in_loss", [False, True], ids=["forward", "loss"])
 @pytest.mark.parametrize(
     ("does", "plan", "says"),
     [
-        (guarded, DATA, True),
-        (by_name, DATA, True),
-        (by_torch, DATA, False),
-        (same, DATA, False),
-        (guarded, TENSOR, False),
+        *((guarded, "data", True), (by_name, "data", True), (by_torch, "data", False)),
+        *((same, "data", False), (guarded, "tp", False)),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_is_left_out_is_said_once(
-    does: Callable[[torch.Tensor], torch.Tensor], plan: sw.Plan, says: bool, in_loss: bool
-) -> None:
+def test_what_is_left_out_is_said_once(does: Does, plan: str, says: bool, in_loss: bool) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        sw.simulate(2, lambda channel: train(plan, does, in_loss=in_loss, channel=channel))
+        sw.simulate(2, partial(train, plan=plan, does=does, in_loss=in_loss))
     texts = [str(each.message) for each in seen if each.category is CollectivesWarning]
     assert len(texts) == says
     assert all(f"{__file__}:" in text and "loss_weight" in text for text in texts)
@@ -111,23 +107,14 @@ def process_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("in_loss", [False, True], ids=["forward", "loss"])
-@pytest.mark.parametrize("plan", [TENSOR, sw.Plan(mesh=sw.Mesh(pp=2))], ids=["tp", "pp"])
-def test_a_group_with_other_ranks_is_refused(plan: sw.Plan, in_loss: bool) -> None:
+@pytest.mark.parametrize("plan", ["tp", "pp"])
+def test_a_group_with_other_ranks_is_refused(plan: str, in_loss: bool) -> None:
     with pytest.raises(ModelError, match=r"torch.distributed.all_reduce inside of a step.*group of the data ranks"):
-        sw.simulate(2, lambda channel: train(plan, guarded, in_loss=in_loss, channel=channel))
+        sw.simulate(2, partial(train, plan=plan, does=guarded, in_loss=in_loss))
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_group_that_the_program_made_is_used_under_tp() -> None:
+@pytest.mark.parametrize(("plan", "does"), [("tp", in_own_group), ("data", by_mean)])
+def test_a_group_that_the_program_made_and_one_of_data_ranks_are_used(plan: str, does: Does) -> None:
     OWN[:] = [dist.new_group([0])]
-    sw.simulate(2, lambda channel: train(TENSOR, in_own_group, in_loss=True, channel=channel))
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_group_of_data_ranks_is_used() -> None:
-    sw.simulate(
-        2,
-        lambda channel: train(
-            DATA, lambda value: value * guarded(value.detach().mean()), in_loss=True, channel=channel
-        ),
-    )
+    sw.simulate(2, partial(train, plan=plan, does=does, in_loss=True))
