@@ -1,29 +1,31 @@
 """Averaged weights out of a save, in every form that a conversion gives."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.checkpoint import convert, export_hf, preview
-from shardwise.cli import main
-from shardwise.errors import CheckpointError
-from tests.checkpoint.layouts import Whole, odd
+from tests.checkpoint.cut_tensors import tensors_of
+from tests.checkpoint.layouts import odd
+from tests.checkpoint.small_states import same
 from tests.engine.models import word_batch, word_loss
+
+State = dict[str, torch.Tensor]
+
 
 AVERAGE = "/weight_average"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Whole, Whole]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]:
     """A save of a run with ties, frozen parts and bfloat16; all that it has, and its averages by parameter."""
     path = tmp_path_factory.mktemp("averaged") / "save"
 
-    def run(channel: sw.Channel) -> Whole:
+    def run(channel: sw.Channel) -> State:
         plan = sw.Plan(
             mesh=sw.Mesh(dp_shard=2),
             sharding=sw.Sharding(stage=3, bucket_bytes=300),
@@ -50,19 +52,7 @@ def trained(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     return [each for each in parameters if each.requires_grad]
 
 
-def tensors_in(path: Path) -> Whole:
-    catalogue = sw.checkpoint.open(path)
-    return {name: catalogue.read(name) for name in catalogue.tensors}
-
-
-def same(one: Whole, other: Whole) -> None:
-    assert one.keys() == other.keys()
-    assert [
-        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ] == []
-
-
-def model_of(whole: Whole, averages: Whole) -> Whole:
+def model_of(whole: State, averages: State) -> State:
     """The model with averages, ties under their first name; and masters of what is frozen."""
     model = {name: each for name, each in whole.items() if "/" not in name and name != "head.weight"}
     return model | averages | {name: whole[name] for name in FROZEN}
@@ -73,12 +63,12 @@ FROZEN = {"optimizer/frozen.weight/master", "optimizer/frozen.bias/master"}
 
 @pytest.mark.parametrize("to", ["whole", "pieces"])
 def test_a_save_of_averages_loads_as_plain_weights(
-    to: Literal["whole", "pieces"], saved: tuple[Path, Whole, Whole], tmp_path: Path
+    to: Literal["whole", "pieces"], saved: tuple[Path, State, State], tmp_path: Path
 ) -> None:
     path, whole, averages = saved
     report = convert(path, tmp_path / "save", to=to, weights="average", certify=True)
     assert report.certificate is not None
-    same(tensors_in(tmp_path / "save"), model_of(whole, averages))
+    assert same(tensors_of(tmp_path / "save"), model_of(whole, averages))
     engine = sw.parallelize(
         odd(), sw.Plan(average=sw.Average()), optimizer=lambda all_: torch.optim.AdamW(trained(all_)), loss=word_loss
     )
@@ -94,7 +84,7 @@ def test_a_save_of_averages_loads_as_plain_weights(
 
 @pytest.mark.parametrize("dtype", [None, "float32", "float64"])
 def test_files_of_averages_have_the_dtypes_of_files_of_weights(
-    dtype: str | None, saved: tuple[Path, Whole, Whole], tmp_path: Path
+    dtype: str | None, saved: tuple[Path, State, State], tmp_path: Path
 ) -> None:
     path, _, averages = saved
     export_hf(path, tmp_path / "averages", dtype=dtype, weights="average")
@@ -106,17 +96,7 @@ def test_files_of_averages_have_the_dtypes_of_files_of_weights(
         assert torch.equal(each, averages[name].to(each.dtype) if name in averages else current[name]), name
 
 
-def test_files_of_averages_take_the_form_of_others(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
-    path, _, averages = saved
-    export_hf(path, tmp_path / "hub")
-    convert(path, tmp_path / "like", to="hf", like=tmp_path / "hub", weights="average")
-    export_hf(path, tmp_path / "averages", weights="average")
-    files, other = (load_file(tmp_path / name / "model.safetensors") for name in ("like", "averages"))
-    same(files, other)
-    assert torch.equal(files["up.weight"], averages["up.weight"].bfloat16())
-
-
-def test_a_rewrite_takes_averages_along(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+def test_a_rewrite_takes_averages_along(saved: tuple[Path, State, State], tmp_path: Path) -> None:
     path, _, averages = saved
     rewrite = sw.Rewrite("up.weight^T -> up.kernel")
     export_hf(path, tmp_path / "hf", rewrite, weights="average")
@@ -124,9 +104,9 @@ def test_a_rewrite_takes_averages_along(saved: tuple[Path, Whole, Whole], tmp_pa
     assert torch.equal(files["up.kernel"], averages["up.weight"].T.to(torch.bfloat16))
     assert "up.kernel" in preview(path, to="hf", rewrite=rewrite, weights="average")
     convert(path, tmp_path / "save", rewrite=rewrite)
-    assert torch.equal(tensors_in(tmp_path / "save")["optimizer/up.kernel/weight_average"], averages["up.weight"].T)
+    assert torch.equal(tensors_of(tmp_path / "save")["optimizer/up.kernel/weight_average"], averages["up.weight"].T)
     convert(tmp_path / "save", tmp_path / "back", rewrite=rewrite.inverse())
-    same(tensors_in(tmp_path / "back"), tensors_in(path))
+    assert same(tensors_of(tmp_path / "back"), tensors_of(path))
 
 
 def test_padding_of_averages_is_that_of_weights(tmp_path: Path) -> None:
@@ -134,52 +114,35 @@ def test_padding_of_averages_is_that_of_weights(tmp_path: Path) -> None:
     state = {key: torch.ones(3, 2) for key in ("w", "optimizer/w/exp_avg", "optimizer/w/weight_average")}
     sw.checkpoint.save(tmp_path / "a", state)
     convert(tmp_path / "a", tmp_path / "b", rewrite=sw.Rewrite("w -> w, pad='[4,-1]', fill=7"))
-    got = tensors_in(tmp_path / "b")
+    got = tensors_of(tmp_path / "b")
     assert got["w"][3].tolist() == got["optimizer/w/weight_average"][3].tolist() == [7, 7]
     assert got["optimizer/w/exp_avg"][3].tolist() == [0, 0]
 
 
 def test_other_programs_get_no_averages_as_state_of_optimizers(
-    saved: tuple[Path, Whole, Whole], tmp_path: Path
+    saved: tuple[Path, State, State], tmp_path: Path
 ) -> None:
     path, whole, averages = saved
     report = convert(path, tmp_path / "dcp", to="dcp")
     assert "optimizer/up.weight/weight_average" in report.left_out
-    names = set(tensors_in(tmp_path / "dcp"))
+    names = set(tensors_of(tmp_path / "dcp"))
     assert any("up.weight" in name and "exp_avg" in name for name in names)
     assert not any("weight_average" in name for name in names)
     convert(path, tmp_path / "averages", to="dcp", weights="average")
-    found = tensors_in(tmp_path / "averages")
+    found = tensors_of(tmp_path / "averages")
     assert all(torch.equal(found[name], each) for name, each in averages.items())
     assert not any("exp_avg" in name for name in found)
     assert torch.equal(found["frozen.weight"], whole["optimizer/frozen.weight/master"])
 
 
-def test_the_command_line_writes_averages(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
-    path, whole, averages = saved
-
-    def converted(source: Path, target: str) -> Any:
-        words = ["ckpt", "convert", str(source), str(tmp_path / target), "--weights", "average"]
-        return CliRunner().invoke(main, words)
-
-    assert converted(path, "save").exit_code == 0
-    same(tensors_in(tmp_path / "save"), model_of(whole, averages))
-    again = converted(tmp_path / "save", "again")
-    assert again.exit_code == 1
-    assert "has no averages of weights, for which weights='average' (--weights average) asks" in again.stderr
-    with pytest.raises(CheckpointError, match=r"weights is 'mean'; give .current. or .average."):
-        convert(path, tmp_path / "c", weights="mean")  # type: ignore[arg-type]
-
-
-def test_what_looks_into_a_checkpoint_knows_averages(saved: tuple[Path, Whole, Whole], tmp_path: Path) -> None:
+def test_files_of_averages_take_the_form_of_others_and_means_have_averages_too(
+    saved: tuple[Path, State, State], tmp_path: Path
+) -> None:
     path, _, averages = saved
-    listed = CliRunner().invoke(main, ["ckpt", "ls", str(path)])
-    assert "optimizer/up.weight/weight_average" in listed.stdout
-    assert CliRunner().invoke(main, ["ckpt", "verify", str(path)]).exit_code == 0
-    assert CliRunner().invoke(main, ["ckpt", "diff", str(path), str(path)]).exit_code == 0
-    # The mean of checkpoints has the model alone, or the means of all state, averages too.
-    sw.checkpoint.average([path, path], tmp_path / "mean")
-    assert not any("/" in name for name in tensors_in(tmp_path / "mean"))
+    export_hf(path, tmp_path / "hub")
+    convert(path, tmp_path / "like", to="hf", like=tmp_path / "hub", weights="average")
+    export_hf(path, tmp_path / "averages", weights="average")
+    assert same(tensors_of(tmp_path / "like"), tensors_of(tmp_path / "averages"))
     sw.checkpoint.average([path, path], tmp_path / "all", optimizer=True)
-    both = tensors_in(tmp_path / "all")
+    both = tensors_of(tmp_path / "all")
     assert all(torch.equal(both[f"optimizer/{name}{AVERAGE}"], each) for name, each in averages.items())

@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
-from shardwise.cli import main
 from shardwise.errors import CheckpointError
-from tests.checkpoint.cut_tensors import cut
+from tests.checkpoint.cut_tensors import save_pieces, tensors_of
 from tests.checkpoint.memory_peaks import peaks_of
+from tests.checkpoint.rewritten_tensors import shares_of
 from tests.checkpoint.small_states import same, same_tensor
+from tests.refusals import Refusals
 
 State = dict[str, torch.Tensor]
+
 
 DTYPES = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float16, "d": torch.float64, "e": torch.complex64}
 
@@ -33,37 +35,13 @@ def state_of(seed: int) -> State:
     return state | {"counts": torch.tensor([1, 2, 3]), "flag": torch.tensor(True), "none": torch.zeros(0, 3)}
 
 
-def as_save(path: Path, state: State) -> None:
-    sw.save(path, state)
-
-
-def as_pieces(path: Path, state: State) -> None:
-    sw.simulate(2, lambda channel: sw.save(path, _share(state, channel.rank), channel=channel))
-
-
-def _share(state: State, rank: int) -> dict[sw.Piece, torch.Tensor]:
-    return {
-        piece: part
-        for name, each in state.items()
-        if each.numel() > 1
-        for piece, part in cut(name, each, "runs", 2)[rank].items()
-    } | {
-        sw.Piece(name=name, dtype=str(each.dtype).removeprefix("torch."), global_shape=tuple(each.shape)): each
-        for name, each in state.items()
-        if each.numel() <= 1
-    }
-
-
-def as_hub(path: Path, state: State) -> None:
-    path.mkdir()
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def as_torch(path: Path, state: State) -> None:
-    torch.save(state, path)
-
-
-FORMATS: Sequence[Callable[[Path, State], None]] = (as_save, as_pieces, as_hub, as_torch)
+WRITERS: dict[str, Callable[[Path, State], object]] = {
+    "whole": sw.save,
+    "pieces": lambda path, state: save_pieces(path, shares_of(state, "runs", 2)),
+    "hub": lambda path, state: save_file(state, path),
+    "torch": lambda path, state: torch.save(state, path),
+}
+ENDINGS = {"hub": ".safetensors", "torch": ".pt"}
 
 
 def loop(states: Sequence[State], weights: Sequence[float], accumulate: torch.dtype) -> State:
@@ -79,32 +57,26 @@ def loop(states: Sequence[State], weights: Sequence[float], accumulate: torch.dt
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 0.3, -0.1)])
+@pytest.mark.parametrize("first", range(4))
 def test_the_average_of_any_formats_has_the_bits_of_a_plain_loop(
-    weights: Sequence[float] | None, tmp_path: Path
+    weights: Sequence[float] | None, first: int, tmp_path: Path
 ) -> None:
-    for first in range(len(FORMATS)):
-        writers = [FORMATS[(first + at) % len(FORMATS)] for at in range(3)]
-        states = [state_of(seed) for seed in range(3)]
-        paths = [tmp_path / f"{first} {at}.pt" for at in range(3)]
-        for write, path, state in zip(writers, paths, states, strict=True):
-            write(path, state)
-        report = checkpoint.average(paths, tmp_path / f"out {first}", weights=weights)
-        expected = loop(states, weights or (1, 1, 1), torch.float64)
-        found = checkpoint.open(tmp_path / f"out {first}")
-        assert same({name: found.read(name) for name in found.tensors}, expected)
-        assert (report.num_tensors, report.num_averaged, report.num_equal) == (8, 6, 2)
-        assert found.contents.extra["average"]["weights"] == list(weights or (1, 1, 1))
-        assert checkpoint.verify(tmp_path / f"out {first}").good
+    states = [state_of(seed) for seed in range(3)]
+    paths = []
+    for at, state in enumerate(states):
+        name = [*WRITERS][(first + at) % 4]
+        paths.append(tmp_path / f"{at}{ENDINGS.get(name, '')}")
+        WRITERS[name](paths[-1], state)
+    report = checkpoint.average(paths, tmp_path / "out", weights=weights)
+    assert same(tensors_of(tmp_path / "out"), loop(states, weights or (1, 1, 1), torch.float64))
+    assert (report.num_tensors, report.num_averaged, report.num_equal) == (8, 6, 2)
+    assert checkpoint.open(tmp_path / "out").extra["average"]["weights"] == list(weights or (1, 1, 1))
+    assert checkpoint.verify(tmp_path / "out").good
 
 
-def test_sums_in_float32_have_the_bits_of_that_loop_and_hold_no_float64(tmp_path: Path) -> None:
+def test_sums_in_float32_have_the_bits_of_that_loop(tmp_path: Path) -> None:
     states = [state_of(seed) for seed in range(3)]
     paths = [tmp_path / str(at) for at in range(3)]
-    for path, state in zip(paths, states, strict=True):
-        sw.save(path, state)
-    with pytest.raises(CheckpointError, match="accumulate is float32, to which d would be rounded before the sum"):
-        checkpoint.average(paths, tmp_path / "out", accumulate="float32")
-    assert not (tmp_path / "out").exists()
     for path, state in zip(paths, states, strict=True):
         sw.save(path, {name: each for name, each in state.items() if name != "d"})
     checkpoint.average(paths, tmp_path / "out", weights=[3, 1, 0.7], accumulate="float32")
@@ -113,47 +85,67 @@ def test_sums_in_float32_have_the_bits_of_that_loop_and_hold_no_float64(tmp_path
     assert not torch.equal(expected["a"], loop(states, [3, 1, 0.7], torch.float64)["a"])
 
 
-def test_all_differences_are_told_at_once(tmp_path: Path) -> None:
-    sw.save(tmp_path / "a", {"w": torch.zeros(2, 3), "x": torch.zeros(2), "y": torch.zeros(1)})
-    sw.save(tmp_path / "b", {"w": torch.zeros(3, 2), "x": torch.zeros(2).half(), "z": torch.zeros(1)})
-    with pytest.raises(CheckpointError) as refused:
-        checkpoint.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    a, b = (checkpoint.open(tmp_path / name).contents.location for name in "ab")
-    assert refused.value.problems == (
-        f"w has shape [2, 3] in {a} and [3, 2] in {b}",
-        f"x has dtype float32 in {a} and float16 in {b}",
-        f"y is in {a} and not in {b}",
-        f"z is in {b} and not in {a}",
-    )
-    assert not (tmp_path / "out").exists()
+COUNTED = [
+    {
+        "w": torch.full((2,), float(at)),
+        "bn.0.count": torch.tensor(at),
+        "bn.1.count": torch.tensor(at // 2),
+        "eight": torch.full((2,), 1.0 + at // 2).to(torch.float8_e4m3fn),
+    }
+    for at in range(3)
+]
 
 
-def test_integers_are_equal_or_are_named(tmp_path: Path) -> None:
-    for at, path in enumerate("abc"):
-        state = {
-            "w": torch.full((2,), float(at)),
-            "bn.0.count": torch.tensor(at),
-            "bn.1.count": torch.tensor(at // 2),
-            "eight": torch.full((2,), 1.0 + at // 2).to(torch.float8_e4m3fn),
-        }
-        sw.save(tmp_path / path, state)
-    paths = [tmp_path / path for path in "abc"]
-    with pytest.raises(CheckpointError) as refused:
-        checkpoint.average(paths, tmp_path / "out")
-    assert [each.split(" is not as")[0] for each in refused.value.problems[:3]] == [
-        f"bn.0.count (int64) in {', '.join(checkpoint.open(path).contents.location for path in paths[1:])}",
-        f"bn.1.count (int64) in {checkpoint.open(paths[2]).contents.location}",
-        f"eight (float8_e4m3fn) in {checkpoint.open(paths[2]).contents.location}",
-    ]
-    with pytest.raises(
-        CheckpointError, match=r"from_first='bn.2.count' .* means none of the 3 tensors .* nearest is bn"
-    ):
-        checkpoint.average(paths, tmp_path / "out", from_first=["bn.2.count"])
+def averaged(states: Sequence[State], **arguments: Any) -> Any:
+    def call(folder: Path) -> object:
+        for at, state in enumerate(states):
+            sw.save(folder / str(at), state)
+        try:
+            return checkpoint.average([folder / str(at) for at in range(len(states))], folder / "out", **arguments)
+        finally:
+            assert not (folder / "out").exists()
+
+    return call
+
+
+def test_whole_numbers_may_come_from_the_first(tmp_path: Path) -> None:
+    for at, state in enumerate(COUNTED):
+        sw.save(tmp_path / str(at), state)
+    paths = [tmp_path / str(at) for at in range(3)]
     report = checkpoint.average(paths, tmp_path / "out", from_first=["bn.*.count", "eight"])
     assert sorted(report.from_first) == ["bn.0.count", "bn.1.count", "eight"]
     found = checkpoint.open(tmp_path / "out")
-    assert found.read("w").tolist() == [1, 1]
-    assert found.read("bn.1.count") == 0
+    assert (found.read("w").tolist(), found.read("bn.1.count").item()) == ([1, 1], 0)
+
+
+W, V = torch.zeros(2, 2), torch.ones(2, 2)
+TIED: list[State] = [{"head": W, "wte": W}, {"wte": V, "head": V}, {"wte": W, "head": V}]
+REFUSED = Refusals(
+    "checkpoint.averages",
+    {
+        "all differences": averaged(
+            [
+                {"w": torch.zeros(2, 3), "x": torch.zeros(2), "y": torch.zeros(1)},
+                {"w": torch.zeros(3, 2), "x": torch.zeros(2).half(), "z": torch.zeros(1)},
+            ]
+        ),
+        "whole numbers that differ": averaged(COUNTED),
+        "a name that is none of them": averaged(COUNTED, from_first=["bn.2.count"]),
+        "sums that would be rounded": averaged([state_of(0), state_of(1)], accumulate="float32"),
+        "tied in the first": averaged([TIED[0], TIED[2]]),
+        "tied in the second": averaged([TIED[2], TIED[0]]),
+        "state for files of Hugging Face": averaged(TIED[:2], to="hf", optimizer=True),
+        "arguments": averaged(TIED[:2], weights=[1], accumulate="float16", dtype="float32", from_first="x"),
+        **{f"weights {weights}": averaged(TIED[:2], weights=weights) for weights in ([1, -1], [1, float("nan")], "ab")},
+        "one alone": averaged(TIED[:1]),
+    },
+    kind=CheckpointError,
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_average_is_refused(case: str) -> None:
+    REFUSED.check(case)
 
 
 def trained(seed: int, path: Path) -> dict[str, torch.Tensor]:
@@ -185,8 +177,6 @@ def test_the_state_of_optimizers_is_left_out_or_averaged(tmp_path: Path) -> None
     optimizer = torch.optim.AdamW(model.parameters())
     sw.load(tmp_path / "all", TorchState(model, optimizer))
     assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(CheckpointError, match="files of Hugging Face, which hold no such state"):
-        checkpoint.average(paths, tmp_path / "hf", to="hf", optimizer=True)
 
 
 def test_masters_are_averaged_into_files_of_another_dtype(tmp_path: Path) -> None:
@@ -196,21 +186,6 @@ def test_masters_are_averaged_into_files_of_another_dtype(tmp_path: Path) -> Non
     checkpoint.average([tmp_path / "0", tmp_path / "1"], tmp_path / "hf", to="hf", dtype="float32")
     expected = ((masters[0].double() + masters[1].double()) / 2).float()
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {"w": expected})
-
-
-def test_tied_tensors_are_averaged_once_and_stay_tied(tmp_path: Path) -> None:
-    for at, name in enumerate("ab"):
-        tensor = torch.full((2, 2), float(at))
-        sw.save(tmp_path / name, {"wte": tensor, "head": tensor} if at else {"head": tensor, "wte": tensor})
-    report = checkpoint.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    assert report.num_tensors == 1
-    found = checkpoint.open(tmp_path / "out")
-    assert len(found.contents.aliases) == 1
-    assert found.read("wte").tolist() == found.read("head").tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    sw.save(tmp_path / "c", {"wte": torch.zeros(2, 2), "head": torch.ones(2, 2)})
-    for order in ("ac", "ca"):
-        with pytest.raises(CheckpointError, match=r"and tied in|are tied in"):
-            checkpoint.average([tmp_path / name for name in order], tmp_path / "none")
 
 
 def averages(paths: Sequence[Path], folder: Path) -> Iterator[str]:
@@ -230,25 +205,10 @@ def test_memory_is_bounded_however_many_and_large_the_checkpoints_are(tmp_path: 
     assert 32 < peaks["average"] < 96, peaks
 
 
-def test_arguments_that_cannot_be_are_refused_together(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as refused:
-        checkpoint.average(["a", "b"], tmp_path, weights=[1], accumulate="float16", dtype="float32", from_first="x")  # type: ignore[arg-type]
-    assert len(refused.value.problems) == 4
-    for weights in ([1, -1], [1, float("nan")], "ab"):
-        with pytest.raises(CheckpointError):
-            checkpoint.average(["a", "b"], tmp_path, weights=weights)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="of two checkpoints or more"):
-        checkpoint.average(["a"], tmp_path)
-
-
-def test_the_command_says_what_it_made(tmp_path: Path) -> None:
-    for at, name in enumerate("ab"):
-        (tmp_path / name).mkdir()
-        save_file({"w": torch.full((2,), float(at))}, tmp_path / name / "model.safetensors")
-    arguments = ["ckpt", "average", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(main, [*arguments, "--factors", "1,3", "--to", "hf"])
-    assert done.exit_code == 0, done.output
-    assert f"  3 x {tmp_path / 'b'}\n" in done.output
-    assert "1 tensor, 8 B: 1 averaged in float64, 0 equal in all; not all verified" in done.output
-    assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0.75, 0.75]
-    assert CliRunner().invoke(main, [*arguments, "--weights", "1,x"]).exit_code == 2
+def test_tied_tensors_are_averaged_once_and_stay_tied(tmp_path: Path) -> None:
+    for at in (0, 1):
+        sw.save(tmp_path / str(at), TIED[at])
+    assert checkpoint.average([tmp_path / "0", tmp_path / "1"], tmp_path / "out").num_tensors == 1
+    found = checkpoint.open(tmp_path / "out")
+    assert len(found.contents.aliases) == 1
+    assert found.read("wte").tolist() == found.read("head").tolist() == [[0.5, 0.5], [0.5, 0.5]]

@@ -1,35 +1,29 @@
 """Block-scaled floats: dequantised under any cut, quantised block by block, as transformers and a plain loop do."""
 
 import json
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import block_scales, outputs, windows
-from shardwise.cli import main
-from shardwise.comm import Channel
-from shardwise.errors import CheckpointError, RewriteError
+from shardwise.checkpoint import outputs, windows
+from shardwise.errors import CheckpointError
 from shardwise.rewrite import TensorMeta
-from tests.checkpoint.cut_tensors import Cut, save_pieces
-from tests.checkpoint.fused_models import model_of, wholes
+from tests.checkpoint.cut_tensors import Cut, save_pieces, tensors_of
 from tests.checkpoint.memory_peaks import peaks_of
 from tests.checkpoint.rewritten_tensors import blank, same_pieces, shares_of
 from tests.checkpoint.small_states import same, same_tensor
-from tests.checkpoint.test_matrix import masters_of
-from tests.checkpoint.test_padding import LAYOUTS, Model, engine_of
-from tests.checkpoint.test_rewrite_load import CUTS, load_all
-from tests.engine.models import NUM_WORDS
+from tests.refusals import Refusals
 
 Whole = dict[str, torch.Tensor]
+
+
 Block = tuple[int, ...]
 
 
@@ -86,6 +80,8 @@ CASES: Mapping[str, tuple[Block, Block, torch.dtype]] = {
     "by rows": ((9, 11), (1, 11), torch.bfloat16),
     "experts": ((3, 10, 9), (1, 4, 4), torch.float32),
 }
+
+
 DTYPES = {"w": torch.bfloat16, "v": torch.float32}
 
 
@@ -103,6 +99,9 @@ def state_of(name: str) -> tuple[Whole, Whole, str]:
     return state, {"ab": torch.cat(made, last).permute(*reversed(range(len(shape)))).contiguous()}, text
 
 
+CUTS: list[tuple[Cut, Cut]] = [("rows", "columns"), ("runs", "rows"), ("columns", "runs")]
+
+
 @pytest.mark.parametrize(("source", "target"), CUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_any_cut_of_what_is_stored_is_dequantised_into_any_cut(
@@ -113,34 +112,13 @@ def test_any_cut_of_what_is_stored_is_dequantised_into_any_cut(
     save_pieces(tmp_path, shares_of(state, source, 2))
     expected = shares_of(made, target, 3)
     got = blank(expected)
-    reports = [each.report for each in load_all(tmp_path, got, rewrite=sw.Rewrite(text), verify=verify)]
+
+    def run(channel: sw.Channel) -> tuple[str, ...]:
+        loaded = sw.load(tmp_path, got[channel.rank], rewrite=sw.Rewrite(text), verify=verify, channel=channel)
+        return loaded.report.missing + loaded.report.unexpected
+
+    assert sw.simulate(3, run) == [()] * 3
     assert all(same_pieces(*pair) for pair in zip(got, expected, strict=True))
-    assert {report.missing + report.unexpected for report in reports} == {()}
-    if not verify:  # each element once, and scales for each of its boxes
-        assert all(
-            report.read_bytes >= sum(each.numel() for each in share.values())
-            for report, share in zip(reports, expected, strict=True)
-        )
-
-
-@pytest.mark.parametrize("layout", ["tp", "runs", "tp and runs"])
-def test_engines_of_any_layout_load_float8_weights(layout: str, tmp_path: Path) -> None:
-    state = dict(model_of(partial(Model, NUM_WORDS), seed=4).state_dict())
-    expected = dict(state)
-    for name in ("up.weight", "down.weight"):
-        elements, scales = stored(tuple(state[name].shape), (4, 4), torch.float32)
-        state[name], state[f"{name}_scale_inv"] = elements, scales
-        expected[name] = product(elements, scales, (4, 4))
-    sw.save(tmp_path, state)
-    text = "".join(f"{x}.weight, {x}.weight_scale_inv -> {x}.weight, dequantise='[4,4]'\n" for x in ("up", "down"))
-
-    def run(channel: sw.Channel) -> dict[sw.Piece, torch.Tensor]:
-        engine = engine_of(layout, NUM_WORDS, channel)
-        sw.load(tmp_path, engine, rewrite=sw.Rewrite(text), strict=False, channel=channel)
-        return {piece: tensor.clone() for piece, tensor in engine.state().items()}
-
-    got = masters_of(wholes(sw.simulate(LAYOUTS[layout].mesh.size, run)))
-    assert all(same_tensor(got[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,15 +179,12 @@ def test_what_is_quantised_in_small_windows_is_what_a_loop_over_blocks_makes(
     save_pieces(tmp_path / "a", shares_of(parts, "runs", 3))
     for module in (windows, outputs):
         monkeypatch.setattr(module, "WINDOW_BYTES", 300)
-    monkeypatch.setattr(block_scales, "_READ_AT_ONCE", 700)
     name = str(scale_dtype).removeprefix("torch.")
     text = f"a, b -> t, axis=1; t -> q, s, permute='[]', quantise='[16,24]', scale_dtype='{name}'"
     checkpoint.convert(tmp_path / "a", tmp_path / "b", to=to, rewrite=sw.Rewrite(text))
-    found = checkpoint.open(tmp_path / "b")
     whole = torch.cat(list(parts.values()), 1).T.contiguous()
     elements, scales = by_loop(whole, (16, 24), torch.float8_e8m0fnu if scale_dtype == torch.uint8 else scale_dtype)
-    assert same_tensor(found.read("q"), elements)
-    assert same_tensor(found.read("s"), scales.view(scale_dtype))
+    assert same(tensors_of(tmp_path / "b"), {"q": elements, "s": scales.view(scale_dtype)})
 
 
 def test_values_of_powers_of_two_come_back_and_the_certificate_measures_what_is_lost(tmp_path: Path) -> None:
@@ -237,42 +212,6 @@ def test_values_of_powers_of_two_come_back_and_the_certificate_measures_what_is_
     assert same_tensor(product(again.read("w"), again.read("w_scale_inv"), (1, 32)), wide)
 
 
-def hub(path: Path) -> Whole:
-    """A folder as DeepSeek publishes them: uneven edges, norms and an embedding in bfloat16."""
-    path.mkdir()
-    elements, scales = stored((200, 130), (128, 128), torch.float32)
-    state = {"m.0.weight": elements, "m.0.weight_scale_inv": scales, "norm": torch.ones(130).bfloat16()}
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": said}))
-    return state
-
-
-def test_the_command_makes_bfloat16_of_a_folder_and_the_folder_again(tmp_path: Path) -> None:
-    state = hub(tmp_path / "hub")
-    paths = {name: str(tmp_path / name) for name in ("hub", "save", "bf16", "again")}
-
-    def run(*words: str) -> str:
-        done = CliRunner().invoke(main, ["ckpt", "convert", *words])
-        assert done.exit_code == 0, done.output
-        return done.output
-
-    shown = run(paths["hub"], paths["save"], "--dequantise", "bfloat16", "--dry-run")
-    assert "times m.0.weight_scale_inv by blocks of [128, 128]" in shown
-    run(paths["hub"], paths["save"], "--dequantise", "bfloat16")
-    run(paths["save"], paths["bf16"], "--to", "hf")
-    wide = product(state["m.0.weight"], state["m.0.weight_scale_inv"], (128, 128)).bfloat16()
-    assert same(load_file(tmp_path / "bf16" / "model.safetensors"), {"m.0.weight": wide, "norm": state["norm"]})
-    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == {"model_type": "x"}
-    run(paths["save"], paths["again"], "--to", "hf", "--inverse", "--lossy")
-    again = load_file(tmp_path / "again" / "model.safetensors")
-    assert {n: (t.dtype, t.shape) for n, t in again.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
-    assert "quantization_config" in json.loads((tmp_path / "again" / "config.json").read_text())
-    assert (
-        CliRunner().invoke(main, ["ckpt", "convert", "a", "b", "--inverse", "--dequantise", "float32"]).exit_code == 2
-    )
-
-
 def test_layers_and_experts_that_are_alike_are_one_statement(tmp_path: Path) -> None:
     state: Whole = {}
     for name in [*(f"l.{x}.e.{y}.w" for x in (0, 1, 10) for y in range(2 + x % 2)), "l.0.*", "head2"]:
@@ -298,122 +237,121 @@ def test_layers_and_experts_that_are_alike_are_one_statement(tmp_path: Path) -> 
     assert {name for name in found.tensors if name.endswith(("_scale", "_inv"))} == {"m.1_scale"}
 
 
-def test_a_number_is_dequantised(tmp_path: Path) -> None:
-    sw.save(tmp_path, {"w": torch.tensor(3.0).to(torch.float8_e4m3fn), "w_scale": torch.tensor(0.5)})
-    state = {"w": torch.zeros((), dtype=torch.bfloat16)}
-    sw.load(tmp_path, state, rewrite=checkpoint.dequantising(tmp_path))
-    assert state["w"] == 1.5
+@pytest.mark.parametrize("block", [(128, 128), (64, 32)])
+def test_a_folder_of_the_hub_is_read_by_the_blocks_of_its_configuration_and_made_again(
+    tmp_path: Path, block: Block
+) -> None:
+    """As DeepSeek publishes them: uneven edges, norms in bfloat16."""
+    (tmp_path / "hub").mkdir()
+    elements, scales = stored((200, 130), block, torch.float32)
+    state = {"m.0.weight": elements, "m.0.weight_scale_inv": scales, "norm": torch.ones(130).bfloat16()}
+    save_file(state, tmp_path / "hub/model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "fp8", "weight_block_size": list(block)}
+    (tmp_path / "hub/config.json").write_text(json.dumps({"model_type": "x", "quantization_config": said}))
+    checkpoint.convert(tmp_path / "hub", tmp_path / "save", rewrite=checkpoint.dequantising(tmp_path / "hub"))
+    checkpoint.convert(tmp_path / "save", tmp_path / "wide", to="hf")
+    wide = product(elements, scales, block).bfloat16()
+    assert same(tensors_of(tmp_path / "wide"), {"m.0.weight": wide, "norm": state["norm"]})
+    assert json.loads((tmp_path / "wide/config.json").read_text()) == {"model_type": "x"}
+    back = checkpoint.recorded_rewrite(tmp_path / "save").inverse(lossy="allow")
+    checkpoint.convert(tmp_path / "save", tmp_path / "again", to="hf", rewrite=back)
+    again = tensors_of(tmp_path / "again")
+    assert {n: (t.dtype, t.shape) for n, t in again.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
+    assert "quantization_config" in json.loads((tmp_path / "again/config.json").read_text())
 
 
 @pytest.mark.parametrize(
-    ("shape", "scales"),
-    [
-        ((6, 4), ()),
-        ((6, 4), (1,)),
-        ((6, 4), (6,)),
-        ((6, 4), (1, 1)),
-        ((6, 4), (6, 1)),
-        ((3, 6, 4), ()),
-        ((3, 6, 4), (3,)),
-        ((3, 6, 4), (3, 1)),
-        ((3, 6, 4), (3, 6)),
-        ((6,), ()),
-        ((6,), (1,)),
-        ((), ()),
-    ],
+    ("shape", "scales"), [((6, 4), ()), ((6, 4), (6,)), ((6, 4), (6, 1)), ((3, 6, 4), (3,)), ((6,), (1,)), ((), ())]
 )
 def test_scales_may_lack_the_last_dims_where_these_have_one_block(
     shape: tuple[int, ...], scales: tuple[int, ...], tmp_path: Path
 ) -> None:
-    given = torch.rand(scales) + 0.5
-    weight = torch.randn(shape).to(torch.float8_e4m3fn)
-    stored = {"weight": weight, "weight_scale": given}
-    sw.save(tmp_path / "a", {f"{at}.{key}": each.clone() for at in "01" for key, each in stored.items()})
+    given, weight = torch.rand(scales) + 0.5, torch.randn(shape).to(torch.float8_e4m3fn)
+    wide = [*scales, *[1] * (len(shape) - len(scales))]
+    sw.save(
+        tmp_path / "a",
+        {f"{at}.{key}": each.clone() for at in "01" for key, each in (("weight", weight), ("weight_scale", given))},
+    )
     rewrite = checkpoint.dequantising(tmp_path / "a")
-    expected = (weight.float() * given.reshape((*scales, *[1] * (len(shape) - len(scales))))).bfloat16()
-
-    def run(channel: Channel) -> None:
-        target = torch.zeros(shape, dtype=torch.bfloat16)
-        sw.load(tmp_path / "a", {"0.weight": target, "1.weight": target.clone()}, rewrite=rewrite, channel=channel)
-        assert torch.equal(target, expected)
-
-    sw.simulate(2, run)
+    expected = (weight.float() * given.reshape(wide)).bfloat16()
     checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=rewrite)
-    assert torch.equal(checkpoint.open(tmp_path / "b").read("1.weight"), expected)
+    assert same(tensors_of(tmp_path / "b"), {f"{at}.weight": expected for at in "01"})
     back = rewrite.check(checkpoint.open(tmp_path / "a").tensors).inverse(lossy="allow")
     checkpoint.convert(tmp_path / "b", tmp_path / "c", rewrite=sw.Rewrite(str(back)))
-    found = checkpoint.open(tmp_path / "c")
-    assert found.tensors["0.weight_scale"].shape == scales
-    again = found.read("0.weight").float() * found.read("0.weight_scale").reshape(
-        (*scales, *[1] * (len(shape) - len(scales)))
-    )
+    found = tensors_of(tmp_path / "c")
+    assert found["0.weight_scale"].shape == scales
+    again = found["0.weight"].float() * found["0.weight_scale"].reshape(wide)
     torch.testing.assert_close(again, expected.float(), rtol=0.07, atol=0.01)  # 3 bits of mantissa
 
 
-def test_scales_of_fewer_dims_than_blocks_are_refused() -> None:
-    metas = {"w": TensorMeta((6, 4), "float8_e4m3fn"), "s": TensorMeta((4,), "float32")}
-    with pytest.raises(RewriteError, match=r"has \[6, 1\] blocks of \[1, 4\], but .*\[4\] scales"):
-        sw.Rewrite("w, s -> w, dequantise='[1,-1]'").check(metas)
-    with pytest.raises(RewriteError, match=r"scale_dims=0 leaves out dims of \[6, 1\] blocks"):
-        sw.Rewrite("w -> w, s, quantise='[1,-1]', scale_dims=0").check({"w": TensorMeta((6, 4), "float32")})
+ELEMENTS, SCALES = stored((8, 8), (4, 4), torch.float32)
+WIDE = {"w": torch.tensor([[1.0, torch.inf]]), "optimizer/w/exp_avg": torch.zeros(1, 2)}
+NARROW = {"w": ELEMENTS, "w_scale_inv": SCALES}
+QUANTISE = sw.Rewrite("w -> w, s, quantise='[1,1]'")
+DEQUANTISE = sw.Rewrite("w, s -> w, dequantise='[4,4]'")
 
 
-def test_scales_that_do_not_go_together_with_their_elements_are_all_told(tmp_path: Path) -> None:
-    elements, scales = stored((8, 8), (4, 4), torch.float32)
-    sw.save(
-        tmp_path,
-        {
-            "a": elements,
-            "a_scale_inv": scales,
-            "b": elements.clone(),
-            "c": elements.clone(),
-            "c_scale": torch.ones(3, 3),
-        },
-    )
-    with pytest.raises(CheckpointError) as refused:
-        checkpoint.dequantising(tmp_path)
-    assert refused.value.problems == (
-        "b is float8_e4m3fn, and has no tensor b_scale_inv or b_scale",
-        "c [8, 8] and its scales, float32 [3, 3], do not go together by blocks; write the statement by hand, if they "
-        "do",
-    )
-    sw.save(tmp_path, {"a": torch.ones(2)})
-    with pytest.raises(CheckpointError, match="there is nothing to dequantise"):
-        checkpoint.dequantising(tmp_path)
+def saved(state: Whole, call: Callable[[Path], object]) -> Any:
+    def calling(folder: Path) -> object:
+        sw.save(folder / "a", state)
+        try:
+            return call(folder / "a")
+        finally:
+            assert not (folder / "out").exists()
 
-
-def test_what_cannot_be_quantised_or_read_is_refused(tmp_path: Path) -> None:
-    elements, scales = stored((8, 8), (4, 4), torch.float32)
-    sw.save(tmp_path / "wide", {"w": torch.tensor([[1.0, torch.inf]]), "optimizer/w/exp_avg": torch.zeros(1, 2)})
-    sw.save(tmp_path / "narrow", {"w": elements, "w_scale_inv": scales})
-    quantise = sw.Rewrite("w -> w, s, quantise='[1,1]'")
-    with pytest.raises(RewriteError, match="the state of an optimizer goes with no parameter that is quantised"):
-        checkpoint.convert(tmp_path / "wide", tmp_path / "out", rewrite=quantise)
-    with pytest.raises(CheckpointError, match="has values that are not finite"):
-        checkpoint.convert(tmp_path / "wide", tmp_path / "out", to="hf", rewrite=quantise)
-    with pytest.raises(RewriteError, match="the rewrite quantises, and ranks want parts of blocks"):
-        sw.load(tmp_path / "wide", {"w": elements, "s": scales}, rewrite=quantise)
-    for rewrite in (quantise, sw.Rewrite("w, s -> w, dequantise='[4,4]'")):
-        state = {"w": torch.ones(4, 4)} if rewrite is quantise else {"w": elements, "s": scales}
-        with pytest.raises(RewriteError, match="the rewrite quantises or dequantises, and ranks hold parts of blocks"):
-            sw.save(tmp_path / "out", state, rewrite=rewrite)
-    with pytest.raises(RewriteError, match="quantised values have new scales, and are rounded"):
-        checkpoint.dequantising(tmp_path / "narrow").inverse()
-    assert not (tmp_path / "out").exists()
+    return calling
 
 
 def test_damaged_scales_leave_the_target_as_it_was(tmp_path: Path) -> None:
-    elements, scales = stored((8, 8), (4, 4), torch.float32)
-    sw.save(tmp_path, {"w": elements, "w_scale_inv": scales})
-    [file] = tmp_path.rglob("*.safetensors")
+    sw.save(tmp_path, NARROW)
+    (file,) = tmp_path.rglob("*.safetensors")
     data = bytearray(file.read_bytes())
-    place = data.index(scales.numpy().tobytes())
-    data[place] ^= 1
+    data[data.index(SCALES.numpy().tobytes())] ^= 1
     file.write_bytes(data)
     state = {"w": torch.full((8, 8), 7.0)}
     with pytest.raises(CheckpointError, match="is damaged"):
         sw.load(tmp_path, state, rewrite=checkpoint.dequantising(tmp_path, "float32"))
     assert (state["w"] == 7).all()
+
+
+REFUSED = Refusals(
+    "checkpoint.block_scales",
+    {
+        "scales that do not go together with elements": saved(
+            {
+                "a": ELEMENTS,
+                "a_scale_inv": SCALES,
+                "b": ELEMENTS.clone(),
+                "c": ELEMENTS.clone(),
+                "c_scale": torch.ones(3, 3),
+            },
+            checkpoint.dequantising,
+        ),
+        "nothing to dequantise": saved({"a": torch.ones(2)}, checkpoint.dequantising),
+        "state of what is quantised": saved(
+            WIDE, lambda a: checkpoint.convert(a, a.with_name("out"), rewrite=QUANTISE)
+        ),
+        "values that are not finite": saved(
+            WIDE, lambda a: checkpoint.convert(a, a.with_name("out"), to="hf", rewrite=QUANTISE)
+        ),
+        "a load that quantises": saved(WIDE, lambda a: sw.load(a, {"w": ELEMENTS, "s": SCALES}, rewrite=QUANTISE)),
+        "a save that quantises": saved(
+            WIDE, lambda a: sw.save(a.with_name("out"), {"w": torch.ones(4, 4)}, rewrite=QUANTISE)
+        ),
+        "a save that dequantises": saved(
+            WIDE, lambda a: sw.save(a.with_name("out"), {"w": ELEMENTS, "s": SCALES}, rewrite=DEQUANTISE)
+        ),
+        "an exact inverse": saved(NARROW, lambda a: checkpoint.dequantising(a).inverse()),
+        "scales of fewer dims than blocks": lambda: sw.Rewrite("w, s -> w, dequantise='[1,-1]'").check(
+            {"w": TensorMeta((6, 4), "float8_e4m3fn"), "s": TensorMeta((4,), "float32")}
+        ),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_quantised_or_read_is_refused(case: str) -> None:
+    REFUSED.check(case)
 
 
 def conversions(folder: Path) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""`convert`: from every form to every other, by the byte, whole or not at all, in bounded memory."""
+"""`convert`: with all that a save says, whole or not at all, in bounded memory; and what it refuses."""
 
 import gc
 import json
+import re
 from collections import ChainMap
 from collections.abc import Iterator
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,72 +13,41 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from shardwise import checkpoint
-from shardwise.checkpoint import convert, diff, windows
+from shardwise.checkpoint import convert, diff, export_hf, import_hf, outputs, preview, windows
 from shardwise.errors import CheckpointError
-from tests.checkpoint.cut_tensors import Cut, Tensors, cut, save_pieces, save_sharded, tensors_of
+from shardwise.rewrite import Rewrite
+from tests.checkpoint.cut_tensors import Cut, cut, save_pieces, save_sharded, tensors_of
 from tests.checkpoint.memory_peaks import peaks_of
-from tests.checkpoint.small_states import contents, rubbish, same, same_tensor, share_of_state, whole_state
-from tests.checkpoint.stored_values import random_state, save_dcp
+from tests.checkpoint.small_states import contents, same, whole_state
+from tests.checkpoint.stored_values import save_dcp
 from tests.costs import calls_in
+from tests.refusals import Refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 To = Literal["pieces", "whole", "hf", "dcp"]
 
 
+@pytest.mark.parametrize("size", [16, 100])
+def test_small_windows_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    for module in (windows, outputs):
+        monkeypatch.setattr(module, "WINDOW_BYTES", size)
+    state = whole_state(1)
+    source = save_sharded(tmp_path / "pieces", state)
+    to: Any
+    for to in ("whole", "pieces", "hf", "dcp"):
+        convert(source, tmp_path / to, to=to)
+        assert diff(source, tmp_path / to, model_only=True).equal
+        assert same(tensors_of(tmp_path / to), state)
+    convert(tmp_path / "dcp", tmp_path / "back", to="pieces")
+    assert same(tensors_of(tmp_path / "back"), state)
+
+
 def pieces_of(path: Path) -> dict[str, list[str]]:
     found = checkpoint.open(path).tensors
     return {name: sorted(str(each.piece) for each in tensor.pieces) for name, tensor in found.items()}
-
-
-@pytest.fixture(params=[16, 100, 1 << 24], ids=lambda size: f"windows of {size}")
-def _windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WINDOW_BYTES", request.param)
-
-
-def in_every_form(folder: Path, state: Tensors) -> dict[str, Path]:
-    """The same tensors in every form that can be read."""
-    (folder / "hf").mkdir()
-    safetensors.torch.save_file(dict(state), folder / "hf/model.safetensors", metadata={"format": "pt", "by": "me"})
-    save_dcp(folder / "dcp", state)
-    checkpoint.save(folder / "whole", dict(state), layout="whole", extra={"step": 3})
-    return {
-        "pieces": save_sharded(folder / "pieces", state, extra={"step": 3}),
-        "whole": folder / "whole",
-        "hf": folder / "hf",
-        "file": folder / "hf/model.safetensors",
-        "dcp": folder / "dcp",
-    }
-
-
-@pytest.mark.usefixtures("_windows")
-@pytest.mark.parametrize("to", ["pieces", "whole", "hf", "dcp"])
-def test_every_form_becomes_every_other_with_the_same_bytes(tmp_path: Path, to: To) -> None:
-    state = whole_state(1)
-    for name, source in in_every_form(tmp_path, state).items():
-        target = tmp_path / f"{name} as {to}"
-        report = convert(source, target, to=to)
-        assert same(tensors_of(target), state)
-        assert diff(source, target, model_only=True).equal
-        assert (report.num_tensors, report.num_bytes) == (5, sum(each.nbytes for each in state.values()))
-        assert report.verified == (name in ("pieces", "whole"))
-        assert report.destination == checkpoint.open(target).location
-        if to == "hf":
-            assert same(safetensors.torch.load_file(target / "model.safetensors"), state)
-        elif to == "dcp":
-            loaded = {"model": {key: torch.zeros_like(tensor) for key, tensor in state.items()}}
-            load(loaded, checkpoint_id=target, no_dist=True)
-            assert same(loaded["model"], state)
-        else:
-            assert checkpoint.verify(target).good
-            assert rubbish(target) == []
-            expected = pieces_of(source) if to == "pieces" else {name: [] for name in state if name == "none"}
-            assert pieces_of(target) | expected == pieces_of(target)
-            if to == "whole":
-                assert all(len(each) == (name != "none") for name, each in pieces_of(target).items())
 
 
 def test_pieces_stay_in_as_many_files_with_boxes_runs_and_checksums(tmp_path: Path) -> None:
@@ -94,17 +63,6 @@ def test_pieces_stay_in_as_many_files_with_boxes_runs_and_checksums(tmp_path: Pa
     assert all("run" in each for each in pieces_of(source)["flat"])
     found = diff(source, tmp_path / "b")
     assert (found.num_equal, found.num_equal_by_checksum) == (5, 4)
-
-
-def test_a_chain_through_all_forms_ends_where_it_began(tmp_path: Path) -> None:
-    state = whole_state(2)
-    state["tied"] = state["rows"]
-    checkpoint.save(tmp_path / "0", state)
-    forms: list[To] = ["pieces", "whole", "hf", "hf", "pieces", "whole"]
-    for number, to in enumerate(forms):
-        convert(tmp_path / str(number), tmp_path / str(number + 1), to=to)
-        assert checkpoint.open(tmp_path / str(number + 1)).contents.aliases == {"tied": "rows"}
-    assert diff(tmp_path / "0", tmp_path / str(len(forms)), model_only=True).equal
 
 
 @pytest.mark.parametrize("to", ["pieces", "whole"])
@@ -127,15 +85,28 @@ def test_a_save_keeps_all_that_it_says_beside_its_tensors(tmp_path: Path, to: To
     assert taken.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("to", ["pieces", "whole"])
-def test_what_other_formats_say_beside_their_tensors_is_extra(tmp_path: Path, to: To) -> None:
-    forms = in_every_form(tmp_path, whole_state(1))
-    convert(forms["hf"], tmp_path / "a", to=to)
-    assert checkpoint.open(tmp_path / "a").extra == {"metadata": {"format": "pt", "by": "me"}}
-    save_dcp(tmp_path / "dcp2", {"w": torch.ones(2), "step": 5})
-    convert(tmp_path / "dcp2", tmp_path / "b", to=to)
-    assert checkpoint.open(tmp_path / "b").extra == {"objects": {"step": 5}}
-    assert checkpoint.open(tmp_path / "b").contents.layout == "converted from dcp"
+def test_a_chain_through_all_forms_ends_where_it_began(tmp_path: Path) -> None:
+    odd = "\u00e9 'a'/\"b\" ../x[0:2] run 3:4\n" + "long" * 500
+    state = {**whole_state(2), odd: torch.arange(3), "": torch.tensor(1)}
+    state["tied"] = state["rows"]
+    checkpoint.save(tmp_path / "0", state)
+    forms: list[To] = ["pieces", "whole", "hf", "hf", "pieces", "whole"]
+    for number, to in enumerate(forms):
+        convert(tmp_path / str(number), tmp_path / str(number + 1), to=to)
+        assert checkpoint.open(tmp_path / str(number + 1)).contents.aliases == {"tied": "rows"}
+    assert diff(tmp_path / "0", tmp_path / str(len(forms)), model_only=True).equal
+
+
+def test_what_other_formats_say_beside_their_tensors_is_extra(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"format": "pt", "by": "me"})
+    save_dcp(tmp_path / "dcp", {"w": torch.ones(2), "step": 5})
+    for source, extra in (
+        ("x.safetensors", {"metadata": {"format": "pt", "by": "me"}}),
+        ("dcp", {"objects": {"step": 5}}),
+    ):
+        convert(tmp_path / source, tmp_path / f"{source} save")
+        assert checkpoint.open(tmp_path / f"{source} save").extra == extra
+    assert checkpoint.open(tmp_path / "dcp save").contents.layout == "converted from dcp"
 
 
 def test_a_conversion_joins_the_saves_of_its_folder(tmp_path: Path) -> None:
@@ -150,26 +121,6 @@ def test_a_conversion_joins_the_saves_of_its_folder(tmp_path: Path) -> None:
     assert same(tensors_of(tmp_path / "a"), whole_state(1))
 
 
-def test_every_dtype_scalars_nothing_and_odd_names_survive(tmp_path: Path) -> None:
-    odd = "\u00e9 'a'/\"b\" ../x[0:2] run 3:4\n" + "long" * 500
-    state = {**random_state(), odd: torch.arange(3), "": torch.tensor(1), "__metadata__": torch.ones(2)}
-    checkpoint.save(tmp_path / "a", state)
-    convert(tmp_path / "a", tmp_path / "b", to="whole")
-    convert(tmp_path / "b", tmp_path / "c", to="pieces")
-    assert same(tensors_of(tmp_path / "c"), {name: tensor.contiguous() for name, tensor in state.items()})
-    with pytest.raises(CheckpointError) as caught:
-        convert(tmp_path / "a", tmp_path / "hf", to="hf")
-    assert caught.value.problems == (
-        "'__metadata__' cannot be the name of a tensor in a safetensors file",
-        "torch.complex128 is of dtype complex128, which safetensors files cannot hold; convert to whole "
-        "(--to whole), which names the dtype in its manifest",
-    )
-    del state["__metadata__"], state["torch.complex128"]
-    checkpoint.save(tmp_path / "a", state)
-    convert(tmp_path / "a", tmp_path / "hf", to="hf")
-    assert same(safetensors.torch.load_file(tmp_path / "hf/model.safetensors"), state)
-
-
 def test_nothing_at_all_becomes_a_save_of_nothing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", {"none": torch.zeros(0)}, extra={"x": 1})
     to: To
@@ -181,8 +132,6 @@ def test_nothing_at_all_becomes_a_save_of_nothing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "b", {}, extra={"x": 1})
     convert(tmp_path / "b", tmp_path / "c")
     assert diff(tmp_path / "b", tmp_path / "c").equal
-    with pytest.raises(CheckpointError, match="has no tensor of a model"):
-        convert(tmp_path / "b", tmp_path / "hf2", to="hf")
 
 
 def test_shards_and_their_index_hold_every_tensor_once(tmp_path: Path) -> None:
@@ -232,74 +181,158 @@ def test_optimizers_are_left_out_of_hugging_face_files_and_counted(tmp_path: Pat
     assert tensors_of(tmp_path / "ours").keys() == {"model.w", "optimizer.state.w.exp_avg"}
 
 
-def refusal(source: Path, target: Any, **arguments: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        convert(source, target, **arguments)
-    return str(caught.value)
-
-
-def test_destinations_that_hold_something_are_left_alone(tmp_path: Path) -> None:
-    source = save_sharded(tmp_path / "a", whole_state(1))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/x").write_text("precious")
-    before = contents(tmp_path)
-    assert "is a folder that holds something" in refusal(source, tmp_path / "full", to="hf")
-    assert "is a file, which is left as it is" in refusal(source, tmp_path / "full/x", to="hf")
-    assert "x is a file; name a folder to save to" in refusal(source, tmp_path / "full/x")
-    assert "is no local folder" in refusal(source, "memory://bucket/x", to="hf")
-    assert "an empty path was given" in refusal(source, "", to="hf")
-    assert "is the folder of one save" in refusal(source, tmp_path / "a/save-00000001")
-    assert "goes to pieces, whole, hf" in refusal(source, tmp_path / "b", to="gguf")
-    assert "give at least 1" in refusal(source, tmp_path / "b", max_shard_bytes=0)
-    assert contents(tmp_path) == before
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    convert(source, tmp_path / "link", to="hf")
-    assert same(tensors_of(tmp_path / "empty"), whole_state(1))
-    before = contents(tmp_path)
-    assert "holds a safetensors checkpoint, and a save in it would make it unreadable as one" in refusal(
-        source, tmp_path / "empty"
-    )
-    assert contents(tmp_path) == before
-
-
-def test_a_folder_that_is_filled_meanwhile_is_left_alone(tmp_path: Path) -> None:
-    source = save_sharded(tmp_path / "a", whole_state(1))
-    target = tmp_path / "hf"
-
-    def filled_by_another(done: int, total: int) -> None:
-        target.mkdir()
-        (target / "x").write_text("precious")
-
-    assert "is a folder that holds something" in refusal(source, target, to="hf", progress=filled_by_another)
-    assert contents(target) == {"x": b"precious"}
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "hf"]
-
-
-@pytest.mark.parametrize("to", ["pieces", "whole", "hf"])
-def test_damaged_and_incomplete_sources_are_refused_and_leave_nothing(tmp_path: Path, to: To) -> None:
-    source = save_sharded(tmp_path / "a", whole_state(1))
-    file = sorted((source / "save-00000001").glob("*.safetensors"))[1]
+def flip_last(source: Path) -> Path:
+    file = sorted((source / "save-00000001").glob("*.safetensors"))[-1]
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert f"{file} is damaged: bytes" in refusal(source, tmp_path / "b", to=to)
-    file.unlink()
-    assert f"{file} cannot be read: No such file" in refusal(source, tmp_path / "b", to=to)
-    assert sorted(contents(tmp_path)) == sorted(f"a/{name}" for name in contents(source))
-    assert not list(tmp_path.glob(".b.*"))
+    return file
 
 
-def test_tensors_that_are_not_whole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.arrangement.check_cover", lambda pieces: [])
-    share = share_of_state(whole_state(1), 0, 3)
-    checkpoint.save(tmp_path / "a", share)
-    text = refusal(tmp_path / "a", tmp_path / "b")
-    assert "is incomplete: 2 problems" in text
-    assert "rows: 25 of 35 elements are held by no piece, first (2, 0)" in text
-    assert "flat: 22 of 33 elements are held by no piece" in text
-    with pytest.raises(CheckpointError, match="is incomplete"):
-        diff(tmp_path / "a", tmp_path / "a")
+def before(
+    state: dict[str, torch.Tensor], place: str = "b", *, damage: bool = False, filled: bool = False, **arguments: Any
+) -> Any:
+    """A conversion of a state to a place beside some that hold something; which stay as they are."""
+
+    def call(folder: Path) -> object:
+        checkpoint.save(folder / "a", state, step=3)
+        (folder / "full").mkdir()
+        (folder / "full/x").write_text("precious")
+        (folder / "hf").mkdir()
+        safetensors.torch.save_file({"w": torch.ones(1)}, folder / "hf/model.safetensors")
+        if damage:
+            flip_last(folder / "a")
+        kept = contents(folder)
+        if filled:
+            kept |= {f"{place}/y": b""}
+
+            def fill(done: int, total: int) -> None:
+                (folder / place).mkdir(exist_ok=True)
+                (folder / place / "y").touch()
+
+            arguments["progress"] = fill
+        try:
+            return convert(folder / "a", place if "://" in place or not place else folder / place, **arguments)
+        except CheckpointError as error:  # names of files are drawn
+            raise CheckpointError(re.sub(r"[0-9a-f]{8}-rank", "ID-rank", str(error))) from error
+        finally:
+            assert contents(folder) == kept
+
+    return call
+
+
+W = {"w": torch.ones(4)}
+A_TO_B = Rewrite("w -> b")
+FOREIGN = ("hf", "dcp", "torchtitan", "deepspeed-universal")
+
+
+def calls_with(rewrite: Any) -> dict[str, Any]:
+    """All calls that take a rewrite."""
+    return {
+        "convert": lambda folder: convert(folder, folder / "b", rewrite=rewrite),
+        "preview": lambda folder: preview(folder, rewrite=rewrite),
+        "import_hf": lambda folder: import_hf(folder, folder / "b", rewrite),
+        "export_hf": lambda folder: export_hf(folder, folder / "b", rewrite),
+        "save": lambda folder: checkpoint.save(folder / "b", W, rewrite=rewrite),
+        "load": lambda folder: checkpoint.load(folder, dict(W), rewrite=rewrite),
+        "full": lambda folder: list(checkpoint.full(dict(W), rewrite=rewrite)),
+    }
+
+
+def previewed(place: str, **arguments: Any) -> Any:
+    def call(folder: Path) -> object:
+        checkpoint.save(folder / "a", W)
+        (folder / "full").mkdir()
+        (folder / "full/x").write_text("precious")
+        return preview(folder / "a", folder / place, **{"rewrite": A_TO_B, **arguments})
+
+    return call
+
+
+REFUSED = Refusals(
+    "checkpoint.conversion",
+    {
+        **{f"{to}: a folder that holds something": before(W, "full", to=to) for to in FOREIGN},
+        **{f"{to}: no local folder": before(W, "memory://bucket/x", to=to) for to in FOREIGN},
+        **{f"{to}: damage": before(W, to=to, damage=True) for to in (*FOREIGN, "whole", "pieces")},
+        **{f"{to}: nothing of a model": before({"optimizer/w/exp_avg": torch.ones(3)}, to=to) for to in FOREIGN},
+        **{
+            f"{to}: state of no parameter": before({**W, "optimizer/0/exp_avg": torch.ones(2)}, to=to)
+            for to in FOREIGN[1:]
+        },
+        "a file": before(W, "full/x", to="hf"),
+        "a file in the place of saves": before(W, "full/x"),
+        "an empty path": before(W, "", to="hf"),
+        "the folder of one save": before(W, "a/save-00000001"),
+        "a folder of another format": before(W, "hf"),
+        "an unknown form": before(W, to="gguf"),
+        "a folder that is filled meanwhile": before(W, "new", to="hf", filled=True),
+        "names and dtypes that files of Hugging Face do not have": before(
+            {"__metadata__": torch.ones(2), "c": torch.ones(2, dtype=torch.complex128)}, to="hf"
+        ),
+        **{
+            f"{name!r}, which no folder can have": before({name: torch.ones(2), **W}, to="deepspeed-universal")
+            for name in ("../../x", "a//b", "/abs", "nul\0")
+        },
+        "two that would have one name": before(
+            {name: torch.ones(2) for name in ("w", "optimizer/w/exp_avg", "step", "optimizer.state.w.exp_avg")},
+            to="torchtitan",
+        ),
+        "a dtype of a save": before(W, dtype="bfloat16"),
+        "a dtype that is no float": before(W, to="hf", dtype="int8"),
+        "weights of no kind": before(W, weights="mean"),
+        "no averages": before(W, weights="average"),
+        "a parameter that nobody gave": before(W, to="hf", rewrite=Rewrite("w -> b, reshape='[{heads},-1]'")),
+        **{f"max_shard_bytes={size!r}": before(W, max_shard_bytes=size) for size in ("x", None, 1.5, True, 0)},
+        "certify as text": before(W, certify="yes"),
+        "a step that is a flag": before(W, step=True),
+        "an original without a certificate": before(W, original="x"),
+        "an original that is not there": before(W, certify=True, original="/nothing/there"),
+        "a configuration that is a number": lambda folder: export_hf(folder, folder / "b", config=5),  # type: ignore[arg-type]
+        **{
+            f"{type(rewrite).__name__} as the rewrite of {name}": call
+            for rewrite in ("a -> b", 5, ["a -> b"])
+            for name, call in calls_with(rewrite).items()
+        },
+        **{f"a preview to {to!r}": previewed("b", to=to) for to in ("HF", None, 5)},
+        "a preview without a rewrite": previewed("b", rewrite=None),
+        "a preview to a folder that holds something": previewed("full", to="hf"),
+        "a preview to a file": previewed("full/x"),
+        "a preview to the folder of one save": previewed("a/save-00000001"),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_converted_is_refused_and_leaves_all_as_it_was(case: str) -> None:
+    REFUSED.check(case)
+
+
+def test_folders_that_were_made_for_nothing_go_again_and_others_stay(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", W)
+    flip_last(tmp_path / "a")
+    (tmp_path / "there").mkdir()
+    for name in ("b", "there", "deep/er/b"):
+        with pytest.raises(CheckpointError, match="is damaged"):
+            convert(tmp_path / "a", tmp_path / name, rewrite=A_TO_B)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "there"]
+
+
+@pytest.mark.parametrize("stops", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("certify", [False, True])
+def test_a_conversion_that_is_stopped_leaves_nothing(tmp_path: Path, stops: type[BaseException], certify: bool) -> None:
+    """At its first window, or at the last of the certificate."""
+    checkpoint.save(tmp_path / "a", W)
+
+    def stopped(done: int, total: int) -> None:
+        if done == total or not certify:
+            raise stops
+
+    for destination in (tmp_path / "new/b", tmp_path / "a"):
+        with pytest.raises(stops):
+            convert(tmp_path / "a", destination, rewrite=A_TO_B, certify=certify, progress=stopped)
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert [each.name for each in (tmp_path / "a").iterdir()] == ["save-00000001"]
 
 
 def test_progress_comes_to_all_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,37 +375,6 @@ def test_memory_stays_below_64_mib_however_large_the_checkpoint(tmp_path: Path) 
     assert 4 < max(peaks.values()) < 64, peaks
 
 
-def test_a_causal_model_with_a_tie_is_loaded_by_transformers(tmp_path: Path) -> None:
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    small: dict[str, Any] = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1}
-    llama = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **small
-    )
-    gpt2 = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, **small)
-    auto: Any = transformers.AutoModelForCausalLM
-    for config, max_shard_bytes in product((llama, gpt2), (5 << 30, 4000)):
-        torch.manual_seed(0)
-        model = auto.from_config(config)
-        path = tmp_path / f"{config.model_type} {max_shard_bytes}"
-        checkpoint.save(path / "a", checkpoint.TorchState(model))
-        report = convert(path / "a", path / "hf", to="hf", max_shard_bytes=max_shard_bytes)
-        assert report.aliases == ({"lm_head.weight": "transformer.wte.weight"} if config is gpt2 else {})
-        config.save_pretrained(path / "hf")
-        again, found = auto.from_pretrained(path / "hf", output_loading_info=True)
-        assert not found["missing_keys"]
-        assert not found["unexpected_keys"]
-        state = model.state_dict()
-        assert all(same_tensor(tensor, state[name]) for name, tensor in again.state_dict().items())
-        if config is gpt2:
-            assert again.lm_head.weight is again.transformer.wte.weight
-        again.save_pretrained(path / "theirs")
-        assert diff(path / "a", path / "theirs", model_only=True).equal
-        convert(path / "theirs", path / "back")
-        assert diff(path / "a", path / "back", model_only=True).equal
-
-
 @pytest.mark.parametrize(("to", "most"), [("whole", 800), ("dcp", 1200)])
 def test_very_many_tensors_cost_few_calls_each_and_no_looks_at_all_objects(
     tmp_path: Path, to: Literal["whole", "dcp"], most: int
@@ -387,3 +389,16 @@ def test_very_many_tensors_cost_few_calls_each_and_no_looks_at_all_objects(
     convert(tmp_path / "from.pt", tmp_path / "once more", to=to)
     assert gc.get_stats()[2]["collections"] == looks
     assert gc.get_threshold()[2] < 1000
+
+
+def test_every_generation_of_inverses_can_be_undone(tmp_path: Path) -> None:
+    before = {"a": torch.randn(3).bfloat16(), "x": torch.randn(2), "y": torch.randn(3), "z": torch.randn(2, 3)}
+    checkpoint.save(tmp_path / "0", before)
+    text = "a -> b, dtype='float32'; x, y -> xy, axis=0; z -> z, reshape='[-1]'"
+    convert(tmp_path / "0", tmp_path / "1", rewrite=Rewrite(text))
+    for number in range(1, 6):
+        again = checkpoint.recorded_rewrite(tmp_path / str(number))
+        convert(tmp_path / str(number), tmp_path / str(number + 1), rewrite=again.inverse(), certify=True)
+    assert same(tensors_of(tmp_path / "6"), before)
+    assert same(tensors_of(tmp_path / "5"), tensors_of(tmp_path / "1"))
+    assert tensors_of(tmp_path / "5")["b"].dtype == torch.float32

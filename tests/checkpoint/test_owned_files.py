@@ -1,8 +1,6 @@
 """What saving and pruning may remove: files that savers made, of saves that never happened or that retention names."""
 
 import shutil
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,9 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore
-from shardwise.checkpoint.saves import list_saves
-from shardwise.checkpoint.stores import Store
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.small_states import contents
-from tests.checkpoint.test_saves import Meeting
 from tests.properties import tried
 
 STATE = {"w": torch.arange(3.0)}
@@ -33,6 +27,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CANONICAL = [f"save-{number:08d}" for number in range(1, 5)] + ["save-100000000"]
+
+
 OTHER = [
     "save-00000000",
     "save-000000007",
@@ -46,7 +42,11 @@ OTHER = [
     "best",
     "latest\nof all",
 ]
+
+
 MANIFESTS = ["manifest.json", "manifest.json", "manifest.json", "Manifest.json", "manifest.json.bak"]
+
+
 USERS = [
     "notes.txt",
     ".notes.new",
@@ -55,7 +55,10 @@ USERS = [
     "deep/deadbeef-rank00000.safetensors",
     "model.pt",
 ]
+
+
 SAVERS = ["deadbeef-rank00000.safetensors", "deadbeef-tensors-00000.json", ".manifest.json.0123456789abcdef.new"]
+
 
 folders = st.fixed_dictionaries(
     {
@@ -144,35 +147,6 @@ def test_a_save_whose_files_are_gone_does_not_stand_for_older_ones(whole: Path, 
     assert checkpoint.prune(tmp_path, keep=1) == []
     sw.save(tmp_path, STATE)
     assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001"]
-
-
-class _Late(Meeting):
-    """Waits before its manifest until others have saved, and removed what it had the number of."""
-
-    def __init__(self, store: Store, barrier: threading.Barrier, others: Callable[[], None]) -> None:
-        super().__init__(store, barrier)
-        self._others: Callable[[], None] | None = others
-
-    def names(self, folder: str = "") -> Iterator[str]:
-        found = list(self._store.names(folder))
-        if any(name.endswith(".safetensors") for name in found) and self._others is not None:
-            others, self._others = self._others, None
-            others()
-            found = list(self._store.names(folder))
-        return iter(found)
-
-
-def test_a_saver_whose_number_was_given_removed_and_passed_by_says_that_it_is_late(tmp_path: Path) -> None:
-    def others() -> None:
-        for _ in range(2):
-            sw.save(tmp_path, STATE, channel=alone())
-        checkpoint.prune(tmp_path, keep=1)
-
-    late = _Late(LocalStore(tmp_path), threading.Barrier(1), others)
-    with pytest.raises(CheckpointError, match=r"another program saved to .* and committed save-00000002 first"):
-        sw.save(late, STATE, channel=alone())
-    assert list_saves(LocalStore(tmp_path)).committed == (2,)
-    assert checkpoint.verify(tmp_path).good
 
 
 def test_links_and_files_under_the_name_of_a_save_are_passed_by(whole: Path, tmp_path: Path) -> None:

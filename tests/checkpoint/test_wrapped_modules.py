@@ -12,7 +12,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import shardwise as sw
 from shardwise.checkpoint import TorchState, export_hf
 from shardwise.errors import CheckpointError
-from shardwise.plan.names import named_by_wrappers
 from tests.engine.expected import adamw, points, square_loss
 from tests.engine.oracle import share_of
 
@@ -29,7 +28,7 @@ class Block(nn.Module):
         return out
 
 
-class Net(nn.Module):
+class WrappedBlocks(nn.Module):
     """The last block has the matrix of the first."""
 
     def __init__(self, wrap: Wrap) -> None:
@@ -76,7 +75,7 @@ def run(
 
     def train(channel: sw.Channel) -> list[float]:
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=ranks), sharding=sw.Sharding(stage=stage))
-        engine = sw.parallelize(Net(wrap), plan, optimizer=adamw, loss=square_loss, channel=channel)
+        engine = sw.parallelize(WrappedBlocks(wrap), plan, optimizer=adamw, loss=square_loss, channel=channel)
         if load is not None:
             sw.load(str(load), engine, channel=channel)
         losses = [engine.step(share_of(points(step, 8), 0, 1)).loss for step in steps]
@@ -108,7 +107,7 @@ def test_a_run_goes_on_with_compiled_blocks_under_another_layout(tmp_path: Path)
 @pytest.mark.parametrize("wrap", [plain, recomputed])
 def test_plain_torch_takes_the_save_of_a_wrapped_model_and_gives_one_back(tmp_path: Path, wrap: Wrap) -> None:
     expected = run(Kept, steps=range(2), save=tmp_path / "engine")
-    model = Net(wrap)
+    model = WrappedBlocks(wrap)
     optimizer = adamw(list(model.parameters()))
     sw.load(str(tmp_path / "engine"), TorchState(model, optimizer))
     optimizer.zero_grad()
@@ -120,12 +119,6 @@ def test_plain_torch_takes_the_save_of_a_wrapped_model_and_gives_one_back(tmp_pa
     assert run(Kept, steps=range(3, 4), load=tmp_path / "torch") == expected[3:]
 
 
-def test_a_name_that_two_would_have_without_wrappers_is_neither() -> None:
-    own = {"a._orig_mod.w": "a._orig_mod.w", "a._checkpoint_wrapped_module.w": "a._checkpoint_wrapped_module.w"}
-    assert named_by_wrappers(["a.w"], own) == {}
-    assert named_by_wrappers(["a.w"], dict.fromkeys(own, "a._orig_mod.w")) == {"a.w": "a._orig_mod.w"}  # a tie
-
-
 def test_two_stored_tensors_of_one_name_do_not_silently_become_one(tmp_path: Path) -> None:
     sw.save(str(tmp_path), {"a.w": torch.zeros(2), "a._orig_mod.w": torch.ones(2)})
     model = nn.ModuleDict({"a": nn.Module()})
@@ -134,27 +127,13 @@ def test_two_stored_tensors_of_one_name_do_not_silently_become_one(tmp_path: Pat
         sw.load(str(tmp_path), TorchState(model))
 
 
-@pytest.mark.parametrize("wrap", [Kept, recomputed])
-def test_full_tensors_have_the_names_of_the_plain_model(wrap: Wrap) -> None:
-    def names(channel: sw.Channel, wrap: Wrap) -> list[str]:
-        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=1))
-        engine = sw.parallelize(Net(wrap), plan, optimizer=adamw, loss=square_loss, channel=channel)
-        engine.step(points(0, 4))
-        return [name for name, _ in sw.full(engine, optimizer=True)]
-
-    wrapped, _ = sw.simulate(2, lambda channel: names(channel, wrap))
-    expected, _ = sw.simulate(2, lambda channel: names(channel, plain))
-    assert wrapped == expected
-    assert "blocks.2.inner.weight" in wrapped  # a tie
-
-
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_files_for_other_programs_have_the_names_of_the_plain_model(tmp_path: Path, dtype: str | None) -> None:
     run(Kept, steps=range(1), save=tmp_path / "save")
     report = export_hf(str(tmp_path / "save"), str(tmp_path / "hf"), dtype=dtype)
     assert report.certificate is not None
-    model = Net(plain)
-    kept = Net(Kept)
+    model = WrappedBlocks(plain)
+    kept = WrappedBlocks(Kept)
     sw.load(str(tmp_path / "save"), TorchState(kept))
     files = load_file(tmp_path / "hf" / "model.safetensors")
     assert set(files) | set(report.aliases) == set(model.state_dict())

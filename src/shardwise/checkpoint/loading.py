@@ -278,7 +278,7 @@ def _read(channel: Channel, source: Source, state: State, options: _Options) -> 
     verify = bool(options.verify) and contents.verifiable
     stored = [[piece for name in each.names for piece in contents.tensors[name].pieces] for each in rounds]
     plans = [
-        plan_reads(pieces, each.sources, channel.rank, block_bytes=contents.block_bytes, readers=readers)
+        plan_reads(pieces, _in_files(each, contents), channel.rank, block_bytes=contents.block_bytes, readers=readers)
         for each, pieces in zip(rounds, stored, strict=True)
     ]
     # Each rank looks at what it wants itself; together they have looked at all that is read.
@@ -457,6 +457,14 @@ def _target(state: State, contents: Contents) -> _LoadTarget:
     stored = {name: tensor.whole for name, tensor in contents.tensors.items()}
     restoration = state.restore(stored, contents.settings)
     return _LoadTarget(hold(restoration.wanted, what="the target"), restoration)
+
+
+def _in_files(located: Located, contents: Contents) -> Sequence[Sequence[Piece]]:
+    """What each rank wants of tensors that are in files; that of others is a finding of `_coverage`."""
+    lacking = {name for name in located.names if not contents.tensors[name].pieces}
+    if not lacking:
+        return located.sources
+    return [[piece for piece in wants if piece.name not in lacking] for wants in located.sources]
 
 
 def _coverage(wanted: Sequence[Piece], contents: Contents) -> list[str]:

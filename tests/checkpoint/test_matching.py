@@ -1,6 +1,5 @@
 """What does not fit is told at once, alike on all ranks, before anything is written; what is let pass is reported."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,20 @@ from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 from tests.checkpoint.small_states import Whole, same
+from tests.engine.refusals import same_error_everywhere
+from tests.refusals import Refusals
 
 
-def refusal(path: Path, states: list[Any], tensors: list[Whole], **arguments: Any) -> str:
-    """The error that all ranks get; none of the tensors has changed."""
-    before = [{name: tensor.clone() for name, tensor in each.items()} for each in tensors]
-    errors = []
-
-    def run(channel: Channel) -> None:
-        with pytest.raises(CheckpointError) as caught:
-            sw.load(path, states[channel.rank], channel=channel, **arguments)
-        errors.append(str(caught.value))
-
-    sw.simulate(len(states), run)
-    assert len(errors) == len(states)
-    assert len(set(errors)) == 1
-    assert all(same(each, old) for each, old in zip(tensors, before, strict=True))
-    return errors[0]
+def alike(path: Path, states: list[Any], **arguments: Any) -> None:
+    """A load by as many ranks as there are states. The error is that of all ranks, and no tensor has changed."""
+    held = [each for state in states if isinstance(state, dict) for each in state.values()]
+    plain = [each for each in held if isinstance(each, torch.Tensor) and not (each.is_sparse or each.is_meta)]
+    before = [each.clone() for each in plain]
+    error = same_error_everywhere(
+        len(states), lambda channel: sw.load(path, states[channel.rank], channel=channel, **arguments)
+    )
+    assert all(torch.equal(each, old) for each, old in zip(plain, before, strict=True))
+    raise error
 
 
 def report_of(path: Path, state: Any, **arguments: Any) -> LoadReport:
@@ -48,33 +44,6 @@ def saved(path: Path) -> Whole:
     }
     checkpoint.save(path, state)
     return state
-
-
-def test_all_findings_come_at_once_and_alike_on_all_ranks(tmp_path: Path) -> None:
-    saved(tmp_path)
-
-    def target(rank: int) -> Whole:
-        tensors = {
-            "a": torch.full((3, 2), 7.0),
-            "b": torch.full((4,), 7, dtype=torch.int32),
-            "new": torch.full((2,), 7.0),
-            "c": torch.full((3,), 7.0).bfloat16(),
-        }
-        return {**tensors, "only here": torch.full((1,), 7.0)} if rank == 1 else tensors
-
-    states = [target(rank) for rank in range(3)]
-    text = refusal(tmp_path, states, states)
-    for said in (
-        "a: shape [3, 2] in the target, [2, 3] in the checkpoint",
-        "b: dtype int32 in the target, int64 in the checkpoint; allow it with cast=True, or keep the saved dtypes "
-        "(precision.master)",
-        "new: missing; the checkpoint has no tensor for it",
-        "only here: missing; the checkpoint has no tensor for it",
-        "d: unexpected; the target has no place for it",
-    ):
-        assert text.count(said) == 1
-    assert "optimizer" not in text
-    assert str(tmp_path / "save-00000001") in text
 
 
 def test_what_is_let_pass_is_reported_and_the_rest_is_loaded(tmp_path: Path) -> None:
@@ -103,65 +72,18 @@ def test_what_is_let_pass_is_reported_and_the_rest_is_loaded(tmp_path: Path) -> 
 @pytest.mark.parametrize(("strict", "cast"), [(True, True), (False, False), (True, False)])
 def test_each_freedom_is_its_own(strict: bool, cast: bool, verify: bool, tmp_path: Path) -> None:
     state = saved(tmp_path)
-    other_dtype: Whole = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    other_dtype["a"] = torch.zeros(2, 3, dtype=torch.float16)
-    fewer: Whole = {name: torch.zeros_like(tensor) for name, tensor in state.items() if name != "d"}
-    wrong_shape: Whole = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    wrong_shape["a"] = torch.zeros(2, 4)
-    for target, allowed in ((other_dtype, cast), (fewer, not strict), (wrong_shape, False)):
-        if allowed:
-            checkpoint.load(tmp_path, target, strict=strict, cast=cast, verify=verify)
-            assert same(target, {name: state[name].to(each.dtype) for name, each in target.items()})
-        else:
-            refusal(tmp_path, [target], [target], strict=strict, cast=cast, verify=verify)
-
-
-def test_elements_that_are_in_no_piece_are_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As an incomplete save would have them, which `save` never makes."""
-    monkeypatch.setattr("shardwise.checkpoint.arrangement.check_cover", lambda pieces: [])
-    monkeypatch.setattr("shardwise.checkpoint.inspection.check_cover", lambda pieces: [])
-    piece = Piece(name="w", dtype="float32", global_shape=(4, 2), shape=(3, 2))
-    state: Any = {piece: torch.ones(3, 2), "other": torch.ones(2)}
-    checkpoint.save(tmp_path, state)
-    target = {"w": torch.zeros(4, 2), "other": torch.zeros(2)}
-    text = refusal(tmp_path, [target, target], [target])
-    assert "w[0:4, 0:2]: 2 of 8 elements are in no piece of w that the checkpoint has; it is incomplete" in text
-    rows = Piece(name="w", dtype="float32", global_shape=(4, 2), shape=(2, 2))
-    part = torch.zeros(2, 2)
-    checkpoint.load(tmp_path, {rows: part}, strict=False)
-    assert torch.equal(part, torch.ones(2, 2))
-
-
-def test_states_that_do_not_make_up_whole_tensors_are_not_saved(tmp_path: Path) -> None:
-    def gap(rank: int) -> Mapping[Piece, torch.Tensor]:
-        piece = Piece(name="w", dtype="float32", global_shape=(4,), offset=(2 * rank,), shape=(2 - rank,))
-        return {piece: torch.ones(2 - rank)}
-
-    def overlap(rank: int) -> Mapping[Piece, torch.Tensor]:
-        return {Piece(name="w", dtype="float32", global_shape=(4,), offset=(rank,), shape=(3,)): torch.ones(3)}
-
-    for held in (gap, overlap):
-        errors: list[str] = []
-
-        def run(channel: Channel, held: Any = held, errors: list[str] = errors) -> None:
-            with pytest.raises(CheckpointError, match="the ranks together do not hold whole tensors: w") as caught:
-                sw.save(tmp_path, held(channel.rank), channel=channel)
-            errors.append(str(caught.value))
-
-        sw.simulate(2, run)
-        assert len(errors) == 2
-        assert len(set(errors)) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_larger_target_is_a_finding_of_shape(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, nn.Linear(4, 3).state_dict())
-    larger = nn.Linear(4, 5).state_dict()
-    text = refusal(tmp_path, [larger], [larger], strict=False, cast=True)
-    assert "weight: shape [5, 4] in the target, [3, 4] in the checkpoint" in text
-    assert "bias: shape [5] in the target, [3] in the checkpoint" in text
+    blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    for target, allowed in (
+        ({**blank, "a": torch.zeros(2, 3, dtype=torch.float16)}, cast),
+        ({name: each for name, each in blank.items() if name != "d"}, not strict),
+        ({**blank, "a": torch.zeros(2, 4)}, False),
+    ):
+        if not allowed:
+            with pytest.raises(CheckpointError):
+                alike(tmp_path, [target], strict=strict, cast=cast, verify=verify)
+            continue
+        checkpoint.load(tmp_path, target, strict=strict, cast=cast, verify=verify)
+        assert same(target, {name: state[name].to(each.dtype) for name, each in target.items()})
 
 
 class Pair(nn.Module):
@@ -206,8 +128,10 @@ def test_two_tensors_do_not_silently_become_one(target_is_object: bool, equal: b
     if equal:
         assert report_of(tmp_path, state).unexpected == ()
     else:
-        text = refusal(tmp_path, [state], [target.state_dict()])
-        assert "two.weight: unexpected. The target ties it to one.weight, but in the checkpoint the two have" in text
+        with pytest.raises(
+            CheckpointError, match=r"two\.weight: unexpected\. The target ties it to one.weight, but in the"
+        ):
+            alike(tmp_path, [state])
     report = report_of(tmp_path, state, strict=False)
     assert len(report.unexpected) == 1
     assert torch.equal(target.two.weight, source.one.weight)
@@ -219,20 +143,6 @@ def test_an_alias_alone_is_found_under_the_name_that_was_saved(tmp_path: Path) -
     target = {"two.weight": torch.zeros(3, 3)}
     assert report_of(tmp_path, target).unexpected == ()
     assert torch.equal(target["two.weight"], source.one.weight)
-
-
-def test_ranks_that_tie_differently_are_refused(tmp_path: Path) -> None:
-    def run(channel: Channel) -> None:
-        tensor = torch.ones(2)
-        names = ["a", "b"] if channel.rank == 0 else ["b", "a"]
-        with pytest.raises(sw.ShardwiseError, match="are one tensor on some ranks, but rank 0 has two"):
-            sw.save(tmp_path, dict.fromkeys(names, tensor), channel=channel)
-        apart = {"a": tensor, "b": tensor if channel.rank == 0 else torch.ones(2)}
-        with pytest.raises(sw.ShardwiseError, match="b and a are one tensor on some ranks, but rank 1 has two"):
-            sw.save(tmp_path, apart, channel=channel)
-
-    sw.simulate(2, run)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_views_of_one_memory_with_other_values_are_not_ties(tmp_path: Path) -> None:
@@ -311,9 +221,9 @@ def test_optimizer_state_goes_by_name_and_is_never_shifted(
     before = moments(target, trained)
     state = TorchState(target, trained)
     if found:
-        text = refusal(tmp_path, [state], [target.state_dict()])
-        for each in found:
-            assert each in text
+        with pytest.raises(CheckpointError) as caught:
+            alike(tmp_path, [state])
+        assert all(each in str(caught.value) for each in found)
         assert same(moments(target, trained), before)
         report = report_of(tmp_path, state, strict=False)
         assert report.missing or report.unexpected
@@ -325,26 +235,10 @@ def test_optimizer_state_goes_by_name_and_is_never_shifted(
             assert torch.equal(target.get_parameter(name), source.get_parameter(name))
 
 
-def test_settings_that_do_not_fit_are_findings_beside_the_others(tmp_path: Path) -> None:
-    source = Named("ab")
-    checkpoint.save(tmp_path, TorchState(source, source.trained()))
-    target = Named("abc")
-    target.trained()
-    other = torch.optim.SGD(target.parameters(), lr=0.1, momentum=0.9)
-    text = refusal(tmp_path, [TorchState(target, other)], [target.state_dict()])
-    assert "c: missing" in text
-    assert "AdamW" in text
-    assert "SGD" in text
-
-
 @pytest.mark.parametrize("verify", [True, False])
-def test_several_ranks_that_want_different_things_have_one_verdict(verify: bool, tmp_path: Path) -> None:
-    """What no rank wants is unexpected; what one wants is not."""
+def test_what_no_rank_wants_is_unexpected_and_what_one_wants_is_not(verify: bool, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"a": torch.arange(4), "b": torch.arange(3), "c": torch.arange(2)})
     states = [{"a": torch.zeros(4, dtype=torch.int64)}, {"b": torch.zeros(3, dtype=torch.int64)}]
-    text = refusal(tmp_path, states, states, verify=verify)
-    assert "c: unexpected" in text
-    assert "a: unexpected" not in text
 
     def run(channel: Channel) -> tuple[str, ...]:
         return sw.load(tmp_path, states[channel.rank], strict=False, verify=verify, channel=channel).report.unexpected
@@ -354,30 +248,93 @@ def test_several_ranks_that_want_different_things_have_one_verdict(verify: bool,
     assert torch.equal(states[1]["b"], torch.arange(3))
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        (nn.Linear(1, 1), "the target is a module; give its tensors"),
-        ([torch.ones(1)], "the target is a list; give tensors by name or by Piece"),
-        ({"a": 1.5}, "'a' is a float, not a tensor; JSON values go into extra"),
-        ({3: torch.ones(1)}, "key 3 is a int; tensors are named by a string or a Piece"),
-        ({"a": torch.ones(1).to_sparse()}, "'a' has layout torch.sparse_coo; dense"),
-        ({"a": torch.ones(1, device="meta")}, "'a' is on the meta device and has no values"),
-    ],
+def seven(rank: int) -> dict[str, torch.Tensor]:
+    tensors = {
+        "a": torch.full((3, 2), 7.0),
+        "b": torch.full((4,), 7, dtype=torch.int32),
+        "new": torch.full((2,), 7.0),
+        "c": torch.full((3,), 7.0).bfloat16(),
+    }
+    return {**tensors, "only here": torch.full((1,), 7.0)} if rank == 1 else tensors
+
+
+def loading(*states: Any, of: Any = None, **arguments: Any) -> Any:
+    """A load by as many ranks as there are states, of a save of `of`."""
+
+    def call(folder: Path) -> None:
+        if of is None:
+            saved(folder)
+        else:
+            checkpoint.save(folder, of)
+        alike(folder, list(states), **arguments)
+
+    return call
+
+
+def saving(held: Any, **arguments: Any) -> Any:
+    """A save by two ranks; `held` and the arguments: what each rank has of them."""
+
+    def call(folder: Path) -> None:
+        def run(channel: Channel) -> None:
+            given = {key: each(channel.rank) for key, each in arguments.items()}
+            sw.save(folder, held(channel.rank), channel=channel, **given)
+
+        error = same_error_everywhere(2, run)
+        assert list(folder.iterdir()) == []
+        raise error
+
+    return call
+
+
+def trained_pair() -> tuple[Any, Any]:
+    source, target = Named("ab"), Named("abc")
+    target.trained()
+    return TorchState(source, source.trained()), TorchState(target, torch.optim.SGD(target.parameters(), momentum=0.9))
+
+
+def piece_of(offset: int, size: int) -> dict[Piece, torch.Tensor]:
+    piece = Piece(name="w", dtype="float32", global_shape=(4,), offset=(offset,), shape=(size,))
+    return {piece: torch.ones(size)}
+
+
+ONE = torch.ones(2)
+ADAM, SGD = trained_pair()
+GOOD: Any = {"a": torch.zeros(1)}
+ODD: dict[str, Any] = {
+    "a module": torch.nn.Linear(1, 1),
+    "a list": [torch.ones(1)],
+    "a number": {"a": 1.5},
+    "a number as a name": {3: torch.ones(1)},
+    "a sparse tensor": {"a": torch.ones(1).to_sparse()},
+    "a tensor on meta": {"a": torch.ones(1, device="meta")},
+}
+REFUSED = Refusals(
+    "checkpoint.matching",
+    {
+        "all findings of all ranks": loading(*map(seven, range(3))),
+        "a larger target": loading(
+            torch.nn.Linear(4, 5).state_dict(), of=torch.nn.Linear(4, 3).state_dict(), strict=False, cast=True
+        ),
+        "what one rank does not want": loading(
+            {"a": torch.zeros(4)},
+            {"b": torch.zeros(3)},
+            of={each: torch.zeros(4 if each == "a" else 3) for each in "abc"},
+        ),
+        "settings beside tensors": loading(SGD, of=ADAM),
+        **{f"a target that is {kind}": loading(GOOD, odd, GOOD, of={"a": torch.ones(1)}) for kind, odd in ODD.items()},
+        "a gap between the ranks": saving(lambda rank: piece_of(2 * rank, 2 - rank)),
+        "elements that two ranks have": saving(lambda rank: piece_of(rank, 3)),
+        "ranks that tie under other names": saving(
+            lambda rank: dict.fromkeys(["a", "b"] if rank == 0 else ["b", "a"], ONE)
+        ),
+        "ranks that tie and do not": saving(lambda rank: {"a": ONE, "b": ONE if rank == 0 else torch.ones(2)}),
+        "extra of one rank": saving(
+            lambda rank: {"a": torch.ones(1)}, extra=lambda rank: {"at": torch.ones(1) if rank else 1}
+        ),
+    },
 )
-def test_targets_that_are_no_state_are_refused_on_all_ranks(state: Any, said: str, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"a": torch.ones(1)})
-    good = {"a": torch.zeros(1)}
-    assert said in refusal(tmp_path, [good, state, good], [good])
 
 
-def test_arguments_that_only_one_rank_gives_wrong_refuse_on_all(tmp_path: Path) -> None:
-    def run(channel: Channel) -> str:
-        extra: dict[str, Any] = {"at": torch.ones(1)} if channel.rank else {"at": 1}
-        with pytest.raises(CheckpointError) as caught:
-            sw.save(tmp_path, {"a": torch.ones(1)}, extra=extra, channel=channel)
-        return str(caught.value)
-
-    one, other = sw.simulate(2, run)
-    assert one == other == "rank 1: extra['at'] is a Tensor, which JSON cannot hold; save tensors as part of the state"
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_alike_on_all_ranks(case: str) -> None:
+    REFUSED.check(case)

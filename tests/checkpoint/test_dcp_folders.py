@@ -1,0 +1,147 @@
+"""Folders for torch, torchtitan and DeepSpeed: what loads them, and that all comes back."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import dcp_folders
+from tests.checkpoint.deepspeed.load_universal import LOSSES, digest_of, write_universal
+from tests.checkpoint.deepspeed.write import FOLDERS
+from tests.checkpoint.stored_values import random_state, same_bytes
+
+
+def test_parameters_that_no_step_has_changed_are_in_the_groups_that_torch_gathers(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2, bias=False), "idle": torch.nn.Linear(2, 2, bias=False)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "ours", checkpoint.TorchState(model, optimizer))
+    checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "gathered.pt")
+    (group,) = torch.load(tmp_path / "gathered.pt")["optim"]["param_groups"]
+    assert group["params"] == ["used.weight", "idle.weight"]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+RUNS: dict[str, Any] = json.loads(LOSSES.read_text())
+
+
+FORMATS = ("dcp", "torchtitan", "deepspeed-universal")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_universal_checkpoints_are_those_from_which_deepspeed_went_on(tmp_path: Path, name: str) -> None:
+    assert digest_of(write_universal(name, tmp_path)) == RUNS[name]["digest"]
+    reference = safetensors.torch.load_file(FOLDERS / f"{name.removeprefix('saved ')}.safetensors")["losses"]
+    # In float32 other ranks differ in the order of sums; in 16 bits other stages round at other places.
+    tolerance = 1e-6 if "fp32" in name else 1e-3
+    for losses in RUNS[name]["losses"].values():
+        torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64), reference, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", ["z3-fp32-4", "z2-bf16-4", "z1-fp16-3"])
+def test_everything_comes_back_and_what_it_was_is_certified(tmp_path: Path, name: str, to: Any) -> None:
+    report = checkpoint.convert(FOLDERS / name, tmp_path / "out", to=to, certify=True)
+    assert report.certificate is not None
+    assert report.certificate.lossy == ()
+    source, written = checkpoint.open(FOLDERS / name), checkpoint.open(tmp_path / "out")
+    assert written.contents.aliases == source.contents.aliases
+    assert written.step == source.step
+    masters = {each for each in source.tensors if each.endswith("/master")}
+    assert set(report.from_masters) == masters
+    assert written.tensors.keys() == source.tensors.keys() - masters
+    for each in written.tensors:
+        master = f"optimizer/{each}/master"
+        assert same_bytes(written.read(each), source.read(master if master in masters else each))
+    (ours,), (theirs,) = source.contents.settings["optimizers"], written.contents.settings["optimizers"]
+    assert _by_parameter(theirs) == _by_parameter(ours)
+
+
+def _by_parameter(optimizer: dict[str, Any]) -> dict[str, Any]:
+    return {name: group["settings"] for group in optimizer["groups"] for name in group["parameters"]}
+
+
+def test_torch_loads_every_dtype_and_shape_of_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_folders, "_MAX_CHUNK_BYTES", 64)  # else a chunk is of more bytes than a test has
+    state = {
+        **random_state(),
+        "rows": torch.randn(37, 3),
+        "empty": torch.ones(0, 3),
+        "float8": torch.arange(6.0).view(2, 3).to(torch.float8_e4m3fn),
+        "words": torch.tensor([1, 2, 4_000_000_000], dtype=torch.uint32),
+    }
+    checkpoint.save(tmp_path / "ours", state)
+    checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", max_shard_bytes=4000)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load({"model": loaded}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(same_bytes(loaded[name], tensor) for name, tensor in state.items())
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    assert isinstance(metadata, Metadata)
+    rows = metadata.state_dict_metadata["model.rows"]
+    assert isinstance(rows, TensorStorageMetadata)
+    assert len(rows.chunks) == 7
+    assert len(list((tmp_path / "dcp").glob("__0_*.distcp"))) > 1
+
+
+def test_torch_gathers_what_its_own_saves_would_have(tmp_path: Path) -> None:
+    folder = Path(__file__).parent / "foreign_files"
+    checkpoint.convert(folder / "full_state.pt", tmp_path / "dcp", to="dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "gathered.pt")
+    found = torch.load(tmp_path / "gathered.pt")
+    expected = torch.load(folder / "full_state.pt")
+    assert all(same_bytes(found["model"][name], tensor) for name, tensor in expected["model"].items())
+    for name, state in expected["optimizer"]["state"].items():
+        for key, tensor in state.items():
+            assert same_bytes(found["optim"]["state"][name][key], tensor)
+    assert found["optim"]["param_groups"] == expected["optimizer"]["param_groups"]
+
+
+def test_archives_are_zip_files_with_true_checksums(tmp_path: Path) -> None:
+    checkpoint.convert(FOLDERS / "z2-bf16-2", tmp_path / "out", to="deepspeed-universal")
+    files = list((tmp_path / "out").rglob("*.pt"))
+    assert len(files) == 14 * 4 + 3
+    for path in files:
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+        torch.load(path, weights_only=True)
+        torch.load(path, weights_only=True, mmap=True)
+
+
+def test_a_rewrite_goes_along_with_the_state_of_optimizers(tmp_path: Path) -> None:
+    state = {"a": torch.randn(2, 4), "b": torch.randn(2, 4)}
+    moments = {f"optimizer/{name}/exp_avg": torch.randn(2, 4) for name in state}
+    checkpoint.save(tmp_path / "ours", {**state, **moments})
+    checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", rewrite=sw.Rewrite("a, b -> ab, axis=0"))
+    target: dict[str, Any] = {
+        "model": {"ab": torch.zeros(4, 4)},
+        "optim": {"state": {"ab": {"exp_avg": torch.zeros(4, 4)}}},
+    }
+    load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(target["model"]["ab"], torch.cat([*state.values()]))
+    assert torch.equal(target["optim"]["state"]["ab"]["exp_avg"], torch.cat([*moments.values()]))
+    # State without settings of an optimizer is named as such, and says nothing of rates.
+    assert "optimizer/ab/exp_avg" in checkpoint.open(tmp_path / "dcp").tensors
+    assert checkpoint.open(tmp_path / "dcp").contents.settings == {}
+
+
+def test_another_dtype_is_that_of_masters_rounded_once(tmp_path: Path) -> None:
+    checkpoint.convert(FOLDERS / "z2-bf16-2", tmp_path / "dcp", to="dcp", dtype="bfloat16", certify=True)
+    source, written = checkpoint.open(FOLDERS / "z2-bf16-2"), checkpoint.open(tmp_path / "dcp")
+    for name in ("embed.weight", "layers.0.norm.bias"):
+        assert torch.equal(written.read(name), source.read(name))
+        assert torch.equal(written.read(name), source.read(f"optimizer/{name}/master").bfloat16())
+    assert not [each for each in written.tensors if each.endswith("/master")]

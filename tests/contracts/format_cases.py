@@ -1,0 +1,308 @@
+"""The contract of formats: `CLAIMS`, which hold for checkpoints of every format that is read, or written, or both.
+
+def written(folder: Path) -> tuple[Path, Whole]:
+    state = {"w": torch.randn(3)}
+    torch.save(state, folder / "model.pt")      # by the format's own program
+    return folder / "model.pt", state           # what is to be opened, and the tensors that it has
+
+CASES = claims_of([Format(name="mine", kind="torch", made=written)])
+
+@pytest.mark.parametrize(("form", "claim"), CASES)
+def test_formats_fulfil_the_contract(form: Format, claim: Claim, tmp_path: Path) -> None:
+    claim(form, tmp_path)
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece, check_cover
+
+Whole = Mapping[str, torch.Tensor]
+Made = Callable[[Path], tuple[Path, Whole]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format, by what its own program writes and reads."""
+
+    name: str
+    kind: str
+    """What `Contents.format` calls it."""
+    made: Made
+    """Writes a checkpoint into an empty folder; returns what is to be opened, and the tensors that it has."""
+    has_more: bool = False
+    """It has tensors that `made` does not tell, such as copies in another dtype."""
+    has_checksums: bool = False
+    """Verification finds every changed byte of a tensor."""
+    knows_every_byte: bool = False
+    """A changed bit of any file is found, not of tensors alone."""
+    needs_all_files: bool = True
+    """That one of several files is missing is known from the others."""
+    notes: tuple[str, ...] = ()
+    """Patterns of all notes, of what is left out or not sure."""
+    step: int | None = None
+    to: Any = ""
+    """What `convert` calls it; empty: it is not written."""
+    read: Callable[[Path], Whole] | None = None
+    """What its own program reads of a folder that `convert` made."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One claim about formats."""
+
+    body: Callable[[Format, Path], None]
+    holds_for: Callable[[Format], bool]
+
+    def __str__(self) -> str:
+        return self.body.__name__
+
+    def __call__(self, form: Format, folder: Path) -> None:
+        """folder: an empty one."""
+        self.body(form, folder)
+
+
+CLAIMS: list[Claim] = []
+
+
+def claim(holds_for: Callable[[Format], bool] = lambda form: True) -> Callable[[Callable[[Format, Path], None]], None]:
+    return lambda body: CLAIMS.append(Claim(body, holds_for))
+
+
+def claims_of(forms: Sequence[Format]) -> list[Any]:
+    """Every claim that is made about each format, for `parametrize`."""
+    return [pytest.param(form, each, id=f"{form}-{each}") for form in forms for each in CLAIMS if each.holds_for(form)]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the bit."""
+    plain = [each.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for each in (one, other)]
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(*(each.view(torch.uint8) for each in plain))
+
+
+def made(form: Format, folder: Path) -> tuple[Path, Whole]:
+    (folder / "given").mkdir()
+    return form.made(folder / "given")
+
+
+def check_tensors(path: Path, state: Whole, *, has_more: bool = False) -> None:
+    found = checkpoint.open(path)
+    names = {*found.tensors, *found.contents.aliases}
+    assert names >= state.keys() if has_more else names == state.keys()
+    assert [name for name, tensor in state.items() if not same(found.read(name), tensor)] == []
+
+
+def files_of(path: Path) -> list[Path]:
+    """A few of those that have tensors; values that were computed when it was opened are in none."""
+    base = path if path.is_dir() else path.parent
+    files = [base / name for name in checkpoint.open(path).contents.file_sizes if (base / name).exists()]
+    return files[:: max(1, len(files) // 4)]
+
+
+@contextmanager
+def changed(file: Path, data: bytes | None) -> Iterator[None]:
+    """The file with other bytes, or without it; afterwards it is as it was."""
+    good = file.read_bytes()
+    if data is None:
+        file.unlink()
+    else:
+        file.write_bytes(data)
+    yield
+    file.write_bytes(good)
+
+
+def ways_of(path: Path, state: Whole, into: Path) -> list[Callable[[], object]]:
+    """All that reads a checkpoint; a load and the verification come last."""
+    return [
+        lambda: [checkpoint.open(path).read(name) for name in state],
+        lambda: checkpoint.convert(path, into),
+        lambda: sw.load(path, {name: torch.zeros_like(each) for name, each in state.items()}, strict=False),
+        lambda: bad_findings(path),
+    ]
+
+
+def bad_findings(path: Path) -> None:
+    """Verification, whose findings are raised."""
+    report = checkpoint.verify(path)
+    if not report.good:
+        raise CheckpointError(*report.findings)
+
+
+def check_refused(folder: Path, path: Path, state: Whole, *said: str) -> None:
+    """Every way is refused, says one of these, and leaves nothing."""
+    for way in ways_of(path, state, folder / "made"):
+        with pytest.raises(CheckpointError) as caught:
+            way()
+        assert any(each in str(caught.value) for each in said), str(caught.value)
+    assert not (folder / "made").exists()
+
+
+@claim()
+def it_is_recognised_and_read_to_the_bit(form: Format, folder: Path) -> None:
+    path, state = made(form, folder)
+    contents = checkpoint.open(path).contents
+    assert (contents.format, contents.step) == (form.kind, form.step)
+    check_tensors(path, state, has_more=form.has_more)
+    for stored in contents.tensors.values():
+        assert check_cover(each.piece for each in stored.pieces) == []
+        assert all(each.file in contents.file_sizes for each in stored.pieces)
+    base = path if path.is_dir() else path.parent
+    assert all(
+        (base / name).stat().st_size == size for name, size in contents.file_sizes.items() if (base / name).exists()
+    )
+
+
+@claim()
+def notes_say_what_is_left_out(form: Format, folder: Path) -> None:
+    path, _ = made(form, folder)
+    notes = checkpoint.open(path).contents.notes
+    assert len(notes) == len(form.notes), notes
+    for pattern in form.notes:
+        assert any(re.search(pattern, note) for note in notes), (pattern, notes)
+
+
+@claim()
+def ranks_read_any_parts_of_it(form: Format, folder: Path) -> None:
+    path, state = made(form, folder)
+    owned = {name: each for name, each in state.items() if name in checkpoint.open(path).tensors}
+
+    def run(channel: sw.Channel) -> list[str]:
+        wanted, target = {}, {}
+        for name, tensor in owned.items():
+            piece = Piece(name=name, dtype=str(tensor.dtype).removeprefix("torch."), global_shape=tuple(tensor.shape))
+            whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            if tensor.numel() > 1:
+                first, stop = (tensor.numel() * at // channel.size for at in (channel.rank, channel.rank + 1))
+                piece = Piece(name=name, dtype=piece.dtype, global_shape=tuple(tensor.shape), run=(first, stop))
+                whole = whole.reshape(-1)[first:stop]
+            wanted[piece], target[piece] = whole, torch.zeros_like(whole)
+        sw.load(path, target, strict=False, channel=channel)
+        return [piece.name for piece, tensor in wanted.items() if not same(target[piece], tensor)]
+
+    assert sw.simulate(2, run) == [[], []]
+
+
+@claim()
+def it_becomes_a_save_with_all_that_it_has(form: Format, folder: Path) -> None:
+    path, state = made(form, folder)
+    source = checkpoint.open(path)
+    to: Any
+    for to in ("whole", "pieces"):
+        report = checkpoint.convert(path, folder / to, to=to)
+        assert checkpoint.diff(path, folder / to).equal
+        assert checkpoint.verify(folder / to).good
+        check_tensors(folder / to, state, has_more=form.has_more)
+        save = checkpoint.open(folder / to)
+        assert save.tensors.keys() == source.tensors.keys()
+        assert (save.step, save.contents.aliases) == (source.step, source.contents.aliases)
+        assert (save.contents.settings, save.extra) == (source.contents.settings, source.extra)
+        assert (report.num_tensors, report.num_bytes) == (len(source.tensors), source.contents.num_bytes)
+        assert report.destination == save.location
+
+
+@claim(lambda form: bool(form.to))
+def what_is_converted_to_it_is_read_by_its_own_program_and_comes_back(form: Format, folder: Path) -> None:
+    _, state = made(form, folder)
+    checkpoint.save(folder / "ours", {name: each.detach() for name, each in state.items()})
+    report = checkpoint.convert(folder / "ours", folder / "out", to=form.to, certify=True)
+    assert report.certificate is not None
+    assert report.certificate.lossy == ()
+    assert checkpoint.open(folder / "out").contents.format == form.kind
+    assert form.read is not None
+    read = form.read(folder / "out")
+    assert read.keys() == state.keys()
+    assert [name for name, tensor in state.items() if not same(read[name], tensor)] == []
+    assert checkpoint.diff(folder / "ours", folder / "out", model_only=True).equal
+    checkpoint.convert(folder / "out", folder / "back")
+    check_tensors(folder / "back", state)
+
+
+@claim(lambda form: form.needs_all_files)
+def a_part_that_is_missing_is_told(form: Format, folder: Path) -> None:
+    path, state = made(form, folder)
+    for file in files_of(path):
+        with changed(file, None):
+            check_refused(folder, path, state, file.name, file.parent.name, "missing", "no checkpoint")
+
+
+@claim()
+def files_that_were_cut_are_refused(form: Format, folder: Path) -> None:
+    path, state = made(form, folder)
+    for file in files_of(path):
+        data = file.read_bytes()
+        for size in (len(data) // 2, 0):
+            with changed(file, data[:size]):
+                check_refused(folder, path, state, file.name)
+        with changed(file, data[:-1]), suppress(CheckpointError):
+            check_tensors(path, state, has_more=form.has_more)  # some formats are padded at their end
+
+
+@claim()
+def flipped_bits_are_refused_or_change_values_alone(form: Format, folder: Path) -> None:
+    path, state = made(form, folder)
+    numbers = random.Random(form.name)
+    files = sorted(each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file())
+    most = sum(each.stat().st_size for each in files)
+    for _ in range(40):
+        file = numbers.choice(files)
+        data = bytearray(file.read_bytes())
+        if not data:
+            continue
+        data[numbers.randrange(len(data))] ^= 1 << numbers.randrange(8)
+        if form.knows_every_byte:
+            with changed(file, bytes(data)):
+                for way in ways_of(path, state, folder / "made")[2:]:
+                    with pytest.raises(CheckpointError, match=re.escape(file.name)):
+                        way()
+            continue
+        with changed(file, bytes(data)), suppress(CheckpointError):
+            found = checkpoint.open(path)
+            assert found.contents.num_bytes <= 2 * most  # tensors may share their bytes
+            for name in list(found.tensors)[:20]:
+                with suppress(CheckpointError):
+                    assert found.read(name).shape == found.tensors[name].shape
+
+
+@claim()
+def verification_tells_what_has_checksums(form: Format, folder: Path) -> None:
+    path, _ = made(form, folder)
+    report = checkpoint.verify(path)
+    assert report.good
+    assert checkpoint.verify_all(path) == [report]
+    num_bytes = checkpoint.open(path).contents.num_bytes
+    if form.has_checksums:
+        assert (report.unverified_bytes, report.unverified_files) == (0, ())
+        assert report.verified_bytes >= num_bytes
+    else:
+        assert report.verified_bytes == 0 < report.unverified_bytes <= num_bytes
+        assert report.unverified_files
+
+
+@claim(lambda form: form.has_checksums)
+def a_changed_byte_of_any_tensor_is_found_with_its_name(form: Format, folder: Path) -> None:
+    path, _ = made(form, folder)
+    base = path if path.is_dir() else path.parent
+    stored_at = [(name, each) for name, stored in checkpoint.open(path).tensors.items() for each in stored.pieces[:2]]
+    in_files = [(name, piece, base / piece.file) for name, piece in stored_at if (base / piece.file).exists()]
+    for name, piece, file in in_files[:: max(1, len(in_files) // 8)]:
+        for at in {piece.start, piece.start + piece.num_bytes - 1}:
+            data = bytearray(file.read_bytes())
+            data[at] ^= 16
+            with changed(file, bytes(data)):
+                findings = checkpoint.verify(path).findings
+            assert any(file.name in each and (name in each or " more" in each) for each in findings), (name, findings)
