@@ -76,7 +76,7 @@ def rows_of(step: int) -> torch.Tensor:
 def test_an_optimizer_may_keep_gradients_and_replace_values(
     monkeypatch: pytest.MonkeyPatch, kind: type[InPlace], whole: bool, layout: str
 ) -> None:
-    monkeypatch.setattr(matrix_homes, "_LEAST_BYTES", 1)  # a round for each matrix
+    monkeypatch.setattr(matrix_homes, "LEAST_BYTES", 1)  # a round for each matrix
     mesh = sw.Mesh.parse(layout)
 
     def run(channel: sw.Channel) -> list[float]:

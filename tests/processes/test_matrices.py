@@ -3,7 +3,7 @@
 import torch
 
 import shardwise as sw
-from tests.engine.test_matrix_updates import deep
+from tests.engine.matrix_optimizers import deep
 from tests.processes.pool import SHARED_MEMORY, Pool
 
 

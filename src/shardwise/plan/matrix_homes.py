@@ -30,7 +30,7 @@ round before, and read masters of the one before that."""
 _LINE_BYTES = 64
 """Where a matrix begins in shared memory: torch's own memory begins so, and some kernels round otherwise elsewhere."""
 
-_LEAST_BYTES = 256 << 10
+LEAST_BYTES = 256 << 10
 """Smaller rounds would cost more messages than they save memory."""
 
 _PER_BYTE = 1 / 8
@@ -125,7 +125,7 @@ def rounds_of(homes: Mapping[str, Home], order: Sequence[str], owner: int) -> tu
             waiting.setdefault(homes[name].rank, []).append(name)
     num_bytes = [sum(homes[name].num_bytes for name in names) for names in waiting.values()]
     most = max(num_bytes, default=0)
-    num_rounds = min(-(-most // max(_LEAST_BYTES, most // _ROUNDS)), max(map(len, waiting.values()))) if most else 0
+    num_rounds = min(-(-most // max(LEAST_BYTES, most // _ROUNDS)), max(map(len, waiting.values()))) if most else 0
     rounds: list[list[str]] = [[] for _ in range(num_rounds)]
     for names in waiting.values():
         # By the middle of each in the work of its home: in every round all homes have about as much to do.
