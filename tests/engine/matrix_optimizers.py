@@ -80,6 +80,18 @@ class AuxiliaryMuon(Own):
         return orthogonal(gradient.lerp(momentum, group["momentum"])) * shape
 
 
+class Flagged(Own):
+    """Notes in the state which parameters are matrices, when it is built (as Moonlight's Muon does)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(list(parameters), {"lr": 0.02})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["is_matrix"] = parameter.ndim > 1
+
+    def way(self, group: Any, parameter: nn.Parameter, gradient: torch.Tensor, state: Any) -> Any:
+        return orthogonal(gradient) if state["is_matrix"] else adam(state, gradient)
+
+
 class Shampoo(Own):
     """Shampoo (Gupta et al., 2018, arXiv:1802.09568) with a late begin: factors in a list, a count made by steps."""
 
@@ -240,6 +252,7 @@ def in_8_bits(model: nn.Module) -> torch.optim.Optimizer:
 Make = Callable[[Any], Any]
 OPTIMIZERS: dict[str, Make] = {
     "auxiliary muon": auxiliary_muon,
+    "flagged": lambda model: Flagged(each for each in model.parameters() if each.requires_grad),
     "shampoo": lambda model: Shampoo(model.parameters(), lr=0.05),
     "soap": lambda model: Soap(model.parameters(), lr=0.01),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05, weight_decay=0.1),

@@ -45,6 +45,7 @@ WAYS = [
     ("soap", "stages", "tensor"),
     ("soap", "bfloat16 at stage 2", "bfloat16 at stage 2"),
     ("shampoo", "tensor", "stage 3"),
+    ("flagged", "stage 3", "stages"),
     ("adafactor", "one rank", "tensor"),
     ("adafactor", "more ranks than matrices", "stage 0"),
     ("blocks", "stages", "stage 3"),

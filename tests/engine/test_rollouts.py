@@ -12,7 +12,7 @@ from shardwise.errors import ModelError, OptimizerError
 from tests.covering import covering
 from tests.engine.expected import seeded, sgd
 from tests.engine.refusals import same_error_everywhere
-from tests.engine.test_generate import SHORT, Apart, in_one_process, llama, mesh, named, prompts, under
+from tests.engine.generating import SHORT, Apart, in_one_process, llama, mesh, named, prompts, under
 
 PLANS = [
     mesh("single"),

@@ -1,0 +1,319 @@
+"""`engine.generate` gives the tokens that `generate` of one process gives, under any plan, by any way of decoding."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from tests.engine.generating import SHORT, Apart, in_one_process, llama, mesh, named, prompts, under
+from tests.engine.loops import begun
+from tests.engine.pipeline import transformers_models as models
+from tests.engine.pipeline.transformers_models import VOCABULARY, sentences
+from tests.engine.refusals import same_error_everywhere
+from tests.oracle.program import seeded
+from tests.refusals import Refusals
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled": {"do_sample": True, "top_k": 12},
+    "static": {"do_sample": False, "cache_implementation": "static"},
+}
+FIRST = ("greedy", "beams", "sampled")
+
+
+def mamba() -> nn.Module:
+    import transformers as tf  # seconds, which to collect tests does not take
+
+    config = tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=3)
+    return seeded(lambda: tf.MambaForCausalLM(config))().double()
+
+
+def gpt2() -> nn.Module:
+    return models.gpt2_still()().double()
+
+
+def t5() -> nn.Module:
+    return models.t5()().double()
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "gather", "ways", "on_device"),
+    [
+        (llama, sw.Plan(), "each", FIRST, False),
+        (llama, mesh("dp_shard=2", 2), "each", FIRST, False),
+        (gpt2, mesh("dp_shard=2", 3), "each", FIRST, False),
+        (gpt2, mesh("dp_shard=2", 3), "each", ("greedy",), True),
+        (mamba, mesh("dp_shard=2", 3), "once", FIRST, False),
+        (gpt2, mesh("pp=2"), "each", FIRST, False),
+        (gpt2, mesh("pp=2"), "each", ("greedy",), True),
+        (llama, mesh("pp=2,dp_shard=2", 3), "each", ("sampled", "static"), False),
+        (t5, mesh("pp=2,dp_shard=2", 3), "once", ("beams",), False),
+        (mamba, mesh("pp=3"), "each", ("greedy",), False),
+        (llama, mesh("pp=2,tp=2", tp=True), "each", ("beams",), False),
+        (t5, mesh("tp=2", tp=True), "each", ("beams", "sampled"), False),
+    ],
+    ids=named,
+)
+def test_tokens_are_those_of_one_process(
+    fake: str, make: Callable[[], nn.Module], plan: sw.Plan, gather: Any, ways: Sequence[str], on_device: bool
+) -> None:
+    """It leaves nothing behind: the next update is that of an engine that generated nothing."""
+    wanted = {way: in_one_process(make(), prompts(), **WAYS[way]) for way in ways}
+    assert "beams" not in ways or "sampled" not in ways or not torch.equal(wanted["beams"], wanted["sampled"])
+    batch = {name: rows[:4] for name, rows in sentences(1).items()}
+
+    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
+        engine, other = under(plan, make().train(), channel), under(plan, make().train(), channel)
+        state = torch.get_rng_state()
+        given = {way: engine.generate(prompts(), seed=7, gather=gather, **SHORT, **WAYS[way]) for way in ways}
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(module.training for module in engine.model.modules())
+        assert engine.step(batch).loss == other.step(batch).loss
+        assert all(torch.equal(engine.state()[piece], tensor) for piece, tensor in other.state().items())
+        assert {each.device for each in given.values()} == {channel.device}
+        return {way: tokens.cpu() for way, tokens in given.items()}
+
+    for given in sw.simulate(plan.mesh.size, run, device=fake if on_device else "cpu"):
+        assert given.keys() == wanted.keys()
+        assert all(torch.equal(given[way], tokens) for way, tokens in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "gather"), [("dp_shard=3", "each"), ("dp_shard=3", "once"), ("pp=2,dp_shard=3", "each")]
+)
+def test_data_ranks_go_on_until_the_last_has_finished(text: str, gather: Any) -> None:
+    plan, lengths, greedy = mesh(text, 3), [2, 9, 0], {"pad_token_id": 0, "do_sample": False}
+
+    def inputs_of(rank: int) -> Any:
+        return {name: rows[:, : 3 + rank] for name, rows in prompts(rank, rows=1 + rank).items()}
+
+    model: Any = llama().eval()
+    wanted = [model.generate(**inputs_of(rank), max_new_tokens=lengths[rank], **greedy) for rank in range(2)]
+    batch = sentences(1)
+
+    def run(channel: sw.Channel) -> tuple[int, torch.Tensor, float]:
+        engine = under(plan, llama(), Apart(channel))
+        rank = plan.mesh.data_rank(channel.rank)
+        num, tokens, gathers = lengths[rank], list[torch.Tensor](), list[int]()
+        for inputs in (inputs_of(rank), {name: each[:0] for name, each in inputs_of(rank).items()}):
+            tokens.append(engine.generate(inputs if num else None, gather=gather, max_new_tokens=num, **greedy))
+            assert len(tokens[-1]) == (len(inputs["input_ids"]) if num else 0)
+        for more in (0, 4):  # whatever the length
+            before, longer = engine.counters.all_gathers, {"max_new_tokens": (num or 1) + more, **greedy}
+            engine.generate(inputs_of(rank) if num else None, gather="once", **longer)
+            gathers.append(engine.counters.all_gathers - before)
+        assert gathers[0] == gathers[1] > 0
+        return rank, tokens[0], engine.step({name: rows[rank::3] for name, rows in batch.items()}).loss
+
+    results = sw.simulate(plan.mesh.size, run)
+    assert len({loss for _, _, loss in results}) == 1
+    for rank, tokens, _ in results:
+        assert rank == 2 or torch.equal(tokens, wanted[rank])
+
+
+class Until(nn.Module):
+    """Generates by values, with a state that it hands on, and calls a layer by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cell, self.last = nn.Linear(4, 6), nn.GRUCell(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        state = self.cell(torch.tanh(self.first(x)), state)
+        return self.last(state), {"state": state}
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, *, most: int) -> list[torch.Tensor]:
+        """Until a sum is large, or `most` times."""
+        state, rows = torch.tanh(self.first(x)), [x]
+        while len(rows) < most and (len(rows) == 1 or rows[-1].sum() > 1.2):
+            y, kept = self(rows[-1], state)
+            state = kept["state"]
+            rows.append(y.abs() + torch.rand_like(y) * 0.1)
+        return rows
+
+
+class Memory:
+    """A cache of a program's own."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.num, self.last = torch.zeros((), dtype=torch.int64), dict[int, torch.Tensor]()
+
+
+class Slot:
+    """What one layer keeps."""
+
+    rows: torch.Tensor | None = None
+    length = 0
+
+
+class Recalling(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.mix, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        while len(memory.layers) <= self.number:
+            memory.layers.append(Slot())
+        slot = memory.layers[self.number]
+        y: torch.Tensor = torch.tanh(self.mix(x))
+        slot.rows = y if slot.rows is None else torch.cat([slot.rows, y])
+        slot.length = len(slot.rows)
+        memory.last[self.number] = y
+        memory.num.add_(1)
+        out: torch.Tensor = y + slot.rows.mean(0, keepdim=True)
+        return out
+
+
+class Recollection(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recalling(number) for number in range(4))
+
+    def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, memory)
+        out: torch.Tensor = x * (1 + memory.layers[0].length / 10)
+        return out
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, *, most: int) -> list[torch.Tensor]:
+        """Decides by what the cache of any layer says."""
+        memory, found = Memory(), []
+        while not memory.layers or memory.layers[3].length + memory.layers[0].length < most:
+            x = self(x, memory)
+            shown = [int(memory.num), *sorted(memory.last), *memory.last[1].shape, len(memory.layers)]
+            found += [x, torch.tensor(shown)]
+        return found
+
+
+@pytest.mark.parametrize("plan", [mesh("pp=2"), mesh("pp=2,dp_shard=2", 3), mesh("dp_shard=2", 3)], ids=named)
+@pytest.mark.parametrize(("kind", "most"), [(Until, 40), (Recollection, 10)])
+def test_any_loop_that_decides_by_values_and_any_cache_is_alike_on_all_ranks(
+    kind: Any, most: int, plan: sw.Plan
+) -> None:
+    x = torch.full((2, 4), 0.01)
+    with torch.random.fork_rng(devices=[]):
+        model = seeded(kind)()
+        torch.manual_seed(3)
+        wanted = model.generate(x, most=most)
+    assert 2 < len(wanted) < 40
+
+    def run(channel: sw.Channel) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = under(plan, seeded(kind)(), channel).generate({"x": x}, seed=3, most=most)
+        return found
+
+    for found in sw.simulate(plan.mesh.size, run):
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_processors_criteria_and_streamers_are_passed_on() -> None:
+    import transformers as tf  # seconds, which to collect tests does not take
+
+    class NoEven(tf.LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+            scores[:, ::2] = -float("inf")
+            return scores
+
+    class Streamed:
+        def __init__(self) -> None:
+            self.given: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.given += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.given.append(-1)
+
+    def three_more(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 8)
+
+    def generated(generate: Callable[..., Any]) -> tuple[list[int], torch.Tensor, list[torch.Tensor]]:
+        streamer = Streamed()
+        found = generate(
+            logits_processor=tf.LogitsProcessorList([NoEven()]),
+            stopping_criteria=tf.StoppingCriteriaList([three_more]),
+            streamer=streamer,
+            return_dict_in_generate=True,
+            output_scores=True,
+            do_sample=True,
+        )
+        return streamer.given, found.sequences, found.scores
+
+    def run(channel: sw.Channel) -> Any:
+        engine = under(mesh("pp=2"), llama(), channel)
+        return generated(partial(engine.generate, prompts(rows=1), seed=7, **SHORT))
+
+    streamed, sequences, scores = generated(partial(in_one_process, llama(), prompts(rows=1)))
+    for found in sw.simulate(2, run):
+        assert found[0] == streamed
+        assert torch.equal(found[1], sequences)
+        assert all(map(torch.equal, found[2], scores))
+
+
+@pytest.mark.parametrize("text", ["dp_shard=2", "pp=2"])
+def test_it_computes_in_the_dtypes_of_the_plan_and_the_region_of_the_caller(text: str) -> None:
+    plan = sw.Plan(mesh=sw.Mesh.parse(text), precision=sw.Precision(compute="bfloat16"))
+    narrow = in_one_process(models.gpt2_still()().bfloat16(), prompts(), do_sample=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = in_one_process(models.gpt2_still()(), prompts(), do_sample=False)
+
+    def run(channel: sw.Channel) -> tuple[torch.Tensor, torch.Tensor]:
+        model = models.gpt2_still()()
+        model.get_submodule("transformer.h.0").requires_grad_(False)
+        first = under(plan, model, channel).generate(prompts(), do_sample=False, **SHORT)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            other = under(sw.Plan(mesh=plan.mesh), models.gpt2_still()(), channel)
+            return first, other.generate(prompts(), do_sample=False, **SHORT)
+
+    for found, found_cast in sw.simulate(2, run):
+        assert torch.equal(found, narrow)
+        assert torch.equal(found_cast, cast)
+
+
+def test_without_a_seed_numbers_come_from_the_step_and_the_data_rank() -> None:
+    def run(channel: sw.Channel) -> list[list[int]]:
+        engine, found = under(mesh("dp_shard=2"), llama(), channel), []
+        for is_last in (False, False, True):
+            if is_last:
+                engine.step({name: rows[:2] for name, rows in sentences(1).items()})
+            found.append(engine.generate(prompts(), do_sample=True, **SHORT).tolist())
+        return found
+
+    one, other = sw.simulate(2, run)
+    assert one[0] == one[1] != one[2]
+    assert one[0] != other[0]
+
+
+def generate(make: Callable[[], nn.Module], inputs: Any, **kwargs: Any) -> None:
+    def run(channel: sw.Channel) -> None:
+        begun(channel, make, mesh("pp=2")).generate(inputs, **kwargs)
+
+    raise same_error_everywhere(2, run)
+
+
+ROW = torch.ones(1, 4)
+REFUSED = Refusals(
+    "engine.generation",
+    {
+        "no generate": lambda: generate(lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), ROW),
+        "an unknown gather": lambda: generate(Until, ROW, gather="never"),
+        "a seed of halves": lambda: generate(Until, ROW, seed=0.5),
+        "a list of lists": lambda: generate(Until, [[1.0]]),
+        "seeds for one prompt": lambda: generate(Until, ROW, seed=[1]),
+        "too many seeds": lambda: generate(Until, [ROW], seed=[1, 2]),
+        "a list of halves": lambda: generate(Until, [ROW], seed=[0.5]),
+        "an argument twice": lambda: generate(Until, {"x": ROW, "most": 3}, most=4),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_alike_on_all_ranks(case: str) -> None:
+    REFUSED.check(case)
