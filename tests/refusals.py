@@ -6,12 +6,14 @@
     def test_refusals(case: str) -> None:
         REFUSED.check(case)
 
-A call may take a folder, an empty one. In messages its path is FOLDER. Whoever changes a message reads the difference.
+A call may take a folder, an empty one. In messages its path is FOLDER, and a line of a program is its file and LINE.
+Whoever changes a message reads the difference.
 """
 
 import importlib
 import inspect
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -59,7 +61,8 @@ class Refusals(Mapping[str, Callable[..., object]]):
                 needed = [each for each in inspect.signature(call).parameters.values() if each.default is each.empty]
                 call(*([Path(folder)] if needed else []))
             except self._kind as error:
-                return f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
+                said = f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
+                return re.sub(r"[\w./-]*/(\w+\.py):\d+", r"\1:LINE", said)
         raise AssertionError(f"{case!r} is not refused")
 
     def write(self) -> None:

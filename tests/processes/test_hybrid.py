@@ -14,9 +14,9 @@ from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of
 from tests.engine.pipeline.oracle import adamw
 from tests.engine.pipeline.stages import train_on
-from tests.engine.tensor.test_proof import FAULTS
-from tests.engine.tensor.test_proof import plan_of as rules_plan
-from tests.engine.tensor.test_proof import train as train_rules
+from tests.engine.tensor.planted_faults import FAULTS
+from tests.engine.tensor.planted_faults import plan_of as rules_plan
+from tests.engine.tensor.planted_faults import train as train_rules
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, RankError, Transport
 
 Pieces = dict[sw.Piece, torch.Tensor]

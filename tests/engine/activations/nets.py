@@ -1,41 +1,38 @@
-"""Models whose blocks do what a second run must not do twice, and the comparison with a plan without activations."""
+"""Programs whose blocks do what a second run must not do twice, and the comparison with a plan without activations."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import shardwise as sw
-from tests.engine.expected import adamw
-from tests.engine.oracle import Batch, Loss
-from tests.engine.pipeline.stages import share_of
+from tests.engine.formed import formed, linear, several
+from tests.oracle.batches import Batch
+from tests.oracle.comparison import assert_same
+from tests.oracle.decoder import DECODER, decoder
+from tests.oracle.places import train
+from tests.oracle.program import Program, seeded
 
 WIDTH = 8
 BLOCKS = sw.Activations(checkpoint="blocks")
 
 
-class Statistics(nn.Module):
+def count_and_scale(net: Any, x: torch.Tensor) -> Any:
     """Running statistics that torch writes, one that a forward writes in place, and one that it replaces."""
+    net.count += 1
+    y = net.norm(torch.tanh(net.linear(x))) * net.scale / net.count.clone()
+    if net.training:
+        net.scale = net.scale * 0.9 + 0.1 * y.detach().mean(0)
+    return x + y
 
-    count: torch.Tensor
-    scale: torch.Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        y: torch.Tensor = self.norm(torch.tanh(self.linear(x))) * self.scale / self.count.clone()
-        if self.training:
-            self.scale = self.scale * 0.9 + 0.1 * y.detach().mean(0)
-        return x + y
+def put_statistics(net: Any) -> None:
+    net.register_buffer("count", torch.zeros(()))
+    net.register_buffer("scale", torch.ones(WIDTH))
 
 
 class Memory:
@@ -49,42 +46,50 @@ class Memory:
         self.items = [*self.items, item]
 
 
-class Remembering(nn.Module):
+def remember(net: Any, x: torch.Tensor, *, seen: list[torch.Tensor], memory: Memory, scale: dict[str, float]) -> Any:
     """Writes to a list and to an object that it is given, by keyword, and gives a dict of several things."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor, *, seen: list[torch.Tensor], memory: Memory, scale: dict[str, float]) -> Any:
-        h = self.dropout(self.linear(x))
-        seen.append(h)
-        memory.add(h)
-        return {"x": x + sum(seen) * scale["of"] + sum(memory.items), "more": (h.mean(), None, 3)}
+    h = net.dropout(net.linear(x))
+    seen.append(h)
+    memory.add(h)
+    return {"x": x + sum(seen) * scale["of"] + sum(memory.items), "more": (h.mean(), None, 3)}
 
 
-class Chain(nn.Module):
+def remembering(net: Any, input: torch.Tensor) -> Any:
     """Blocks that share what they write to."""
+    x, more = input, input.new_zeros(())
+    seen: list[torch.Tensor] = []
+    memory = Memory()
+    for block in net.blocks:
+        out = block(x, seen=seen, memory=memory, scale={"of": 0.5})
+        x, more = out["x"], more + out["more"][0]
+    assert len(seen) == len(net.blocks)
+    return x + more
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Remembering() for _ in range(3))
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x, more = input, input.new_zeros(())
-        seen: list[torch.Tensor] = []
-        memory = Memory()
-        for block in self.blocks:
-            out = block(x, seen=seen, memory=memory, scale={"of": 0.5})
-            x, more = out["x"], more + out["more"][0]
-        assert len(seen) == len(self.blocks)
-        return x + more
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * 2
+
+
+def scaled(net: Any, input: torch.Tensor) -> Any:
+    """Computes with a parameter of its own between modules of two stages, and by a custom function."""
+    return net.second(Doubled.apply(torch.tanh(net.first(input * net.scale)))) * net.scale  # type: ignore[no-untyped-call]
+
+
+SQUARE = linear(WIDTH, WIDTH)
+STATISTICS = formed(count_and_scale, put_statistics, linear=SQUARE, norm=partial(nn.BatchNorm1d, WIDTH))
+REMEMBERING = formed(remembering, blocks=several(formed(remember, linear=SQUARE, dropout=partial(nn.Dropout, 0.3)), 3))
+SCALED = formed(scaled, first=SQUARE, second=SQUARE, scale=lambda: nn.Parameter(torch.ones(WIDTH)))
 
 
 def statistics() -> nn.Module:
     """Three blocks with buffers."""
-    return nn.Sequential(*(Statistics() for _ in range(3)))
+    return nn.Sequential(*(STATISTICS() for _ in range(3)))
 
 
 def rows(seed: int, count: int = 8, *shape: int) -> dict[str, torch.Tensor]:
@@ -97,57 +102,47 @@ def square(output: torch.Tensor, _: Batch) -> torch.Tensor:
     return output.float().square().mean()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What a rank has after training, in the order of the steps."""
-
-    numbers: list[float]
-    """Losses, norms, and the loss of an evaluation at the end."""
-    state: dict[sw.Piece, torch.Tensor]
+def program(make: Callable[[], nn.Module], batches: Sequence[Batch] = (), **settings: Any) -> Program:
+    """A balanced one that draws, as the dropout of blocks does."""
+    given = {"loss": square, "draws": True, "batches": batches or [rows(seed) for seed in range(3)]}
+    return Program(make=seeded(make), **{**given, **settings})
 
 
-def train(
-    make: Callable[[], nn.Module],
-    plan: sw.Plan,
-    batches: Sequence[Batch],
-    *,
-    loss: Loss = square,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    look: Callable[[sw.Engine, nn.Module], None] = lambda *_: None,
-) -> list[Seen]:
-    """Every rank's view; `look` is called after each update."""
-
-    def on_rank(channel: sw.Channel) -> Seen:
-        torch.manual_seed(0)
-        engine = sw.parallelize(model := make(), plan, optimizer=adamw, loss=loss, channel=channel)
-        numbers = []
-        for batch in batches:
-            with around():
-                report = engine.step(share_of(batch, plan.mesh, channel.rank))
-            numbers += [report.loss, report.grad_norm]
-            look(engine, model)
-        numbers.append(engine.evaluate(share_of(batches[0], plan.mesh, channel.rank)).loss)
-        return Seen(numbers=numbers, state={piece: each.cpu().clone() for piece, each in engine.state().items()})
-
-    return sw.simulate(plan.mesh.size, on_rank)
+DROPPING = replace(DECODER, make=partial(decoder, 0.1), draws=True, name="")
 
 
-def assert_same_bits(got: Sequence[Seen], wanted: Sequence[Seen]) -> None:
-    """All ranks saw the same numbers and have the same state, buffers and moments included."""
-    for one, other in zip(got, wanted, strict=True):
-        assert one.numbers == other.numbers
-        assert one.state.keys() == other.state.keys()
-        for piece, tensor in one.state.items():
-            assert torch.equal(tensor, other.state[piece]), piece.name
+def transformer_block(net: Any, x: torch.Tensor) -> Any:
+    """What saves more than its input."""
+    return x + net.down(functional.gelu(net.up(net.norm(x))))
 
 
-def assert_changes_nothing(
-    make: Callable[[], nn.Module],
-    plan: sw.Plan,
-    batches: Sequence[Batch],
-    activations: sw.Activations = BLOCKS,
-    **how: Any,
-) -> None:
-    """The plan with activations has the bits of the plan without."""
-    without = train(make, plan, batches, **how)
-    assert_same_bits(train(make, replace(plan, activations=activations), batches, **how), without)
+def blocks(count: int, width: int = 64) -> Callable[[], nn.Module]:
+    """Blocks of a transformer without attention."""
+    parts = {"norm": partial(nn.LayerNorm, width), "up": linear(width, 4 * width), "down": linear(4 * width, width)}
+    return lambda: nn.Sequential(*(formed(transformer_block, **parts)() for _ in range(count)))
+
+
+# Of one such block autograd keeps its input, the norm's output and figures, and twice the four times wider activation.
+ROWS = 256
+ACTIVATION = ROWS * 64 * 4
+SAVED = (1 + 1 + 4 + 4) * ACTIVATION + 2 * ROWS * 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Watched(Program):
+    """Keeps its engines."""
+
+    engines: list[sw.Engine] = field(default_factory=list)
+
+    def engine(self, plan: sw.Plan, channel: sw.Channel, **settings: Any) -> sw.Engine:
+        """One more."""
+        made = super().engine(plan, channel, **settings)
+        self.engines.append(made)
+        return made
+
+
+def assert_changes_nothing(case: Program, plan: sw.Plan, activations: sw.Activations = BLOCKS) -> list[sw.Engine]:
+    """The plan with activations has the bits of the plan without; its engines."""
+    watched = Watched(**vars(case))
+    assert_same(train(watched, replace(plan, activations=activations)), train(case, plan))
+    return watched.engines

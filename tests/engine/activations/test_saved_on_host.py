@@ -3,24 +3,33 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import shardwise as sw
 from shardwise.engine.activations import saved_on_host
 from shardwise.engine.activations.saved_on_host import HostTransfers
 from shardwise.errors import ModelError
 from shardwise.testing.accelerator import LAST, behind, counted
-from tests.engine.activations.nets import assert_changes_nothing, square, train
-from tests.engine.hybrid_models import CASE, decoder, plan_of
-from tests.engine.models import word_loss
+from tests.engine.activations.nets import (
+    ACTIVATION,
+    DROPPING,
+    ROWS,
+    SAVED,
+    assert_changes_nothing,
+    blocks,
+    program,
+    square,
+)
+from tests.engine.formed import formed, linear
+from tests.oracle.comparison import assert_same
+from tests.oracle.places import train
+from tests.oracle.program import Program, plan_of
 
-WIDTH, ROWS = 64, 256
+WIDTH = 64
 OFFLOAD = sw.Activations(offload="blocks")
 BOTH = sw.Activations(offload="blocks", checkpoint="blocks")
 PARTS = sw.Activations(offload=("*.up", "*.attention"), checkpoint=("*.attention",))
@@ -28,59 +37,31 @@ PARTS = sw.Activations(offload=("*.up", "*.attention"), checkpoint=("*.attention
 
 @pytest.mark.usefixtures("on_fake")
 @pytest.mark.parametrize(
-    ("activations", "mesh", "settings"),
+    ("activations", "settings"),
     [
-        (OFFLOAD, "dp_shard=2", {"stage": 3, "k": 2}),
-        (OFFLOAD, "pp=2", {"k": 2, "schedule": "interleaved"}),
-        (BOTH, "pp=2,dp_shard=2,tp=2", {"stage": 3, "k": 2}),
-        (PARTS, "tp=2", {"k": 2}),
-        (PARTS, "dp_shard=2", {"stage": 3}),
-        (sw.Activations(offload=("embedding", "blocks.?")), "dp_shard=2", {"stage": 2, "k": 2}),
-        (sw.Activations(offload=(".",)), "pp=2", {"k": 3, "schedule": "1f1b"}),
+        (OFFLOAD, {"mesh": "pp=2", "k": 2, "schedule": "interleaved"}),
+        (BOTH, {"mesh": "pp=2,dp_shard=2,tp=2", "stage": 3, "k": 2}),
+        (PARTS, {"mesh": "tp=2", "k": 2}),
+        (sw.Activations(offload=("embedding", "blocks.?")), {"mesh": "dp_shard=2", "stage": 2, "k": 2}),
+        (sw.Activations(offload=(".",)), {"mesh": "pp=2", "k": 3}),
     ],
 )
 def test_every_plan_has_the_bits_that_it_has_without(
-    monkeypatch: pytest.MonkeyPatch, activations: sw.Activations, mesh: str, settings: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, activations: sw.Activations, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(saved_on_host, "LEAST_BYTES", 64)
-    moved: list[int] = []
-
-    def look(engine: sw.Engine, _: nn.Module) -> None:
-        if engine.activations.transfers is not None:
-            moved.append(engine.activations.transfers.num_bytes)
-            said = f"activations.offload: {moved[-1]} bytes copied to the host" in engine.activations.report()
-            assert said == (moved[-1] > 0)
-
-    assert_changes_nothing(
-        partial(decoder, 0.1), plan_of(mesh, **settings), CASE.batches, activations, loss=word_loss, look=look
-    )
+    moved = []
+    for engine in assert_changes_nothing(DROPPING, plan_of(DROPPING, **settings), activations):
+        assert engine.activations.transfers is not None
+        moved.append(engine.activations.transfers.num_bytes)
+        said = f"activations.offload: {moved[-1]} bytes copied to the host" in engine.activations.report()
+        assert said == (moved[-1] > 0)
     assert max(moved) > 0
 
 
 def test_on_the_cpu_saved_tensors_stay_where_they_are() -> None:
-    found: list[object] = []
-
-    def look(engine: sw.Engine, _: nn.Module) -> None:
-        found.append(engine.activations.transfers)
-
-    assert_changes_nothing(blocks(2), sw.Plan(), [{"input": torch.ones(4, WIDTH)}], OFFLOAD, look=look)
-    assert found == [None, None]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
-        return out
-
-
-def blocks(count: int) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(Block() for _ in range(count)))
+    case = program(blocks(2), [{"input": torch.ones(4, WIDTH)}])
+    assert [each.activations.transfers for each in assert_changes_nothing(case, plan_of(case), OFFLOAD)] == [None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +105,6 @@ def cost_of(activations: sw.Activations, num_blocks: int, device: str) -> Cost:
     return cost
 
 
-# Of one block autograd keeps its input, the norm's output and figures, and twice the four times wider activation.
-ACTIVATION = ROWS * WIDTH * 4
-SAVED = (1 + 1 + 4 + 4) * ACTIVATION + 2 * ROWS * 4
-
-
 def test_the_device_has_the_saved_tensors_of_two_modules_whatever_their_number(fake: str) -> None:
     plain, few, many = cost_of(sw.Activations(), 8, fake), cost_of(OFFLOAD, 4, fake), cost_of(OFFLOAD, 8, fake)
     assert plain.peak_bytes >= 8 * SAVED
@@ -152,12 +128,11 @@ def test_of_checkpointed_modules_the_inputs_move(fake: str) -> None:
 @pytest.mark.parametrize("seed", [LAST, 1, 2, 3])
 @pytest.mark.parametrize("activations", [OFFLOAD, BOTH])
 def test_streams_behind_the_host_change_nothing(seed: int, activations: sw.Activations) -> None:
-    plan = sw.Plan(merge=sw.Merge(microbatches=2), activations=activations)
     batch = {"input": torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))}
+    case = program(blocks(4), [batch] * 3)
     with behind(seed):
-        got = train(blocks(4), plan, [batch] * 3)
-    [one], [other] = got, train(blocks(4), sw.Plan(merge=plan.merge), [batch] * 3)
-    assert one.numbers == other.numbers
+        got = train(case, plan_of(case, k=2, activations=activations))
+    assert_same(got, train(case, plan_of(case, k=2)))
 
 
 @pytest.mark.usefixtures("anywhere_fake")
@@ -182,37 +157,23 @@ def test_a_storage_that_is_saved_several_times_moves_once() -> None:
     assert sums == [4096.0, 2048.0, 4096.0, 12288.0]
 
 
-class Writes(nn.Module):
-    """Writes to what the module before it has saved."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(2.0)
-
-
-class Aside(nn.Module):
+def aside(net: Any, x: torch.Tensor) -> Any:
     """Its first module gives what the user keeps, and no loss reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.aside, self.blocks = Block(), nn.Sequential(Block(), Block())
-        self.kept: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = self.aside(x)
-        out: torch.Tensor = self.blocks(x)
-        return out
+    net.kept = net.aside(x)
+    return net.blocks(x)
 
 
 @pytest.mark.usefixtures("anywhere_fake")
 def test_what_comes_back_and_is_not_used_is_in_nobodys_way() -> None:
     def on_rank(channel: sw.Channel) -> int:
         plan = sw.Plan(activations=sw.Activations(offload=("aside", "blocks.?")))
-        engine = sw.parallelize(Aside(), plan, optimizer=torch.optim.SGD, loss=square, channel=channel)
+        model: Any = formed(aside, aside=lambda: blocks(1)()[0], blocks=blocks(2))()  # type: ignore[index]
+        engine = sw.parallelize(model, plan, optimizer=torch.optim.SGD, loss=square, channel=channel)
         engine.step({"x": torch.ones(ROWS, WIDTH, device=channel.device)})
         moved = engine.activations.transfers
         assert moved is not None
         assert moved.num_bytes > 10 * ACTIVATION
-        engine.model.kept = None  # what was saved goes with its graph, and its memory to those that come now
+        model.kept = None  # what was saved goes with its graph, and its memory to those that come now
         others = [torch.full((ROWS, WIDTH), 7.0, device=channel.device) for _ in range(20)]
         torch.accelerator.synchronize(channel.device)
         return sum(bool((each != 7.0).any()) for each in others)
@@ -221,29 +182,21 @@ def test_what_comes_back_and_is_not_used_is_in_nobodys_way() -> None:
         assert sw.simulate(1, on_rank) == [0]
 
 
-class WritesInside(Writes):
-    """The same, while what was saved is on its way to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.up(super().forward(x).clone())
-        return out
+def written_later(writes: Callable[[Any, torch.Tensor], Any]) -> Program:
+    """A module writes to what the one before it has saved, or does so while that is on its way to the host."""
+    writing = formed(writes, up=linear(WIDTH, WIDTH))
+    return program(
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), writing(), *blocks(1)().children()),
+        [{"input": torch.ones(32, WIDTH)}],
+    )
 
 
 @pytest.mark.usefixtures("anywhere_fake")
-@pytest.mark.parametrize("writes", [Writes, WritesInside])
+@pytest.mark.parametrize("writes", [lambda net, x: x.mul_(2.0), lambda net, x: net.up(x.mul_(2.0).clone())])
 @pytest.mark.parametrize("names", [("0",), ("0", "2"), ("0", "1", "2")])
-def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(
-    names: tuple[str, ...], writes: Callable[[], nn.Module]
-) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), writes(), Block())
-
-    batch = {"input": torch.ones(32, WIDTH)}
+def test_a_write_to_a_saved_tensor_is_found_as_torch_finds_it(names: tuple[str, ...], writes: Any) -> None:
+    case = written_later(writes)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        train(make, sw.Plan(), [batch])
+        train(case, plan_of(case))
     with pytest.raises(ModelError, match="saved for backward was written to in place afterwards"):
-        train(make, sw.Plan(activations=sw.Activations(offload=names)), [batch])
+        train(case, plan_of(case, activations=sw.Activations(offload=names)))

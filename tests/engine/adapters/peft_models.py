@@ -1,11 +1,14 @@
-"""Tiny models of transformers with adapters of peft, their batches, and a plain loop over them in one process."""
+"""Tiny models of transformers with adapters of peft, their batches, and the plans that they are trained under."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+
+import shardwise as sw
+from tests.oracle.places import data_share
+from tests.oracle.program import Program, adamw
 
 WORDS, WIDTH, ROWS = 16, 8, 4
 Batch = Mapping[str, torch.Tensor]
@@ -131,26 +134,58 @@ def batch(model: str, *, num_rows: int = ROWS, seed: int = 2) -> dict[str, torch
     return {"input_ids": words, "labels": classes if model == "bert" else words}
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Over all of them, as most programs do: frozen ones never have a gradient."""
-    return torch.optim.AdamW(parameters, lr=1e-2)
+def two_adapters() -> Any:
+    """Of which one is active."""
+    from peft import LoraConfig, get_peft_model
+
+    model = base("llama")
+    torch.manual_seed(1)
+    first = LoraConfig(r=3, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    second = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    made = get_peft_model(model, first, adapter_name="one")
+    made.add_adapter("two", second)
+    return made.double().train()
 
 
-Found = tuple[list[float], dict[str, torch.Tensor]]
+TURNS = ["one", "two", "two", "one"]
+AUTO = sw.Tensor(rules="auto")
+LAYOUTS = {
+    "stage 0": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=0)),
+    "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=2), merge=sw.Merge(microbatches=2)),
+    "stage 2": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2, partition="whole")),
+    "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2)),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=AUTO),
+    "all": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2, tp=2), merge=sw.Merge(microbatches=2), tensor=AUTO),
+}
 
 
-def plain(model: Any, given: Batch, *, parts: int = 1, steps: int = 3) -> Found:
-    """Losses and parameters of a plain loop, with `parts` microbatches per update."""
-    model.train()
-    optimizer = adamw(list(model.parameters()))
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for rows in zip(*(each.chunk(parts) for each in given.values()), strict=True):
-            loss = model(**dict(zip(given, rows, strict=True))).loss
-            (loss / parts).backward()
-            total += loss.item() / parts
-        optimizer.step()
-        losses.append(total)
-    return losses, {name: each.detach().clone() for name, each in model.named_parameters()}
+def program(model: str, kind: str) -> Program:
+    """Its loss is in float32, whatever it computes in."""
+    return Program(make=lambda: adapted(model, kind).train(), batches=[batch(model)] * 3)
+
+
+def engine_of(channel: sw.Channel, model: Any, plan: sw.Plan, **settings: Any) -> sw.Engine:
+    """Trained by AdamW over all parameters, as most programs do: frozen ones never have a gradient."""
+    return sw.parallelize(model.train(), plan, optimizer=adamw, channel=channel, **settings)
+
+
+def step(engine: sw.Engine, given: Batch, plan: sw.Plan, channel: sw.Channel) -> float:
+    """The loss of a step on the share of the rank."""
+    return engine.step(data_share(given, plan.mesh, channel.rank)).loss
+
+
+def plain_step(model: Any, optimizer: torch.optim.Optimizer, given: Batch) -> float:
+    """In plain PyTorch."""
+    optimizer.zero_grad()
+    loss = model.train()(**given).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()  # type: ignore[no-any-return]
+
+
+def logits(model: Any, name: str) -> torch.Tensor:
+    """Of the batch, in evaluation."""
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(**batch(name)).logits
+    return found

@@ -1,6 +1,6 @@
 """Adapters of peft, saved alone and loaded under another layout or by peft; merged models; saves of the engine."""
 
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Recorded
-from shardwise.errors import CheckpointError, ModelError
-from tests.engine.adapters.peft_models import adamw, adapted, base, batch
-from tests.engine.adapters.test_adapter_training import LAYOUTS, share
+from shardwise.errors import ModelError
+from tests.engine.adapters.peft_models import LAYOUTS, adapted, base, batch, engine_of, logits, step
 from tests.engine.refusals import same_error_everywhere
+from tests.refusals import Refusals
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`"),
@@ -23,17 +23,11 @@ pytestmark = [
 OTHER = {"stage 3": "tp", "tp": "pp", "pp": "stage 1", "all": "stage 3"}
 
 
-def trained(channel: sw.Channel, plan: sw.Plan, model: Any, name: str, *, steps: int = 2) -> sw.Engine:
-    engine = sw.parallelize(model.train(), plan, optimizer=adamw, channel=channel)
+def trained(channel: sw.Channel, plan: sw.Plan, kind: str, name: str = "llama", *, steps: int = 2) -> sw.Engine:
+    engine = engine_of(channel, adapted(name, kind), plan)
     for _ in range(steps):
-        engine.step(share(batch(name), plan, channel.rank))
+        step(engine, batch(name), plan, channel)
     return engine
-
-
-def logits(model: Any, name: str) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model.eval()(**batch(name)).logits
-    return found
 
 
 def with_values(model: Any, values: dict[str, torch.Tensor]) -> Any:
@@ -60,7 +54,7 @@ def test_adapters_are_peft_s_own_files_and_merge_as_peft_merges(
     alone, merged = tmp_path / "adapters", tmp_path / "merged"
 
     def write(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        engine = trained(channel, plan, adapted(model, kind), model)
+        engine = trained(channel, plan, kind, model)
         sw.save_adapters(engine, alone)
         if kind != "prompt":
             sw.save_merged(engine, merged, max_shard_bytes=2000)
@@ -80,8 +74,7 @@ def test_adapters_are_peft_s_own_files_and_merge_as_peft_merges(
         assert torch.equal(logits(read, model), logits(expected, model))
 
     def go_on(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        fresh = adapted(model, kind)
-        engine = sw.parallelize(fresh, LAYOUTS[OTHER[layout]], optimizer=adamw, channel=channel)
+        engine = engine_of(channel, adapted(model, kind), LAYOUTS[OTHER[layout]])
         sw.load_adapters(engine, alone)
         return dict(sw.full(engine))
 
@@ -104,7 +97,7 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
 
     def sent(channel: sw.Channel) -> int:
         recorded = Recorded(channel)
-        engine = trained(recorded, plan, adapted("llama", "lora"), "llama", steps=1)
+        engine = trained(recorded, plan, "lora", steps=1)
         before = len(recorded.calls)
         sw.save_adapters(engine, tmp_path / "adapters")
         moves = [call for call in recorded.calls[before:] if call.operation != "exchange"]
@@ -113,61 +106,61 @@ def test_only_adapters_travel(tmp_path: Path) -> None:
     assert max(sw.simulate(2, sent)) <= num_adapter_bytes < num_bytes / 3
 
 
-def test_a_run_goes_on_under_another_layout(tmp_path: Path) -> None:
-    """The engine's own checkpoints, whose tensors are mostly frozen."""
-    path = tmp_path / "run"
+def of(kind: str, call: Callable[[sw.Engine, Path], object]) -> Callable[[Path], None]:
+    """A call on two ranks, beside a file and the adapters of another model."""
 
-    def first(channel: sw.Channel) -> list[float]:
-        engine = trained(channel, LAYOUTS["tp"], adapted("llama", "dora"), "llama")
-        sw.save(path, engine)
-        return [engine.step(batch("llama")).loss for _ in range(2)]
+    def refused(folder: Path) -> None:
+        def on(kind: str, call: Callable[[sw.Engine, Path], object]) -> Callable[[sw.Channel], None]:
+            def run(channel: sw.Channel) -> None:
+                call(engine_of(channel, adapted("llama", kind) if kind else base("llama"), LAYOUTS["stage 1"]), folder)
 
-    def second(channel: sw.Channel, layout: str) -> list[float]:
-        plan = LAYOUTS[layout]
-        engine = sw.parallelize(adapted("llama", "dora").train(), plan, optimizer=adamw, channel=channel)
-        sw.load(path, engine)
-        return [engine.step(share(batch("llama"), plan, channel.rank)).loss for _ in range(2)]
+            return run
 
-    expected, *_ = sw.simulate(2, first)
-    for layout in ("stage 3", "pp"):
-        for got in sw.simulate(2, partial(second, layout=layout)):
-            assert got == pytest.approx(expected, rel=1e-6)
+        sw.simulate(2, on("lora", lambda engine, folder: sw.save_adapters(engine, folder / "lora")))
+        (folder / "file").write_text("")
+        raise same_error_everywhere(2, on(kind, call))
+
+    return refused
 
 
-def test_what_cannot_be_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    plan = LAYOUTS["stage 1"]
+def new_parameters() -> None:
+    """An attention of torch, into which peft merges an adapter in each forward."""
+    from peft import LoraConfig, get_peft_model
 
-    def on(kind: str, call: Any) -> Any:
-        def run(channel: sw.Channel) -> None:
-            model = adapted("llama", kind) if kind else base("llama")
-            call(sw.parallelize(model, plan, optimizer=adamw, channel=channel))
+    model: Any = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    made = get_peft_model(model, LoraConfig(r=2, target_modules=["self_attn"]))
+    sw.simulate(1, lambda channel: engine_of(channel, made, sw.Plan()))
 
-        return run
 
-    sw.simulate(2, on("lora", lambda engine: sw.save_adapters(engine, tmp_path / "lora")))
-    (tmp_path / "file").write_text("")
-    cases = [
-        ("", lambda engine: sw.save_adapters(engine, tmp_path / "x"), ModelError, "has no adapters of peft"),
-        ("lora", lambda engine: sw.save_adapters(engine, tmp_path / "x", adapters=["b"]), ModelError, "no adapter 'b'"),
-        ("lora", lambda engine: sw.save_adapters(engine, tmp_path / "file"), CheckpointError, "rank 0 raised"),
-        ("lora", lambda engine: sw.load_adapters(engine, tmp_path / "none"), CheckpointError, "holds no adapter"),
-        ("ia3", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "of the kind"),
-        ("everywhere", lambda engine: sw.load_adapters(engine, tmp_path / "lora"), CheckpointError, "does not fit"),
-        ("prompt", lambda engine: sw.save_merged(engine, tmp_path / "x"), ModelError, "cannot be merged"),
-        ("bias", lambda engine: sw.save_merged(engine, tmp_path / "x"), ModelError, "peft cannot merge"),
-        ("lora", lambda engine: sw.save_merged(engine, tmp_path / "lora"), CheckpointError, "holds something"),
-    ]
-    for kind, call, error, words in cases:
-        raised = same_error_everywhere(2, on(kind, call))
-        assert isinstance(raised, error)
-        assert words in str(raised)
+REFUSED = Refusals(
+    "engine.adapters",
+    {
+        "no adapters": of("", lambda engine, folder: sw.save_adapters(engine, folder / "x")),
+        "an adapter of no name": of(
+            "lora", lambda engine, folder: sw.save_adapters(engine, folder / "x", adapters=["b"])
+        ),
+        "a file in the way": of("lora", lambda engine, folder: sw.save_adapters(engine, folder / "file")),
+        "nothing there": of("lora", lambda engine, folder: sw.load_adapters(engine, folder / "none")),
+        "another kind": of("ia3", lambda engine, folder: sw.load_adapters(engine, folder / "lora")),
+        "other shapes": of("everywhere", lambda engine, folder: sw.load_adapters(engine, folder / "lora")),
+        "a prompt": of("prompt", lambda engine, folder: sw.save_merged(engine, folder / "x")),
+        "a bias": of("bias", lambda engine, folder: sw.save_merged(engine, folder / "x")),
+        "something there": of("lora", lambda engine, folder: sw.save_merged(engine, folder / "lora")),
+        "parameters that are new whenever they are listed": new_parameters,
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_all_ranks(case: str) -> None:
+    REFUSED.check(case)
 
 
 def test_parts_of_the_model_may_be_whole_alone() -> None:
     """`engine.whole(only=...)`: others have shapes and no values, and a write to one is refused."""
 
     def look(channel: sw.Channel) -> list[str]:
-        engine = trained(channel, LAYOUTS["stage 3"], adapted("llama", "lora"), "llama", steps=0)
+        engine = trained(channel, LAYOUTS["stage 3"], "lora", steps=0)
         with engine.whole(only="*.lora_A.*"):
             held = {name for name, each in engine.model.named_parameters() if not each.is_meta}
             assert held == {name for name, _ in engine.model.named_parameters() if ".lora_A." in name}
@@ -180,17 +173,3 @@ def test_parts_of_the_model_may_be_whole_alone() -> None:
     for found in sw.simulate(2, look):
         assert len(found) == 1
         assert ".lora_A." in found[0]
-
-
-def test_parameters_that_are_new_whenever_they_are_listed_are_refused() -> None:
-    """As those of an attention of torch, into which peft merges an adapter in each forward."""
-    from peft import LoraConfig, get_peft_model
-
-    model = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
-    adapted_one: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["self_attn"]))
-
-    def make(channel: sw.Channel) -> None:
-        sw.parallelize(adapted_one, sw.Plan(), optimizer=adamw, channel=channel)
-
-    with pytest.raises(ModelError, match=r"in_proj_weight.*these are new parameters"):
-        sw.simulate(1, make)

@@ -12,72 +12,322 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.errors import BatchError, MismatchError, PeerError, PlanError
-from tests.engine.expected import seeded
-from tests.engine.oracle import Batch
-from tests.engine.pipeline.models import CASES, ROWS, Block, Chain, square, vectors
-from tests.engine.pipeline.oracle import adamw
+from shardwise.errors import MismatchError, PeerError
+from tests.engine.formed import formed, linear
 from tests.engine.refusals import same_error_everywhere
+from tests.oracle.batches import Batch
+from tests.oracle.pipeline_programs import ROWS, Block, Chain, square, vectors
+from tests.oracle.pipeline_values import Parcel
+from tests.oracle.program import adamw, seeded
+from tests.refusals import Refusals
 
 STAGES = {"first": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 2, "last": 2}
-PLAN = sw.Plan(mesh=sw.Mesh(pp=3), merge=sw.Merge(microbatches=2), pipeline=sw.Pipeline(stages=STAGES))
-"""Three stages; the second makes what is read."""
+"""Of three; the second makes what is read."""
+TWO = {"first": 0, "one": 0, "two": 1, "last": 1}
+Make = Callable[[], nn.Module]
 
 
-def engine_of(channel: sw.Channel, model: nn.Module, plan: sw.Plan = PLAN) -> sw.Engine:
+def engine_of(channel: sw.Channel, model: nn.Module, stages: Any = STAGES, **settings: Any) -> sw.Engine:
+    pipeline = sw.Pipeline(stages=stages, **settings)
+    plan = sw.Plan(mesh=sw.Mesh(pp=channel.size), merge=sw.Merge(microbatches=2), pipeline=pipeline)
     return sw.parallelize(model, plan, optimizer=adamw, loss=square, channel=channel)
 
 
-def texts_of_step(
-    make: Callable[[int], nn.Module], *, plan: sw.Plan = PLAN, batches: Mapping[int, Batch] = {}
-) -> list[tuple[BaseException, str]]:
+Told = list[tuple[BaseException, str]]
+
+
+def told_in_step(make: Callable[[int], nn.Module], stages: Mapping[str, int] = STAGES, **settings: Any) -> Told:
     """What every rank raises in its first step, with the notes."""
 
     def run(channel: sw.Channel) -> tuple[BaseException, str]:
-        engine = engine_of(channel, make(channel.rank), plan)
+        engine = engine_of(channel, seeded(lambda: make(channel.rank))(), stages, **settings)
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            engine.step(batches.get(channel.rank, vectors(0)))
+            engine.step(vectors(0))
         return caught.value, "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
-    return sw.simulate(plan.mesh.size, run)
+    return sw.simulate(1 + max(stages.values()), run)
 
 
-class Between(Chain):
+def refused(make: Make, stages: Mapping[str, int] = STAGES) -> Callable[[], None]:
+    """A call that raises what the first rank says that is not told of another one; those quote it."""
+
+    def call() -> None:
+        told = told_in_step(lambda rank: make(), stages)
+        error = next(error for error, _ in told if not isinstance(error, PeerError))
+        said = re.sub(r"rank \d", "rank R", str(error))
+        assert all(said.splitlines()[0] in re.sub(r"rank \d", "rank R", text) for _, text in told)
+        raise type(error)(said)
+
+    return call
+
+
+def between(act: Callable[[torch.Tensor], Any]) -> Callable[[], nn.Module]:
     """Something is done with what the second block gave; the third gets the tensor that comes out of it."""
 
-    def __init__(self, act: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.act = act
+    def way(net: Any, x: torch.Tensor) -> Any:
+        h = net.blocks[1](net.blocks[0](net.first(x)))
+        made = act(h)
+        return net.last(net.blocks[3](net.blocks[2](made if isinstance(made, torch.Tensor) else h)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.blocks[1](self.blocks[0](self.first(x)))
-        made = self.act(h)
-        h = made if isinstance(made, torch.Tensor) else h
-        out: torch.Tensor = self.last(self.blocks[3](self.blocks[2](h)))
-        return out
+    return formed(way, base=Chain)
 
 
-def between(act: Callable[[torch.Tensor], Any]) -> Callable[[int], nn.Module]:
-    return lambda rank: seeded(lambda: Between(act))()
+def two(way: Callable[..., Any], *prepare: Callable[[Any], object], block: Make = Block) -> Callable[[], None]:
+    """Two blocks on two stages are given to `way` with the value before them."""
+    make = formed(way, *prepare, first=linear(5, 7), one=block, two=block, last=linear(7, 3))
+    return refused(make, TWO)
 
 
-ACCESSES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "data_ptr": lambda h: h.data_ptr(),
-    "storage": lambda h: h.untyped_storage(),
-    "deepcopy": lambda h: copy.deepcopy(h.detach()),
-    "backward": lambda h: h.sum().backward(),
-    "grad_fn": lambda h: h.grad_fn,
-}
+def blocks(way: Callable[..., Any], **parts: Any) -> type[nn.Module]:
+    return formed(way, base=Block, **parts)
 
 
-@pytest.mark.parametrize("name", ACCESSES)
-def test_memory_and_graph_of_a_value_are_refused_with_its_module_stage_and_line(name: str) -> None:
-    line = ACCESSES[name].__code__.co_firstlineno
-    for error, text in texts_of_step(between(ACCESSES[name])):
-        assert isinstance(error, sw.ShardwiseError)
-        assert "blocks.1" in text
-        assert "stage 1" in text
-        assert f"{Path(__file__).name}:{line}" in text
+def with_hook(put: Callable[[Any], object]) -> Callable[[], None]:
+    """A chain whose module `blocks.1` is given to `put`."""
+    return refused(formed(Chain.forward, lambda net: put(net.blocks[1]), base=Chain))
+
+
+def in_view(write: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[], None]:
+    def way(net: Any, x: torch.Tensor) -> Any:
+        h, memory = net.one(net.first(x)), torch.zeros(len(x), 7)
+        read = write(memory, h)
+        return net.last(net.two(h) + memory + (0 if read is None else read))
+
+    return two(way)
+
+
+def read_through_an_old_view(memory: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    old = memory[:, :1]
+    memory[:, :3] = h[:, :3]
+    return old
+
+
+def take(net: Any, x: torch.Tensor, items: list[int]) -> Any:
+    items.pop()
+    return Block.forward(net, x)
+
+
+def taking(net: Any, x: torch.Tensor) -> Any:
+    items = [1, 2]
+    return net.last(net.two(net.one(net.first(x), items), items))
+
+
+def change(net: Any, parcel: Any) -> Any:
+    parcel.content = Block.forward(net, parcel.content)
+    return parcel
+
+
+def changing(net: Any, x: torch.Tensor) -> Any:
+    parcel = Parcel(x.new_ones(len(x), 7) * x.sum(1, keepdim=True))
+    return net.last(net.two(net.one(parcel)).content) + net.first(x).sum() * 0
+
+
+def centred(net: Any, x: torch.Tensor) -> Any:
+    h = net.two(net.one(net.first(x)))
+    with torch.no_grad():
+        net.centre.mul_(0.9).add_(0.1 * h.mean(0))
+    return net.last(h)
+
+
+def replaced(net: Any, x: torch.Tensor) -> Any:
+    h = net.one(net.first(x))
+    net.centre = 0.9 * net.centre + 0.1 * h.detach().mean(0)
+    return net.last(net.two(h))
+
+
+def put_centre(net: Any) -> None:
+    net.register_buffer("centre", torch.zeros(7))
+
+
+def following(net: Any, x: torch.Tensor) -> Any:
+    """A frozen block follows one of a later stage."""
+    with torch.no_grad():
+        for slow, fast in zip(net.one.parameters(), net.two.parameters(), strict=True):
+            slow.mul_(0.9).add_(fast, alpha=0.1)
+    return net.last(net.two(net.one(net.first(x))))
+
+
+def plain(net: Any, x: torch.Tensor) -> Any:
+    return net.last(net.two(net.one(net.first(x))))
+
+
+def leave(net: Any, x: torch.Tensor) -> Any:
+    net.penalty = x.square().mean()
+    return Block.forward(net, x)
+
+
+def leaving(net: Any, x: torch.Tensor) -> Any:
+    """Every block leaves a penalty in an attribute."""
+    return plain(net, x) + net.one.penalty + net.two.penalty
+
+
+def borrow(net: Any, x: torch.Tensor) -> Any:
+    out = Block.forward(net, x)
+    return out @ net.others[0].weight[:, :1].expand(7, 7) if net.others else out
+
+
+@torch.no_grad()
+def doubled(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+    output.mul_(2)
+
+
+@torch.no_grad()
+def doubled_input(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+    args[0].mul_(2)
+
+
+def put_anew(block: Any) -> None:
+    """A hook puts a buffer."""
+    block.register_buffer("mean", torch.zeros(7))
+    block.register_forward_pre_hook(
+        lambda each, args: setattr(each, "mean", each.mean * 0.9 + args[0].detach().mean(0))
+    )
+
+
+def keep_value(block: Any) -> None:
+    """A hook keeps a value where a module looks for it."""
+    block.register_forward_pre_hook(lambda each, args: setattr(each, "kept", {"gain": args[0].detach().mean()}))
+    block.forward = lambda x: block.inner(x)[:, :7] * block.kept["gain"]
+
+
+def batch_of(other: Batch) -> Callable[[], None]:
+    """One rank is given another batch; all go on with the next."""
+
+    def run(channel: sw.Channel) -> None:
+        engine = engine_of(channel, seeded(Chain)())
+        engine.step(vectors(5))
+        try:
+            engine.step(other if channel.rank == 1 else vectors(0))
+        finally:
+            assert not engine.step(vectors(6)).skipped
+
+    def call() -> None:
+        raise same_error_everywhere(3, run)
+
+    return call
+
+
+def placed(stages: Any, make: Make = Chain, *, size: int = 3, **settings: Any) -> Callable[[], None]:
+    """A placement that cannot hold, on some ranks or on all; nothing is touched."""
+
+    def run(channel: sw.Channel) -> None:
+        model = seeded(make)()
+        try:
+            engine_of(channel, model, stages(channel.rank) if callable(stages) else stages, **settings)
+        finally:
+            assert not any(each.is_meta for each in model.parameters())
+
+    def call() -> None:
+        raise same_error_everywhere(size, run)
+
+    return call
+
+
+def after(act: Callable[[sw.Channel, sw.Engine], object], make: Make = Chain) -> Callable[[], None]:
+    """What is done with an engine of three stages."""
+
+    def call() -> None:
+        raise same_error_everywhere(3, lambda channel: act(channel, engine_of(channel, seeded(make)())))
+
+    return call
+
+
+def use_a_kept_value(channel: sw.Channel) -> None:
+    kept: list[torch.Tensor] = []
+    engine_of(channel, seeded(between(kept.append))()).step(vectors(0))
+    kept[0] + 1
+
+
+def kept_value() -> None:
+    raise same_error_everywhere(3, use_a_kept_value)
+
+
+def freeze_on_one(channel: sw.Channel, engine: sw.Engine) -> None:
+    engine.model.last.requires_grad_(channel.rank == 0)
+    engine.step(vectors(0))
+
+
+def uneven(channel: sw.Channel, engine: sw.Engine) -> None:
+    engine.step({**vectors(0), "y": torch.ones(5 if channel.rank == 1 else ROWS, 3)})
+
+
+def scripted() -> nn.Module:
+    model = Chain()
+    model.blocks[1] = torch.jit.script(Block())
+    return model
+
+
+HANDED = formed(
+    lambda net, x: net.last(net.two(net.one(net.first(x)))),
+    first=linear(5, 7),
+    one=blocks(lambda net, x: Parcel(Block.forward(net, x))),
+    two=blocks(lambda net, parcel: Block.forward(net, parcel.content)),
+    last=linear(7, 3),
+)
+WITHOUT_LAST = {name: at for name, at in STAGES.items() if name != "last"}
+NOWHERE = {name: min(at, 1) for name, at in STAGES.items()}
+
+REFUSED = Refusals(
+    "engine.stages",
+    {
+        "the address of a value": refused(between(lambda h: h.data_ptr())),
+        "the storage of a value": refused(between(lambda h: h.untyped_storage())),
+        "a deep copy of a value": refused(between(lambda h: copy.deepcopy(h.detach()))),
+        "backward of a value": refused(between(lambda h: h.sum().backward())),
+        "the graph of a value": refused(between(lambda h: h.grad_fn)),
+        "a reentrant checkpoint": refused(between(lambda h: checkpoint(torch.tanh, h, use_reentrant=True))),
+        "a value after its forward": kept_value,
+        "a call outside of a step": after(lambda channel, engine: engine.model(vectors(0)["x"])),
+        "a value in an attribute": two(leaving, block=blocks(leave)),
+        "a value put into a buffer": two(replaced, put_centre),
+        "a value added to a buffer": two(centred, put_centre),
+        "a value in a parameter of another stage": two(following, lambda net: net.one.requires_grad_(False)),
+        "a view behind a value": in_view(lambda memory, h: memory[:, :3].copy_(h[:, :3])),
+        "an old view behind a value": in_view(read_through_an_old_view),
+        "items out of a list": two(taking, block=blocks(take)),
+        "an object that is changed": two(changing, block=blocks(change)),
+        "an object of another stage": refused(HANDED, TWO),
+        "a module of another stage": two(
+            plain, lambda net: vars(net.two).update(others=(net.first,)), block=blocks(borrow, others=tuple)
+        ),
+        "a buffer that a hook puts": with_hook(put_anew),
+        "a value that a hook keeps": with_hook(keep_value),
+        "an output that a hook writes to": with_hook(lambda block: block.inner.register_forward_hook(doubled)),
+        "an input that a hook writes to": with_hook(lambda block: block.inner.register_forward_hook(doubled_input)),
+        "an output that a hook replaces": with_hook(
+            lambda block: block.inner.register_forward_hook(lambda _, args, output: output * 2)
+        ),
+        "other values": batch_of({**vectors(0), "y": vectors(0)["y"] + 1}),
+        "other rows": batch_of(vectors(0, rows=8)),
+        "another dtype": batch_of({**vectors(0), "x": vectors(0)["x"].double()}),
+        "another entry": batch_of({**vectors(0), "mask": torch.ones(ROWS)}),
+        "another flag": batch_of({**vectors(0), "flag": 1}),
+        "no row": batch_of({name: value[:0] for name, value in vectors(0).items()}),
+        "uneven rows": after(uneven),
+        "frozen on one rank": after(freeze_on_one),
+        "a pattern of nothing": placed({**STAGES, "layers.*": 1}),
+        "two stages for one module": placed({**STAGES, "blocks.*": 1}),
+        "a parameter nowhere": placed(WITHOUT_LAST),
+        "a stage with nothing": placed(NOWHERE),
+        "more stages than modules": placed(None, lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))),
+        "other stages on another rank": placed(lambda rank: {**STAGES, "blocks.0": int(rank == 2)}),
+        "flops without a sample": placed(None, balance="flops"),
+        "a script": placed(None, scripted),
+        "a script on one rank": placed(None, scripted, size=1),
+    },
+)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_stages_cannot_do_is_refused(case: str) -> None:
+    REFUSED.check(case)
+
+
+def test_the_line_of_the_program_is_named() -> None:
+    act: Any = lambda h: h.data_ptr()  # noqa: E731
+    line = f"{Path(__file__).name}:{act.__code__.co_firstlineno}"
+    assert all(line in text for _, text in told_in_step(lambda rank: between(act)()))
 
 
 def test_shapes_dtypes_and_devices_of_values_may_be_read() -> None:
@@ -86,37 +336,26 @@ def test_shapes_dtypes_and_devices_of_values_may_be_read() -> None:
     def look(h: torch.Tensor) -> None:
         seen.append((h.shape, len(h), h.ndim, h.dtype, h.device.type, h.numel(), h.requires_grad, h.is_contiguous()))
 
-    def run(channel: sw.Channel) -> None:
-        engine_of(channel, between(look)(0)).step(vectors(0))
-
-    sw.simulate(3, run)
+    sw.simulate(3, lambda channel: engine_of(channel, seeded(between(look))()).step(vectors(0)))
     assert set(seen) == {((6, 7), 6, 2, torch.float32, "cpu", 42, True, True)}
 
 
-class Straying(Chain):
-    """The forward of rank 1 is another."""
-
-    def __init__(self, rank: int, way: str) -> None:
-        super().__init__()
-        self.rank = rank
-        self.way = way
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        strays = self.rank == 1
-        h = self.blocks[0](self.first(x))
-        if self.way == "leaves out a module" and strays:
-            out: torch.Tensor = self.last(self.blocks[3](self.blocks[1](h)))
-            return out
-        h = self.blocks[1](h)
-        for _ in range(2 if self.way == "calls a module twice" and strays else 1):
-            h = self.blocks[2](h)
-        if self.way == "computes something else" and strays:
+def straying(way: str, *, strays: bool) -> nn.Module:
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        h = net.blocks[0](net.first(x))
+        if way == "leaves out a module" and strays:
+            return net.last(net.blocks[3](net.blocks[1](h)))
+        h = net.blocks[1](h)
+        for _ in range(2 if way == "calls a module twice" and strays else 1):
+            h = net.blocks[2](h)
+        if way == "computes something else" and strays:
             h = h * 2
-        h = h * (0.5 if self.way == "computes with another number" and strays else 0.25)
-        if self.way == "sends another value" and strays:
-            h = h + self.first(x) * 0
-        out = self.last(self.blocks[3](h))
-        return out  # noqa: RET504
+        h = h * (0.5 if way == "computes with another number" and strays else 0.25)
+        if way == "sends another value" and strays:
+            h = h + net.first(x) * 0
+        return net.last(net.blocks[3](h))
+
+    return formed(forward, base=Chain)()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])
@@ -128,12 +367,7 @@ class Straying(Chain):
     ],
 )
 def test_a_forward_that_differs_between_ranks_is_found(way: str, schedule: str) -> None:
-    plan = sw.Plan(
-        mesh=sw.Mesh(pp=3),
-        merge=sw.Merge(microbatches=2),
-        pipeline=sw.Pipeline(stages=STAGES, schedule=schedule),
-    )
-    told = texts_of_step(lambda rank: seeded(lambda: Straying(rank, way))(), plan=plan)
+    told = told_in_step(lambda rank: straying(way, strays=rank == 1), schedule=schedule)
     assert all(isinstance(error, sw.ShardwiseError) for error, _ in told)
     if way == "sends another value":  # which nobody sends: the ranks wait for each other, and say for what
         assert "waiting for the value of microbatch 0 from stage 0" in told[1][1]
@@ -141,232 +375,40 @@ def test_a_forward_that_differs_between_ranks_is_found(way: str, schedule: str) 
         assert any(isinstance(error, MismatchError) and "forward" in text for error, text in told)
 
 
-OTHER_BATCHES: dict[str, Batch] = {
-    "other values": vectors(1),
-    "other rows": vectors(0, rows=8),
-    "other dtype": {**vectors(0), "x": vectors(0)["x"].double()},
-    "another entry": {**vectors(0), "mask": torch.ones(ROWS)},
-    "another flag": {**vectors(0), "flag": 1},
-    "no row": {name: value[:0] for name, value in vectors(0).items()},
-}
+def failing(where: str) -> nn.Module:
+    """The second call raises: of a forward of `blocks.1`, of a backward in it, or of the code between modules."""
+    model: Any = Chain()
+    calls: list[object] = []
 
-
-@pytest.mark.parametrize("way", OTHER_BATCHES)
-def test_stages_that_are_given_different_batches_refuse_them(way: str) -> None:
-    """And go on with the next."""
-
-    def run(channel: sw.Channel) -> None:
-        engine = engine_of(channel, CASES["chain"].make())
-        engine.step(vectors(5))
-        try:
-            engine.step(OTHER_BATCHES[way] if channel.rank == 1 else vectors(0))
-        finally:
-            assert not engine.step(vectors(6)).skipped
-
-    error = same_error_everywhere(3, run)
-    assert isinstance(error, BatchError | MismatchError)
-    assert "rank 1" in str(error)
-
-
-class FailingInside(nn.Linear):
-    """Its third call raises, on the rank that executes it."""
-
-    num_calls = 0
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        if self.num_calls == 3 and torch.is_grad_enabled():
+    def count(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
             raise FloatingPointError("the pressure is too high")
-        return super().forward(input)
 
-
-def failing_inside(rank: int) -> nn.Module:
-    model = seeded(Chain)()
-    broken = FailingInside(9, 7)
-    broken.load_state_dict(model.blocks[1].get_submodule("outer").state_dict())
-    model.blocks[1].outer = broken
-    return model
+    if where == "forward":
+        model.blocks[1].outer.register_forward_pre_hook(count)
+    elif where == "backward":
+        model.blocks[1].inner.weight.register_hook(count)
+    return between(count)() if where == "between" else model
 
 
 @pytest.mark.parametrize("schedule", ["fthenb", "1f1b"])
-def test_an_exception_inside_one_stages_module_is_told_once_and_stops_all(schedule: str) -> None:
-    plan = sw.Plan(
-        mesh=sw.Mesh(pp=3),
-        merge=sw.Merge(microbatches=5),
-        pipeline=sw.Pipeline(stages=STAGES, schedule=schedule),
-    )
-    told = texts_of_step(failing_inside, plan=plan)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_of_one_stage_is_told_once_and_stops_all(where: str, schedule: str) -> None:
+    told = told_in_step(lambda rank: failing(where), schedule=schedule)
     error, text = told[1]
     assert type(error) is FloatingPointError
     assert error.__traceback__ is not None
-    for words in ("rank 1", "stage 1", "blocks.1", "microbatch 2"):
+    for words in ("rank 1", "stage 1", "microbatch 1", "blocks.1" if where == "forward" else "backward"):
         assert words in text
     assert text.count("the pressure is too high") == 1
-    for rank in (0, 2):
-        error, text = told[rank]
+    for error, text in (told[0], told[2]):
         assert isinstance(error, PeerError)
         assert error.rank == 1
         assert "the pressure is too high" in text
 
 
-def test_an_exception_in_one_stages_backward_names_where_it_was() -> None:
-    def make(rank: int) -> nn.Module:
-        model = seeded(Chain)()
-        seen: list[torch.Tensor] = []
-
-        def count(gradient: torch.Tensor) -> None:
-            seen.append(gradient)
-            if len(seen) == 2:
-                raise FloatingPointError("the pressure is too low")
-
-        model.blocks[2].get_submodule("inner").weight.register_hook(count)  # type: ignore[operator]
-        return model
-
-    told = texts_of_step(make)
-    error, text = told[1]
-    assert type(error) is FloatingPointError
-    for words in ("rank 1", "stage 1", "microbatch 1", "backward"):
-        assert words in text
-    assert all(isinstance(told[rank][0], PeerError) and "too low" in told[rank][1] for rank in (0, 2))
-
-
 def test_an_exception_between_modules_is_every_ranks_own() -> None:
-    def act(h: torch.Tensor) -> None:
-        raise KeyError("no such layer")
-
-    for error, text in texts_of_step(between(act)):
-        assert isinstance(error, KeyError | PeerError)
-        assert "no such layer" in text
-
-
-GLUE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "reentrant checkpointing": (lambda h: checkpoint(torch.tanh, h, use_reentrant=True), "use_reentrant=False"),
-}
-
-
-@pytest.mark.parametrize("name", GLUE)
-def test_what_only_works_inside_modules_is_refused_between_them(name: str) -> None:
-    act, words = GLUE[name]
-    for error, text in texts_of_step(between(act)):
-        assert isinstance(error, sw.ShardwiseError)
-        assert words in text
-
-
-PLACEMENTS: dict[str, tuple[Mapping[str, int], list[str]]] = {
-    "nothing matches": ({**STAGES, "layers.*": 1}, ["layers.*"]),
-    "two stages for one module": ({**STAGES, "blocks.*": 1}, ["blocks.0", "blocks.*"]),
-    "a parameter nowhere": ({name: at for name, at in STAGES.items() if name != "last"}, ["last.weight"]),
-    "a stage with nothing": ({name: at if at < 2 else 1 for name, at in STAGES.items()}, ["stage 2"]),
-}
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_a_placement_that_cannot_hold_is_refused_before_anything_is_touched(name: str) -> None:
-    stages, words = PLACEMENTS[name]
-    plan = sw.Plan(mesh=sw.Mesh(pp=3), pipeline=sw.Pipeline(stages=stages))
-    models: dict[int, nn.Module] = {}
-
-    def run(channel: sw.Channel) -> None:
-        models[channel.rank] = CASES["chain"].make()
-        engine_of(channel, models[channel.rank], plan)
-
-    error = same_error_everywhere(3, run)
-    assert isinstance(error, PlanError)
-    assert all(word in str(error) for word in words)
-    for model in models.values():
-        assert model(**{"x": vectors(0)["x"]}).shape == (ROWS, 3)
-
-
-def test_more_stages_than_modules_are_refused() -> None:
-    plan = sw.Plan(mesh=sw.Mesh(pp=3))
-    error = same_error_everywhere(
-        3, lambda channel: engine_of(channel, seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))(), plan)
-    )
-    assert "3" in str(error)
-    assert "stages" in str(error)
-
-
-def test_plans_with_different_stages_are_refused() -> None:
-    other = sw.Plan(mesh=sw.Mesh(pp=3), merge=PLAN.merge, pipeline=sw.Pipeline(stages={**STAGES, "blocks.0": 1}))
-    error = same_error_everywhere(
-        3, lambda channel: engine_of(channel, CASES["chain"].make(), other if channel.rank == 2 else PLAN)
-    )
-    assert isinstance(error, MismatchError)
-
-
-def test_a_module_called_outside_of_a_step_says_what_to_call() -> None:
-    def run(channel: sw.Channel) -> None:
-        model = CASES["chain"].make()
-        engine_of(channel, model)
-        model(vectors(0)["x"])
-
-    assert "engine" in str(same_error_everywhere(3, run))
-
-
-def test_a_value_kept_from_a_forward_cannot_be_used_after_it() -> None:
-    kept: dict[int, torch.Tensor] = {}
-
-    def run(channel: sw.Channel) -> None:
-        def keep(h: torch.Tensor) -> None:
-            kept[channel.rank] = h
-
-        engine_of(channel, between(keep)(0)).step(vectors(0))
-        kept[channel.rank] + 1
-
-    assert "forward has ended" in str(same_error_everywhere(3, run))
-
-
-class Remembering(Chain):
-    """A module that all ranks run keeps a mean of what a stage made in its own buffer."""
-
-    mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.blocks[0](self.first(x))
-        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
-        out: torch.Tensor = self.last(self.blocks[3](self.blocks[2](self.blocks[1](h))))
-        return out
-
-
-def test_a_value_of_a_stage_in_a_buffer_of_all_ranks_is_refused() -> None:
-    for error, text in texts_of_step(lambda rank: seeded(Remembering)()):
-        assert isinstance(error, sw.ShardwiseError)
-        assert re.search("buffer 'mean' of the model", text)
-
-
-class Leaving(Chain):
-    """Every block leaves a penalty in an attribute."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        for block in self.blocks:
-            assert isinstance(block, LeavingBlock)
-            out = out + block.penalty
-        return out
-
-
-class LeavingBlock(Block):
-    penalty = torch.zeros(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.penalty = x.square().mean()
-        return super().forward(x)
-
-
-def leaving(rank: int) -> nn.Module:
-    def build() -> nn.Module:
-        model = Leaving()
-        model.blocks = nn.ModuleList(LeavingBlock() for _ in range(4))
-        return model
-
-    return seeded(build)()
-
-
-def test_a_tensor_with_a_gradient_that_a_module_left_in_an_attribute_is_refused() -> None:
-    for error, text in texts_of_step(leaving):
-        assert isinstance(error, sw.ShardwiseError)
-        assert "left it in an attribute" in text
+    for error, text in told_in_step(lambda rank: failing("between")):
+        assert isinstance(error, FloatingPointError | PeerError)
+        assert "the pressure is too high" in text

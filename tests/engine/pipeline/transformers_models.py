@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.engine.expected import seeded
-from tests.engine.pipeline.oracle import Case
+from tests.oracle.program import Program, seeded
 
 VOCABULARY = 37
 ROWS = 8
@@ -68,163 +67,86 @@ def _model(kind: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
     return lambda: deepcopy(built)
 
 
-def llama(**settings: Any) -> Callable[[], nn.Module]:
-    return _model("LlamaForCausalLM", "LlamaConfig", **DECODER, **settings)
+Maker = Callable[..., Callable[[], nn.Module]]
 
 
-def gpt2(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
-    return _model("GPT2LMHeadModel", "GPT2Config", **sizes, bos_token_id=0, eos_token_id=0, **settings)
+def _maker(kind: str, config: str, **sizes: Any) -> Maker:
+    return lambda **settings: _model(kind, config, **sizes, **settings)
 
 
-def gpt2_still(**settings: Any) -> Callable[[], nn.Module]:
-    return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **settings)
+_WORDS: dict[str, Any] = {"vocab_size": VOCABULARY}
+_FOUR: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+_ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+_BARE = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"}
+_GPT2 = {**_WORDS, **_ENDS, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+_EXPERTS = {"head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+_SIDE = {"layers": 2, "ffn_dim": 24, "attention_heads": 2}
+_SIDES = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in _SIDE.items()}
+_CHANNELS = dict.fromkeys(("d_latents", "d_model", "qk_channels", "v_channels", "max_position_embeddings"), 8)
+_CROSS = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "num_self_attends_per_block": 2}
 
+llama = _maker("LlamaForCausalLM", "LlamaConfig", **DECODER)
+gpt2 = _maker("GPT2LMHeadModel", "GPT2Config", **_GPT2)
+bert = _maker("BertForMaskedLM", "BertConfig", **_BARE)
 
-def qwen3(**settings: Any) -> Callable[[], nn.Module]:
-    return _model("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=8, **settings)
-
-
-def gemma(**settings: Any) -> Callable[[], nn.Module]:
-    return _model("GemmaForCausalLM", "GemmaConfig", **DECODER, head_dim=8, **settings)
-
-
-def gemma3(**settings: Any) -> Callable[[], nn.Module]:
-    kinds = ["sliding_attention", "full_attention"] * 2
-    sizes = {**DECODER, "head_dim": 8, "sliding_window": 3}
-    return _model("Gemma3ForCausalLM", "Gemma3TextConfig", **sizes, layer_types=kinds, **settings)
-
-
-def phi(**settings: Any) -> Callable[[], nn.Module]:
-    return _model("PhiForCausalLM", "PhiConfig", **{**DECODER, "num_key_value_heads": 2}, **settings)
-
-
-def mixtral(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {**DECODER, "num_local_experts": 4}
-    return _model("MixtralForCausalLM", "MixtralConfig", **sizes, output_router_logits=True, **settings)
-
-
-def qwen3_moe(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {**DECODER, "head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
-    return _model("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes, output_router_logits=True, **settings)
-
-
-def falcon(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-    return _model("FalconForCausalLM", "FalconConfig", **sizes, bos_token_id=0, eos_token_id=0, **settings)
-
-
-def bloom(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 4, "n_head": 2}
-    return _model("BloomForCausalLM", "BloomConfig", **sizes, **settings)
-
-
-def opt(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "word_embed_proj_dim": 16,
-        "ffn_dim": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-    return _model("OPTForCausalLM", "OPTConfig", **sizes, dropout=0.0, **settings)
-
-
-def t5(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    return _model(
-        "T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0, dropout_rate=0.0, **settings
-    )
-
-
-def bart(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 24,
-        "decoder_ffn_dim": 24,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-    return _model("BartForConditionalGeneration", "BartConfig", **sizes, dropout=0.0, **settings)
-
-
-def bert(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {name: size for name, size in DECODER.items() if name != "num_key_value_heads"}
-    return _model("BertForMaskedLM", "BertConfig", **sizes, **settings)
-
-
-def bert_still(**settings: Any) -> Callable[[], nn.Module]:
-    return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
-
-
-def vit(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
-    return _model(
-        "ViTForImageClassification", "ViTConfig", **sizes, image_size=8, patch_size=4, num_labels=3, **settings
-    )
-
-
-def mamba(**settings: Any) -> Callable[[], nn.Module]:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "state_size": 4}
-    return _model("MambaForCausalLM", "MambaConfig", **sizes, **settings)
-
-
-def hrm(**settings: Any) -> Callable[[], nn.Module]:
-    """Two stacks of layers that take turns, the first turns under `no_grad`."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-    }
-    return _model(
+MAKERS: dict[str, Maker] = {
+    "llama": llama,
+    "gpt2": _maker(
+        "GPT2LMHeadModel", "GPT2Config", **_GPT2, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ),
+    "gpt2 with dropout": gpt2,
+    "qwen3": _maker("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=8),
+    "gemma": _maker("GemmaForCausalLM", "GemmaConfig", **DECODER, head_dim=8),
+    "gemma3": _maker(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        **DECODER,
+        **{"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "phi": _maker("PhiForCausalLM", "PhiConfig", **{**DECODER, "num_key_value_heads": 2}),
+    "mixtral": _maker("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, output_router_logits=True),
+    "qwen3-moe": _maker("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **_EXPERTS, output_router_logits=True),
+    "falcon": _maker("FalconForCausalLM", "FalconConfig", **_WORDS, **_FOUR, **_ENDS),
+    "bloom": _maker("BloomForCausalLM", "BloomConfig", **_WORDS, hidden_size=16, n_layer=4, n_head=2),
+    "opt": _maker(
+        "OPTForCausalLM",
+        "OPTConfig",
+        **{**_WORDS, **_FOUR, "word_embed_proj_dim": 16, "ffn_dim": 24, "max_position_embeddings": 32, "dropout": 0.0},
+    ),
+    "t5": _maker(
+        "T5ForConditionalGeneration",
+        "T5Config",
+        **{**_WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+        **{"decoder_start_token_id": 0, "dropout_rate": 0.0},
+    ),
+    "bart": _maker(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        **{**_WORDS, **_SIDES, "d_model": 16, "max_position_embeddings": 32, "dropout": 0.0},
+    ),
+    "bert": _maker("BertForMaskedLM", "BertConfig", **_BARE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "bert with dropout": bert,
+    "vit": _maker(
+        "ViTForImageClassification",
+        "ViTConfig",
+        **{**_FOUR, "intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_labels": 3},
+    ),
+    "mamba": _maker("MambaForCausalLM", "MambaConfig", **_WORDS, hidden_size=16, num_hidden_layers=4, state_size=4),
+    # Two stacks of layers that take turns, the first turns under `no_grad`.
+    "hrm": _maker(
         "HrmTextForCausalLM",
         "HrmTextConfig",
-        **sizes,
-        num_hidden_layers=4,
-        num_layers_per_stack=2,
-        use_cache=False,
-        **settings,
-    )
-
-
-def perceiver(**settings: Any) -> Callable[[], nn.Module]:
-    """Its head is a module that is given the embedding, on another stage, and multiplies by its weight."""
-    channels = dict.fromkeys(("d_latents", "d_model", "qk_channels", "v_channels", "max_position_embeddings"), 8)
-    heads = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "num_self_attends_per_block": 2}
-    sizes = {"vocab_size": VOCABULARY, "num_latents": 4, "num_blocks": 1, "attention_probs_dropout_prob": 0.0}
-    return _model("PerceiverForMaskedLM", "PerceiverConfig", **sizes, **channels, **heads, **settings)
-
-
-MAKERS: dict[str, Callable[..., Callable[[], nn.Module]]] = {
-    "llama": llama,
-    "gpt2": gpt2_still,
-    "gpt2 with dropout": gpt2,
-    "qwen3": qwen3,
-    "gemma": gemma,
-    "gemma3": gemma3,
-    "phi": phi,
-    "mixtral": mixtral,
-    "qwen3-moe": qwen3_moe,
-    "falcon": falcon,
-    "bloom": bloom,
-    "opt": opt,
-    "t5": t5,
-    "bart": bart,
-    "bert": bert_still,
-    "bert with dropout": bert,
-    "vit": vit,
-    "mamba": mamba,
-    "hrm": hrm,
-    "perceiver": perceiver,
+        **{**_WORDS, **_FOUR, "intermediate_size": 32, "head_dim": 8, "num_layers_per_stack": 2, "use_cache": False},
+    ),
+    # Its head is a module that is given the embedding, on another stage, and multiplies by its weight.
+    "perceiver": _maker(
+        "PerceiverForMaskedLM",
+        "PerceiverConfig",
+        **{**_WORDS, **_CHANNELS, **_CROSS, "num_latents": 4, "num_blocks": 1, "attention_probs_dropout_prob": 0.0},
+    ),
 }
+
+gpt2_still, t5 = MAKERS["gpt2"], MAKERS["t5"]
 
 LLAMA_STAGES = {
     "model.embed_tokens": 0,
@@ -283,7 +205,7 @@ _BATCHES: dict[str, Any] = {
 
 
 @cache
-def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing: bool = False) -> Case:
+def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing: bool = False) -> Program:
     """The model `name`; `tied`: whether its head has the embedding's weight, None for the config's own answer.
 
     cut: by which names in `STAGES`; else balanced.
@@ -297,7 +219,7 @@ def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing
             model.gradient_checkpointing_enable()
         return model  # type: ignore[no-any-return]
 
-    return Case(
+    return Program(
         make=make_checkpointing if checkpointing else make,
         batches=[_BATCHES.get(name, sentences)(seed) for seed in range(2)],
         stages=STAGES[cut] if cut else None,

@@ -16,6 +16,7 @@ from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.plan.tensor_plan import TensorPlan
 
 MakeModel = Callable[[], nn.Module]
+Rules = Mapping[str, str]
 Run = Callable[[nn.Module], torch.Tensor]
 """From a model to what is computed with it; its sum is what the gradients are of."""
 
@@ -26,7 +27,7 @@ class Computed:
 
     output: torch.Tensor
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    plan: TensorPlan | None = None
+    plan: TensorPlan = field(default_factory=lambda: TensorPlan(num_ranks=1))
     calls: list[list[RecordedCall]] = field(default_factory=list)
     """Of each rank."""
 
@@ -81,6 +82,15 @@ def compute_cut(
         plan,
         list(calls),
     )
+
+
+def assert_cut_is_right(
+    make_model: MakeModel, rules: Rules | str, run: Run, num_ranks: int = 2, *, is_completed: bool = False
+) -> Computed:
+    """The cut model computes what the whole one does."""
+    got = compute_cut(make_model, rules, num_ranks, run, is_completed=is_completed)
+    assert_close(got, compute_whole(make_model, run))
+    return got
 
 
 def assert_close(got: Computed, expected: Computed, *, relative: float = 1e-12, floor: float = 1.0) -> None:

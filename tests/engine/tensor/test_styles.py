@@ -1,257 +1,273 @@
 """Each style against the whole model in one process: outputs and every gradient, on 2 and 3 ranks, uneven sizes."""
 
-from collections.abc import Mapping
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from tests.engine.tensor.cut_models import assert_close, compute_cut, compute_whole
+from tests.engine.formed import formed, linear
+from tests.engine.tensor.cut_models import Rules, assert_cut_is_right, compute_cut, compute_whole
+from tests.engine.tensor.nets import Projection, SequenceModel, Tokens, linear_block, run, run_six, transposed
+from tests.refusals import Refusals
 
-
-class Block(nn.Module):
-    """Two linear maps of odd sizes with an activation between, and a residual."""
-
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up = up
-        self.down = down
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
-        return out
-
-
-class Tokens(nn.Module):
-    """Embedding, one block, head; the head may be tied."""
-
-    def __init__(self, block: nn.Module, *, is_tied: bool = False, padding_idx: int | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6, padding_idx=padding_idx)
-        self.block = block
-        self.head = nn.Linear(6, 11, bias=not is_tied)
-        if is_tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.block(self.embedding(words)))
-        return out
-
-
-def linear_block() -> nn.Module:
-    return Block(nn.Linear(6, 33), nn.Linear(33, 6))
-
-
-def run(model: nn.Module) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(11, (2, 5), generator=generator)
-    weights = torch.randn(2, 5, 11, generator=generator, dtype=torch.float64)
-    out: torch.Tensor = model(words) * weights
-    return out
+EXACT: dict[str, Rules] = {
+    "column and row": {"block.up": "column", "block.down": "row"},
+    "vocabulary": {"block.up": "colwise", "block.down": "rowwise", "embedding": "vocab", "head": "vocab"},
+    "gathered": {"*.up": "colwise_gather_output", "*.down": "rowwise_split_input"},
+    "replicated": {"*.up": "colwise_rep", "*.down": "rowwise_rep", "embedding": "embedding_rowwise"},
+    "units": {"*.up": "column(unit=3)", "*.down": "row(unit=3)", "embedding": "embedding_colwise"},
+    "sequence": {"*.up": "column", "*.down": "row", "block.norm": "sequence", "head": "colwise_gather_output"},
+    "packed": {"*.up": "packed_colwise(parts=3)", "*.down": "packed_rowwise(parts=3)"},
+    "parts": {"*.up": "column(parts=9+24)", "*.down": "row(parts=9+24)"},
+    "split inputs": {"head": "rowwise_split_input"},
+    "gathered parts": {"head": "colwise_gather_output(parts=5+6)", "block.up": "replicate"},
+}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize(
-    "rules",
-    [
-        {"block.up": "column", "block.down": "row"},
-        {"block.up": "colwise", "block.down": "rowwise", "embedding": "vocab", "head": "vocab"},
-        {"*.up": "colwise_gather_output", "*.down": "rowwise_split_input"},
-        {"*.up": "colwise_rep", "*.down": "rowwise_rep", "embedding": "embedding_rowwise"},
-        {"*.up": "column(unit=3)", "*.down": "row(unit=3)", "embedding": "embedding_colwise"},
-        {"*.up": "column", "*.down": "row", "block.norm": "sequence", "head": "colwise_gather_output"},
-        {"*.up": "packed_colwise(parts=3)", "*.down": "packed_rowwise(parts=3)"},
-        {"*.up": "column(parts=9+24)", "*.down": "row(parts=9+24)"},
-        {"head": "rowwise_split_input"},
-        {"head": "column(parts=5+6)", "block.up": "replicate"},
-    ],
-    ids=lambda rules: " ".join(rules.values()),
-)
-def test_a_style_gives_what_the_whole_model_gives(rules: Mapping[str, str], num_ranks: int) -> None:
-    def make() -> nn.Module:
-        return Tokens(linear_block())
+@pytest.mark.parametrize("name", EXACT)
+def test_a_style_gives_what_the_whole_model_gives(name: str, num_ranks: int) -> None:
+    assert_cut_is_right(lambda: Tokens(linear_block()), EXACT[name], run, num_ranks)
 
-    if rules.get("head", "").startswith("column"):
-        rules = {**rules, "head": "colwise_gather_output(parts=5+6)"}
-    assert_close(compute_cut(make, rules, num_ranks, run), compute_whole(make, run))
+
+TIED = {"embedding": "vocab", "head": "vocab", "*.up": "column", "*.down": "row"}
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 7])
 def test_a_tied_embedding_is_cut_once_for_both(padding_idx: int | None) -> None:
-    def make() -> nn.Module:
-        return Tokens(linear_block(), is_tied=True, padding_idx=padding_idx)
-
-    rules = {"embedding": "vocab", "head": "vocab", "*.up": "column", "*.down": "row"}
-    assert_close(compute_cut(make, rules, 2, run), compute_whole(make, run))
+    assert_cut_is_right(lambda: Tokens(linear_block(), is_tied=True, padding_idx=padding_idx), TIED, run)
 
 
-def transposed(num_outputs: int, num_inputs: int) -> nn.Module:
-    """A linear map whose weight is (inputs, outputs)."""
-    from transformers.pytorch_utils import Conv1D  # seconds, which to collect tests does not take
-
-    made: nn.Module = Conv1D(num_outputs, num_inputs)  # type: ignore[no-untyped-call]
-    return made
-
-
-class Projection(nn.Linear):
-    """A linear map whose author wrote the forward himself."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return (input.unsqueeze(-2) * self.weight).sum(-1) + self.bias
-
-
-@pytest.mark.parametrize("kind", ["transposed", "own"])
-def test_the_orientation_of_a_weight_is_found_out(kind: str) -> None:
-    def make() -> nn.Module:
-        if kind == "transposed":
-            return Tokens(Block(transposed(33, 6), transposed(6, 33)))
-        return Tokens(Block(Projection(6, 33), Projection(33, 6)))
-
-    got = compute_cut(make, {"*.up": "column", "*.down": "row"}, 2, run)
-    assert got.plan is not None
-    assert got.plan.cuts["block.up.weight"].dim == (1 if kind == "transposed" else 0)
-    assert_close(got, compute_whole(make, run))
-
-
-def test_a_square_transposed_weight_is_not_taken_for_the_other() -> None:
-    def make() -> nn.Module:
-        return Tokens(Block(transposed(6, 6), transposed(6, 6)))
-
-    assert_close(compute_cut(make, {"*.up": "column", "*.down": "row"}, 2, run), compute_whole(make, run))
+@pytest.mark.parametrize(
+    ("make", "sizes", "dim"),
+    [(transposed, ((33, 6), (6, 33)), 1), (transposed, ((6, 6), (6, 6)), 1), (Projection, ((6, 33), (33, 6)), 0)],
+    ids=["transposed", "square", "own forward"],
+)
+def test_the_orientation_of_a_weight_is_found_out(make: Any, sizes: Any, dim: int) -> None:
+    up, down = (partial(make, *each) for each in sizes)
+    got = assert_cut_is_right(lambda: Tokens(linear_block(up, down)), EXACT["column and row"], run)
+    assert got.plan.cuts["block.up.weight"].dim == dim
 
 
 def test_one_reduction_serves_all_columns_that_read_one_value() -> None:
-    class Parallel(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = x + self.down(self.one(x) * self.two(x))
-            return out
-
-    def make() -> nn.Module:
-        return Tokens(Parallel())
-
-    got = compute_cut(make, {"block.one": "column", "block.two": "column", "block.down": "row"}, 2, run)
-    assert_close(got, compute_whole(make, run))
+    parts: dict[str, Any] = {"one": linear(6, 8), "two": linear(6, 8), "down": linear(8, 6)}
+    parallel = formed(lambda net, x: x + net.down(net.one(x) * net.two(x)), **parts)
+    rules = {"block.one": "column", "block.two": "column", "block.down": "row"}
     # The output of `down` forward, the input of both columns backward: a reduce-scatter and an all-gather each.
-    for calls in got.calls:
+    for calls in assert_cut_is_right(lambda: Tokens(parallel()), rules, run).calls:
         assert [call.operation for call in calls] == ["reduce_scatter", "all_gather"] * 2
 
 
-class LocalNorm(nn.Module):
-    """Attention over heads with a norm of each head, and a scale per head."""
-
-    def __init__(self, num_heads: int = 6, num_key_value_heads: int = 3) -> None:
-        super().__init__()
-        self.head_dim = 4
-        self.num_heads, self.num_key_value_heads = num_heads, num_key_value_heads
-        self.q = nn.Linear(6, num_heads * 4)
-        self.k = nn.Linear(6, num_key_value_heads * 4)
-        self.v = nn.Linear(6, num_key_value_heads * 4)
-        self.q_norm = nn.RMSNorm(4)
-        self.scale = nn.Parameter(torch.randn(num_heads))
-        self.o = nn.Linear(num_heads * 4, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, _ = x.shape
-        q, k, v = (each(x).view(rows, length, -1, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
-        q = self.q_norm(q) * self.scale[:, None, None]
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        projected: torch.Tensor = self.o(out.transpose(1, 2).reshape(rows, length, -1))
-        return x + projected
+# -- heads
 
 
-ATTENTION = {"block.q": "column", "block.k": "column", "block.v": "column", "block.o": "row", "block.scale": "column"}
+def heads(net: Any, x: torch.Tensor, *, is_counted: bool = False) -> Any:
+    """Attention over heads with a norm of each head, and a scale per head; is_counted: with all sizes of the views."""
+    rows, length, _ = x.shape
+    counts = (net.num_heads, net.num_key_value_heads, net.num_key_value_heads) if is_counted else (-1, -1, -1)
+    q, k, v = (
+        each(x).view(rows, length, count, 4).transpose(1, 2)
+        for each, count in zip((net.q, net.k, net.v), counts, strict=True)
+    )
+    q = net.q_norm(q) * net.scale[:, None, None]
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return x + net.o(out.transpose(1, 2).reshape(rows, length, net.width if is_counted else -1))
+
+
+def counted(net: Any, x: torch.Tensor) -> Any:
+    return heads(net, x, is_counted=True)
+
+
+def recomputed(net: Any, x: torch.Tensor) -> Any:
+    """Counts its heads when it is computed again in backward, too."""
+    return checkpoint(partial(counted, net), x, use_reentrant=False)
+
+
+PARTS: dict[str, Any] = {
+    **{"num_heads": lambda: 6, "num_key_value_heads": lambda: 3, "width": lambda: 24},
+    **{"q": linear(6, 24), "k": linear(6, 12), "v": linear(6, 12), "o": linear(24, 6)},
+    **{"q_norm": partial(nn.RMSNorm, 4), "scale": lambda: nn.Parameter(torch.randn(6))},
+}
+ATTENTION = {
+    **{"block.q": "column", "block.k": "column", "block.v": "column", "block.o": "row", "block.scale": "column"},
+    "block.q_norm": "replicated_with_grad_allreduce",
+}
+COUNTS = {"block": "heads(attributes=num_heads+num_key_value_heads+width)"}
+AROUND = formed(lambda net, x: checkpoint(net.block, x, use_reentrant=False), block=formed(recomputed, **PARTS))
+INSIDE = {name.replace("block", "block.block"): rule for name, rule in {**ATTENTION, **COUNTS}.items()}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_heads_are_cut_in_whole_groups_and_norms_of_heads_are_summed(num_ranks: int) -> None:
-    def make() -> nn.Module:
-        return Tokens(LocalNorm())
-
-    rules = {**ATTENTION, "block.q_norm": "replicated_with_grad_allreduce"}
-    got = compute_cut(make, rules, num_ranks, run)
-    assert_close(got, compute_whole(make, run))
-    assert got.plan is not None
-    assert got.plan.summed == {"block.q_norm.weight"}
+    plan = assert_cut_is_right(lambda: Tokens(formed(heads, **PARTS)()), ATTENTION, run, num_ranks).plan
+    assert plan.summed == {"block.q_norm.weight"}
     if num_ranks == 2:  # three groups of two heads of four outputs: two groups and one
-        assert got.plan.cuts["block.q.weight"].ranges == (((0, 16),), ((16, 24),))
-        assert got.plan.cuts["block.k.weight"].ranges == (((0, 8),), ((8, 12),))
-        assert got.plan.cuts["block.scale"].ranges == (((0, 4),), ((4, 6),))
+        assert plan.cuts["block.q.weight"].ranges == (((0, 16),), ((16, 24),))
+        assert plan.cuts["block.k.weight"].ranges == (((0, 8),), ((8, 12),))
+        assert plan.cuts["block.scale"].ranges == (((0, 4),), ((4, 6),))
 
 
-class CountedHeads(LocalNorm):
-    """The same, by an author who wrote all sizes of the views."""
+@pytest.mark.parametrize(
+    ("way", "rules", "num_ranks"),
+    [
+        (formed(counted, **PARTS), {**ATTENTION, **COUNTS}, 2),
+        (formed(counted, **PARTS), {**ATTENTION, **COUNTS}, 3),
+        (formed(recomputed, **PARTS), {**ATTENTION, **COUNTS}, 2),
+        (AROUND, INSIDE, 2),
+    ],
+    ids=["2", "3", "computed again", "computed again twice"],
+)
+def test_a_module_that_counts_its_heads_counts_those_of_the_rank(way: Any, rules: Rules, num_ranks: int) -> None:
+    made: list[Tokens] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.width = self.num_heads * self.head_dim
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, _ = x.shape
-        q = self.q(x).view(rows, length, self.num_heads, 4).transpose(1, 2)
-        k, v = (each(x).view(rows, length, self.num_key_value_heads, 4).transpose(1, 2) for each in (self.k, self.v))
-        out = functional.scaled_dot_product_attention(self.q_norm(q) * self.scale[:, None, None], k, v, enable_gqa=True)
-        projected: torch.Tensor = self.o(out.transpose(1, 2).reshape(rows, length, self.width))
-        return x + projected
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_module_that_counts_its_heads_counts_those_of_the_rank(num_ranks: int) -> None:
     def make() -> nn.Module:
-        return Tokens(CountedHeads())
+        made.append(Tokens(way()))
+        return made[-1]
 
-    counts = "heads(attributes=num_heads+num_key_value_heads+width)"
-    rules = {**ATTENTION, "block.q_norm": "replicated_with_grad_allreduce", "block": counts}
-    assert_close(compute_cut(make, rules, num_ranks, run), compute_whole(make, run))
+    assert_cut_is_right(make, rules, run, num_ranks)
+    for model in made:
+        block: Any = getattr(model.block, "block", model.block)
+        assert (block.num_heads, block.num_key_value_heads, block.width) == (6, 3, 24), "as they were"
 
 
-class SequenceModel(nn.Module):
-    """What goes between blocks is cut along the positions, as in sequence parallelism of Megatron-LM."""
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_nothing_keeps_the_last_activation_after_backward(is_recomputed: bool) -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(linear_block() for _ in range(2))
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 11)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(self.norm(x))
+    def look(model: nn.Module) -> torch.Tensor:
+        model[1].register_forward_pre_hook(lambda _, args: seen.append(weakref.ref(args[0])))  # type: ignore[index]
+        x = torch.randn(2, 6, dtype=torch.float64)
+        out: torch.Tensor = checkpoint(model, x, use_reentrant=False) if is_recomputed else model(x)
         return out
 
+    make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6))  # noqa: E731
+    compute_cut(make, {"1": "column(unit=8)", "2": "row(unit=8)"}, 1, look, is_completed=True)
+    gc.collect()
+    assert len(seen) == 1 + is_recomputed
+    assert all(each() is None for each in seen)
 
-def run_six(model: nn.Module) -> torch.Tensor:
-    words = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(1))
-    out: torch.Tensor = model(words).square()
-    return out
+
+# -- positions
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("embedding", ["vocab(scatter=1)", "split"])
-def test_values_between_blocks_may_be_cut_along_the_positions(num_ranks: int, embedding: str) -> None:
+@pytest.mark.parametrize("embedding", [{"embedding": "vocab(scatter=1)"}, {"blocks.0": "split"}], ids=str)
+def test_values_between_blocks_may_be_cut_along_the_positions(num_ranks: int, embedding: Rules) -> None:
     rules = {
         "*norm": "sequence_parallel",
         "*.up": "column(gather=1)",
         "*.down": "row(scatter=1)",
         "head": "vocab(gather=1)",
     }
-    rules |= {"embedding": embedding} if embedding != "split" else {"blocks.0": "split"}
-    got = compute_cut(SequenceModel, rules, num_ranks, run_six)
-    assert_close(got, compute_whole(SequenceModel, run_six))
+    assert_cut_is_right(SequenceModel, {**rules, **embedding}, run_six, num_ranks)
 
 
 def test_ranks_may_have_no_position_of_a_sequence() -> None:
-    def run_one(model: nn.Module) -> torch.Tensor:
-        out: torch.Tensor = model(torch.tensor([[3], [4]])).square()
-        return out
-
     rules = {"*norm": "sequence", "*.up": "column", "*.down": "row"}
-    assert_close(compute_cut(SequenceModel, rules, 3, run_one), compute_whole(SequenceModel, run_one))
+    assert_cut_is_right(SequenceModel, rules, partial(run, length=1), 3)
+
+
+# -- sums of bare parameters
+
+
+def experts(net: Any, x: torch.Tensor, weights: torch.Tensor) -> Any:
+    """All experts on all tokens, weighted; gates and values lie interleaved, each expert has a bias at its end."""
+    gate_up = torch.einsum("ti,eio->eto", x, net.gate_up) + net.gate_up_bias[:, None]
+    hidden = functional.silu(gate_up[..., ::2]) * gate_up[..., 1::2]
+    outs = net.scale * (hidden @ net.down) + net.down_bias[:, None]
+    once = net.idle(x)
+    if isinstance(net.idle, nn.Linear):  # writes in place to what counts once
+        once *= weights[:, 3:]
+    else:
+        once = once * weights[:, 3:]
+    return torch.einsum("eto,te->to", outs, weights[:, :3]) + once
+
+
+def experts_again(net: Any, x: torch.Tensor, weights: torch.Tensor) -> Any:
+    return checkpoint(partial(experts, net), x, weights, use_reentrant=False)
+
+
+def mixture(way: Callable[..., Any] = experts, idle: Callable[[], nn.Module] = nn.Identity) -> type[nn.Module]:
+    """A router and experts."""
+    sizes = {"gate_up": (3, 6, 14), "gate_up_bias": (3, 14), "down": (3, 7, 6), "down_bias": (3, 6), "scale": (3, 1, 1)}
+    bare: dict[str, Any] = {
+        name: partial(lambda size: nn.Parameter(torch.randn(size)), size) for name, size in sizes.items()
+    }
+    route: Any = lambda net, x: net.experts(x, weights=net.router(x).softmax(-1))  # noqa: E731
+    return formed(route, router=linear(6, 4), experts=formed(way, idle=idle, **bare))
+
+
+def run_rows(model: nn.Module) -> torch.Tensor:
+    out: torch.Tensor = model(torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    return out.square()
+
+
+RULES = {
+    "experts": "moe_tp_experts",
+    "experts.gate_up": "column(dim=2, unit=2)",
+    "experts.gate_up_bias": "column(dim=1, unit=2)",
+    "experts.down": "row(dim=1)",
+    "experts.down_bias": "once",
+    "experts.idle": "moe_identity_expert",
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("way", [experts, experts_again])
+def test_experts_are_cut_over_all_ranks(way: Callable[..., Any], num_ranks: int) -> None:
+    got = assert_cut_is_right(mixture(way), RULES, run_rows, num_ranks)
+    # What counts once has its gradient on the first rank; the scale of a part of a sum has a part of its own.
+    assert got.plan.summed == {"experts.down_bias", "experts.scale"}
+
+
+def test_what_counts_once_may_be_written_to_in_place_and_counts_twice_without_the_rule() -> None:
+    writing = {**RULES, "experts.idle": "once"}
+    assert_cut_is_right(mixture(idle=linear(6, 6)), writing, run_rows, is_completed=True)
+    for left_out in ("experts.down_bias", "experts.idle"):
+        rules = {name: rule for name, rule in RULES.items() if name != left_out}
+        got = compute_cut(mixture(), rules, 2, run_rows)
+        assert not torch.allclose(got.output, compute_whole(mixture(), run_rows).output)
+
+
+def latent(net: Any, x: torch.Tensor) -> Any:
+    """Keys are expanded from what is compressed, and every head also reads the last of it as it is."""
+    rest, last = net.down(x).split([5, 2], dim=-1)
+    keys = net.up(net.norm(rest)).view(*x.shape[:-1], -1, 3)
+    last = net.last_norm(last).unsqueeze(-2).expand(*keys.shape[:-1], 2)
+    return net.out(torch.cat([keys, last], -1).square().flatten(-2))
+
+
+NORMS: dict[str, Any] = {"norm": partial(nn.RMSNorm, 5), "last_norm": partial(nn.RMSNorm, 2)}
+LATENT = formed(latent, num_heads=lambda: 4, down=linear(6, 7), **NORMS, up=linear(5, 12), out=linear(20, 6))
+COMPRESSED = {"down": "mla_kv_a_proj(size=2)", "up": "column", "out": "row"}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("named", ["last_norm", "norm", None])
+def test_the_last_outputs_are_read_by_the_heads_of_all_ranks(named: str | None, num_ranks: int) -> None:
+    """A norm whose gradient no rule sums is found in the graph, and a rule that sums what is whole sums nothing."""
+    rules = {**COMPRESSED, **({named: "replicated_with_grad_allreduce"} if named else {})}
+    got = assert_cut_is_right(LATENT, rules, run_rows, num_ranks, is_completed=named != "last_norm")
+    assert got.plan.summed == {"last_norm.weight"}
+
+
+REFUSED = Refusals(
+    "engine.shared_values",
+    {
+        "a value that is shared without a rule": lambda: compute_cut(
+            LATENT, {"up": "column", "out": "row"}, 2, run_rows, is_completed=True
+        )
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_shared_without_a_rule_is_refused(case: str) -> None:
+    REFUSED.check(case)

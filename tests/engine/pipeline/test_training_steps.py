@@ -1,0 +1,166 @@
+"""Forwards that take turns, and forwards that end by an error: no rank waits for what does not come."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardwise as sw
+from shardwise.engine.pipeline.training_steps import Turn
+from tests.covering import covering
+from tests.engine.formed import several
+from tests.oracle.pipeline_programs import Block
+
+CPU = torch.device("cpu")
+
+
+def test_forwards_go_on_where_they_parked() -> None:
+    seen: list[str] = []
+    turns: dict[str, Turn] = {}
+
+    def body(name: str) -> None:
+        seen.append(f"{name}0")
+        turns[name].park()
+        seen.append(f"{name}1")
+
+    for name in "ab":
+        turns[name] = Turn(lambda name=name: body(name), CPU)  # type: ignore[misc]
+    for name in "abbaa":
+        turns[name].advance()
+    assert seen == ["a0", "b0", "b1", "a1"], "a forward that has ended stays ended"
+
+
+def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
+    """Without gradients, autocast, a default device, a count of operations, and where what autograd saves goes."""
+    saved: list[torch.Tensor] = []
+    made: list[Any] = []
+    weight = torch.ones(3, requires_grad=True)
+
+    def body() -> None:
+        made.append(torch.ones(2, 2))
+        made.append(made[0] @ made[0])
+        weight.exp()
+
+    def pack(each: torch.Tensor) -> torch.Tensor:
+        saved.append(each)
+        return each
+
+    counter = FlopCounterMode(display=False)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
+    with torch.device("meta"), counter, hooks:
+        Turn(body, CPU).advance()
+    assert counter.get_total_flops() == 2 * 2 * 2 * 2
+    assert made[0].is_meta
+    assert len(saved) == 1
+    with torch.inference_mode():
+        Turn(lambda: made.append(torch.ones(1)), CPU).advance()
+    assert made[-1].is_inference()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        Turn(lambda: made.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU).advance()
+    assert made[-1] == (False, torch.bfloat16)
+
+
+def test_what_a_forward_raises_is_raised_where_it_was_advanced() -> None:
+    def body() -> None:
+        raise ValueError("from inside")
+
+    turn = Turn(body, CPU)
+    with pytest.raises(ValueError, match="from inside"):
+        turn.advance()
+    turn.abandon()
+
+
+def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:
+    """Also one that never began, and one that would park again."""
+    ended: list[str] = []
+    before = threading.active_count()
+
+    def body() -> None:
+        try:
+            turn.park()
+        finally:
+            try:
+                turn.park()
+            finally:
+                ended.append("outer")
+
+    turn, never_begun = Turn(body, CPU), Turn(body, CPU)
+    turn.advance()
+    turn.abandon()
+    never_begun.abandon()
+    assert ended == ["outer"]
+    assert threading.active_count() == before
+
+
+class Broken(Block):
+    """Raises in the call that it is told to."""
+
+    calls = 0
+    fails_in = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.fails_in:
+            raise RuntimeError("broken sample")
+        return super().forward(x)
+
+
+class Cleaning(nn.Module):
+    """Cleans up after each forward, whatever came of it."""
+
+    def __init__(self, clean: Callable[[Any, torch.Tensor], object], *, catches: bool) -> None:
+        super().__init__()
+        self.blocks, self.after = several(Broken, 4)(), several(Block, 4)()
+        self.clean, self.catches = clean, catches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            for block, after in zip(self.blocks, self.after, strict=True):
+                x = after(block(x))
+        except RuntimeError:
+            if self.catches:
+                self.clean(self, x)
+            raise
+        finally:
+            if not self.catches:
+                self.clean(self, x)
+        return x
+
+
+WAYS: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "operations": lambda model, x: (x * 2).sum(),
+    "modules": lambda model, x: [block(torch.zeros(1, 7)) for block in model.after],
+    "modules of values": lambda model, x: model.after[2](model.after[1](model.after[0](x))),
+    "a read": lambda model, x: float(x.detach().sum()),
+    "the last module": lambda model, x: model.after[3](torch.zeros(1, 7)),
+}
+BROKEN = [("interleaved", 2, 1), ("interleaved", 1, 3), ("1f1b", 2, 2)]
+"""Schedule, the block that raises, and in which call."""
+
+
+@pytest.mark.parametrize(("way", "catches", "broken"), covering(list(WAYS), [False, True], BROKEN, strength=2))
+def test_what_runs_because_of_an_error_makes_no_rank_wait(
+    way: str, catches: bool, broken: tuple[str, int, int]
+) -> None:
+    schedule, number, call = broken
+    num_stages = 4 if schedule == "interleaved" else 2
+    stages = {f"{part}.{at}": at * num_stages // 4 for part in ("blocks", "after") for at in range(4)}
+    plan = sw.Plan(
+        mesh=sw.Mesh(pp=2),
+        pipeline=sw.Pipeline(schedule=schedule, stages=stages),
+        merge=sw.Merge(microbatches=4),
+    )
+
+    def run(channel: sw.Channel) -> None:
+        model: Any = Cleaning(WAYS[way], catches=catches)
+        model.blocks[number].fails_in = call
+        optimizer, loss = torch.optim.SGD, lambda output, batch: output.square().mean()
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=loss, channel=channel)
+        engine.step({"x": torch.ones(8, 7)})
+
+    with pytest.raises(RuntimeError, match="broken sample"):
+        sw.simulate(2, run, timeout_seconds=60)

@@ -1,0 +1,431 @@
+"""`rules="auto"` for models that carry no plan: what is inferred is right, and what is left whole has a reason."""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import shardwise as sw
+from shardwise.engine.tensor.cut_outline import tensor_outline
+from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
+from shardwise.engine.tensor.rule_inference import sample_for
+from shardwise.plan.tensor_cuts import plan_tensor
+from tests.engine.expected import seeded
+from tests.engine.formed import formed, linear, one_after_another
+from tests.refusals import Refusals
+
+WIDTH, INNER, HEADS = 16, 24, 4
+WORDS = (torch.arange(24).view(4, 6) * 5 + torch.arange(4)[:, None]) % 11
+Block = Callable[[], nn.Module]
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def feed(between: Callable[[Any, torch.Tensor], torch.Tensor], *prepare: Any, up: int = INNER, **parts: Any) -> Block:
+    """Two linear maps with something between."""
+
+    def feed_forward(net: Any, hidden: torch.Tensor) -> Any:
+        return net.down(between(net, net.up(hidden)))
+
+    return formed(feed_forward, *prepare, up=linear(WIDTH, up), down=linear(INNER, WIDTH), **parts)
+
+
+def read_by(way: Callable[[Any, torch.Tensor, torch.Tensor], Any], inner: int = INNER, **parts: Any) -> Block:
+    """`way` is given the input, and what `up` makes of it."""
+
+    def reading(net: Any, hidden: torch.Tensor) -> Any:
+        return way(net, hidden, torch.relu(net.up(hidden)))
+
+    return formed(reading, up=linear(WIDTH, inner), down=linear(inner, WIDTH), **parts)
+
+
+def centred(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden - hidden.mean(-1, keepdim=True)
+
+
+def centred_in_training(net: Any, hidden: torch.Tensor) -> torch.Tensor:
+    hidden = F.dropout(torch.relu(hidden), 0.1, net.training)
+    return centred(hidden) if net.training else hidden
+
+
+def gated(gate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(gate) * value
+
+
+def fused(order: str, *, is_counted: bool = False) -> Block:
+    """Attention of one map, whose outputs lie by query, key and value (p), head (h) and dim of a head (d)."""
+
+    def attention(net: Any, hidden: torch.Tensor) -> Any:
+        batch, length, _ = hidden.shape
+        sizes = {"p": 3, "h": net.num_heads if is_counted else -1, "d": WIDTH // HEADS}
+        split = net.qkv(hidden).view(batch, length, *(sizes[each] for each in order))
+        query, key, value = split.permute(2 + order.index("p"), 0, 2 + order.index("h"), 1, 2 + order.index("d"))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return net.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+    return formed(attention, num_heads=lambda: HEADS, qkv=linear(WIDTH, 3 * WIDTH), out=linear(WIDTH, WIDTH))
+
+
+def heads(num_groups: int = HEADS, *, is_sloped: bool = False) -> Block:
+    """Attention whose view lets the positions take what heads lack, without an error.
+
+    is_sloped: with a slope for each head, computed from how many there are: other slopes on each rank.
+    """
+
+    def attention(net: Any, hidden: torch.Tensor) -> Any:
+        batch, length, _ = hidden.shape
+        taken = length if is_sloped else -1
+        query, key, value = (
+            each(hidden).view(batch, taken, count, WIDTH // HEADS).transpose(1, 2)
+            for each, count in ((net.q, net.num_heads), (net.k, net.num_kv_heads), (net.v, net.num_kv_heads))
+        )
+        repeats = net.num_heads // net.num_kv_heads
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+        weights = query @ key.transpose(-1, -2) / 2
+        if is_sloped:
+            slopes = 2.0 ** -torch.arange(1, net.num_heads + 1, dtype=hidden.dtype)
+            weights = weights + slopes[:, None, None] * torch.arange(length, dtype=hidden.dtype)
+        return net.out((weights.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, -1))
+
+    counts = {"num_heads": lambda: HEADS, "num_kv_heads": lambda: num_groups}
+    narrow = linear(WIDTH, num_groups * WIDTH // HEADS)
+    return formed(attention, **counts, q=linear(WIDTH, WIDTH), k=narrow, v=narrow, out=linear(WIDTH, WIDTH))
+
+
+def around(block: Block, *, reads_by_hand: bool = False, **head: Any) -> Block:
+    """The block with a residual and a norm, between an embedding and a head."""
+
+    def model(net: Any, words: torch.Tensor) -> Any:
+        hidden = net.embed(words)
+        hidden = hidden + net.block(net.norm(hidden))
+        return F.linear(hidden, net.embed.weight) if reads_by_hand else net.head(hidden)
+
+    def tie(net: Any) -> None:
+        if not head.get("bias", True):
+            net.head.weight = net.embed.weight
+
+    embed, norm = partial(nn.Embedding, 11, WIDTH), partial(nn.LayerNorm, WIDTH)
+    return formed(model, tie, embed=embed, norm=norm, block=block, head=linear(WIDTH, 11, **head))
+
+
+def shown(net: Any, words: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What would be cut is given with the result."""
+    inner = torch.relu(net.up(net.norm(net.embed(words))))
+    return net.down(inner), inner
+
+
+PLAIN = feed(lambda net, hidden: torch.relu(hidden))
+SHOWN = formed(
+    shown,
+    embed=partial(nn.Embedding, 11, WIDTH),
+    norm=partial(nn.LayerNorm, WIDTH),
+    up=linear(WIDTH, INNER),
+    down=linear(INNER, 11),
+)
+
+
+def loss_of(output: object, batch: object) -> torch.Tensor:
+    """Depends on all elements of what the model gives first."""
+    first: Any = output if isinstance(output, torch.Tensor) else output[0]  # type: ignore[index]
+    weights = torch.linspace(0.5, 1.5, first.numel(), dtype=first.dtype).view(first.shape)
+    return (first * weights).square().mean()  # type: ignore[no-any-return]
+
+
+Found = tuple[dict[str, torch.Tensor], dict[str, str], dict[str, str]]
+"""Losses and parameters after two updates, inferred rules, and what is left whole."""
+
+
+def trained(make: Block, num_ranks: int, *, rules: Any = "auto", loss: Any = loss_of, batch: Any = None) -> Found:
+    torch.manual_seed(0)
+    built = make().double()
+    with torch.no_grad():
+        for each in built.parameters():
+            each.add_(torch.randn_like(each) * 0.1)
+    given = {"words": WORDS} if batch is None else batch(built)
+
+    def run(channel: sw.Channel) -> Found:
+        engine = sw.parallelize(
+            deepcopy(built),
+            sw.Plan(mesh=sw.Mesh(tp=num_ranks), tensor=sw.Tensor(rules=rules if num_ranks > 1 else None)),
+            optimizer=sgd,
+            loss=loss,
+            channel=channel,
+            sample=given if batch is None else None,
+        )
+        losses = [engine.step(given).loss for _ in range(2)]
+        values = {name: value.clone() for name, value in sw.full(engine)}
+        values["losses"] = torch.tensor(losses, dtype=torch.float64)
+        return values, dict(engine.tensor_decision.inferred), dict(engine.tensor_decision.left)
+
+    first, *others = sw.simulate(num_ranks, run)
+    assert all(other[1:] == first[1:] for other in others)
+    return first
+
+
+def rules_of(
+    make: Block, num_ranks: int = 2, *, near: float = 1e-9, **how: Any
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The rules, and what is left whole, of a model that trains like one process."""
+    values, rules, left = trained(make, num_ranks, **how)
+    expected, _, _ = trained(make, 1, **how)
+    for name, value in expected.items():
+        assert torch.allclose(values[name], value, rtol=near, atol=near), name
+    return rules, left
+
+
+CUT: dict[str, tuple[Block, dict[str, str]]] = {
+    "a scale and a shift of features": (
+        feed(
+            lambda net, hidden: torch.tanh(hidden * net.scale + net.shift),
+            scale=lambda: nn.Parameter(torch.linspace(0.5, 2.0, INNER)),
+            shift=lambda: nn.Parameter(torch.linspace(-1.0, 1.0, INNER)),
+        ),
+        {"block.scale": "column(dim=0, groups=24)", "block.shift": "column(dim=0, groups=24)"},
+    ),
+    "gates beside values": (
+        feed(lambda net, hidden: gated(*hidden.chunk(2, dim=-1)), up=2 * INNER),
+        {"block.up": "column(parts=24+24, groups=24+24)"},
+    ),
+    "gates up to a number": (
+        feed(
+            lambda net, hidden: gated(hidden[..., : net.inner // 2], hidden[..., net.inner // 2 :]),
+            up=2 * INNER,
+            inner=lambda: 2 * INNER,
+        ),
+        {"block": "heads(attributes=inner, groups=24)", "block.up": "column(parts=24+24, groups=24+24)"},
+    ),
+    "fused by kind": (fused("phd"), {"block.qkv": "column(parts=16+16+16, groups=4+4+4)"}),
+    "fused by dim": (fused("hdp"), {"block.qkv": "column(groups=4)"}),
+    "heads that are counted": (fused("phd", is_counted=True), {"block": "heads(attributes=num_heads, groups=4)"}),
+    "heads in a view": (
+        heads(),
+        {"block": "heads(attributes=num_heads+num_kv_heads, groups=4)", "block.out": "row(groups=4)"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_can_be_cut_is_cut_and_right(name: str) -> None:
+    block, expected = CUT[name]
+    rules, _ = rules_of(around(block))
+    assert expected.items() <= rules.items()
+    assert {"embed": "vocab", "head": "vocab"}.items() <= rules.items()
+
+
+WHOLE: dict[str, tuple[Block, str]] = {
+    "centred in training": (feed(centred_in_training), "is not its part of the whole"),
+    "a buffer of features": (
+        feed(
+            lambda net, hidden: hidden * net.weights,
+            lambda net: net.register_buffer("weights", torch.linspace(0.5, 2.0, INNER)),
+        ),
+        "'mul' with a whole value",
+    ),
+    "convolved": (
+        feed(
+            lambda net, hidden: net.mix(hidden.transpose(1, 2)).transpose(1, 2),
+            mix=partial(nn.Conv1d, INNER, INNER, 3, padding=1),
+        ),
+        "'convolution', which is not followed",
+    ),
+    "a norm that reads it too": (
+        read_by(
+            lambda net, hidden, inner: net.down(inner) + net.back(net.side(inner)),
+            side=partial(nn.LayerNorm, INNER),
+            back=linear(INNER, WIDTH),
+        ),
+        "'native_layer_norm' over dim 2",
+    ),
+    "a whole gate": (
+        formed(
+            lambda net, x: net.down(net.up(x) * torch.sigmoid(x.mean(-1, keepdim=True))),
+            up=linear(WIDTH, INNER),
+            down=linear(INNER, WIDTH),
+            gate=linear(WIDTH, 1),
+        ),
+        "1 group of features",
+    ),
+    "one group of heads": (heads(1), "for 2 ranks"),
+    "slopes of heads": (heads(is_sloped=True), "with a whole value"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_cut_is_whole_for_a_reason(name: str) -> None:
+    block, why = WHOLE[name]
+    rules, left = rules_of(around(block))
+    assert not any(name.startswith("block") for name in rules)
+    assert any(why in reason for name, reason in left.items() if name.startswith("block")), left
+
+
+MIXED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": torch.tanh,
+    "double": lambda h: h * 2,
+    "centred": centred,
+    "softmax": lambda h: h.softmax(-1),
+    "summed": lambda h: h.cumsum(-1),
+    "turned": lambda h: h.flip(-1),
+    "shifted": lambda h: h.roll(1, -1),
+    "along positions": lambda h: h - h.mean(1, keepdim=True),
+    "positions in turn": lambda h: h.cumsum(1),
+    "in fours": lambda h: h.unflatten(-1, (6, 4)).softmax(-1).flatten(-2),
+    "by sixes": lambda h: h.unflatten(-1, (4, 6)).cumsum(-2).flatten(-2),
+    "weighed": lambda h: h * torch.linspace(0.5, 2.0, INNER, dtype=h.dtype),
+    "its own gate": lambda h: h * torch.sigmoid(h),
+    "the largest": lambda h: h / (1 + h.abs().amax(-1, keepdim=True)),
+}
+
+
+def mixed(names: Sequence[str]) -> Block:
+    return feed(lambda net, hidden: one_after_another([MIXED[name] for name in names], hidden))
+
+
+@pytest.mark.parametrize("num_examples", [6, pytest.param(200, marks=pytest.mark.stress)])
+def test_whatever_is_between_two_maps_trains_like_one_process(num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None)
+    @given(st.lists(st.sampled_from(sorted(MIXED)), max_size=3), st.sampled_from([2, 3]))
+    def any_mix_is_right(names: list[str], num_ranks: int) -> None:
+        rules, left = rules_of(around(mixed(names)), num_ranks)
+        assert ("block.up" in rules) == ("block.down" in rules)
+        assert "block.up" in rules or left
+
+    any_mix_is_right()
+
+
+def test_heads_that_do_not_divide_among_the_ranks_are_cut_unevenly() -> None:
+    rules, _ = rules_of(around(heads()), 3)
+    assert rules["block.q"] == "column(groups=4)"
+
+
+def test_ties_are_cut_alike_and_what_is_read_by_hand_or_given_stays_whole() -> None:
+    rules, _ = rules_of(around(PLAIN, bias=False))
+    assert (rules["embed"], rules["head"]) == ("vocab", "vocab")
+    rules, _ = rules_of(around(PLAIN, reads_by_hand=True, bias=False))
+    assert "embed" not in rules
+    assert "block.up" in rules
+    rules, left = rules_of(SHOWN)
+    assert "up" not in rules
+    assert left["up"] == "the model gives it"
+
+
+def test_rules_of_ones_own_beat_what_is_inferred() -> None:
+    rules_of(around(PLAIN), rules={"*": "auto", "head": "replicate", "embed": "replicate"})
+
+
+def test_a_verification_compares_what_is_inferred_with_one_process() -> None:
+    report = sw.verify(
+        around(heads()),
+        sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
+        [{"words": WORDS}],
+        optimizer=sgd,
+        loss=loss_of,
+    )
+    assert report.verdict in ("equal", "rounding")
+    assert report.steps[0].tallies
+
+
+def inferred(make: Block, sample: Mapping[str, Any] | None = None) -> None:
+    plan = sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto"))
+
+    def run(channel: sw.Channel) -> None:
+        sw.parallelize(seeded(make)(), plan, optimizer=sgd, loss=loss_of, channel=channel, sample=sample)
+
+    sw.simulate(2, run)
+
+
+REFUSED = Refusals(
+    "engine.inferred_rules",
+    {
+        "own rules that break them": lambda: trained(around(PLAIN), 2, rules={"*": "auto", "block.up": "replicate"}),
+        "no sample": lambda: inferred(around(PLAIN)),
+        "nothing to cut": lambda: inferred(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), {"input": torch.ones(2, 4)}
+        ),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_inferred_is_refused(case: str) -> None:
+    REFUSED.check(case)
+
+
+def test_weights_of_zeros_do_not_hide_what_is_wrong() -> None:
+    torch.manual_seed(0)
+    model: Any = around(heads())().double()
+    for each in (model.block.v, model.block.k, model.block.out):
+        nn.init.zeros_(each.weight)
+    outline = tensor_outline(model)
+    rules = {f"block.{name}": "column" for name in "qkv"} | {"block.out": "row"}
+    with pytest.raises(RehearsalError, match="is not its part"):
+        rehearse(model, outline, plan_tensor(outline, rules, num_ranks=2), lambda: model(WORDS))
+    assert not model.block.v.weight.any()
+
+
+# -- models of transformers that carry no plan
+
+TEXT = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+PARTS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+WIDE = {"vocab_size": 40, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, **PARTS}
+NARROW = {"intermediate_size": 24}
+SPEECH = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16, "decoder_start_token_id": 1}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SOUND = {"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2}
+POSITIONS = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+
+MODELS: dict[str, tuple[str, dict[str, Any], tuple[str, str]]] = {
+    "falcon": (
+        "ForCausalLM",
+        {**TEXT, "new_decoder_architecture": True, "num_kv_heads": 2},
+        ("transformer.h.1.self_attention.query_key_value", "column(groups=2)"),
+    ),
+    "t5": (
+        "ForSeq2SeqLM",
+        {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias", "column(groups=4)"),
+    ),
+    "whisper": ("", {**WIDE, **SPEECH, **TOKENS}, ("encoder.layers.0.self_attn.q_proj", "column(groups=4)")),
+    "wav2vec2": (
+        "",
+        {**TEXT, **NARROW, **SOUND, **POSITIONS},
+        ("encoder.layers.1.attention.out_proj", "row(groups=4)"),
+    ),
+}
+
+
+def tiny(kind: str) -> nn.Module:
+    """A model without dropout."""
+    import transformers as tf  # seconds, which to collect tests does not take
+
+    auto, sizes, _ = MODELS[kind]
+    config = tf.CONFIG_MAPPING[kind](**sizes)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    config.apply_spec_augment = False
+    model: nn.Module = getattr(tf, f"AutoModel{auto}").from_config(config)
+    # Newer versions of transformers carry plans for more models. These tests infer them.
+    for each in model.modules():
+        vars(each).update(_tp_plan={})
+        if (inner := getattr(each, "config", None)) is not None:
+            inner.base_model_tp_plan = None
+    return model
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_inferred_plan_of_a_model_of_transformers_gives_what_one_process_gives(kind: str) -> None:
+    *_, (module, rule) = MODELS[kind]
+    # The models compute in float32 here and there (norms, softmax, rotations), whatever they are given.
+    rules, _ = rules_of(
+        partial(tiny, kind),
+        near=2e-6,
+        loss=lambda output, _: next(iter(output.values())).double().square().mean(),
+        batch=sample_for,
+    )
+    assert rules[module] == rule
