@@ -6,7 +6,8 @@
     def test_refusals(case: str) -> None:
         REFUSED.check(case)
 
-A call may take a folder, an empty one. In messages its path is FOLDER, and a line of a program is its file and LINE.
+A call may take a folder, an empty one. In messages its path is FOLDER, a line of a program is its file and LINE, and
+the random number of a save is ATTEMPT.
 Whoever changes a message reads the difference.
 """
 
@@ -62,6 +63,7 @@ class Refusals(Mapping[str, Callable[..., object]]):
                 call(*([Path(folder)] if needed else []))
             except self._kind as error:
                 said = f"{type(error).__name__}: {error}".replace(folder, "FOLDER")
+                said = re.sub(r"\b[0-9a-f]{8}(?=-rank\d{5})", "ATTEMPT", said)
                 return re.sub(r"[\w./-]*/(\w+\.py):\d+", r"\1:LINE", said)
         raise AssertionError(f"{case!r} is not refused")
 

@@ -219,13 +219,14 @@ def really_dying(store: Store, n: int, *, mode: Mode = "before") -> Store:
 
 
 class FailingAt(Watched):
-    """The n-th operation raises `error` instead of being done; all others work."""
+    """The n-th operation raises `error` instead of being done; others work. for_ever: from it on nothing is written."""
 
-    def __init__(self, store: Store, n: int, error: OSError) -> None:
+    def __init__(self, store: Store, n: int, error: OSError, *, for_ever: bool = False) -> None:
         super().__init__(store)
         self._lock = threading.Lock()
         self._left = n
         self._error = error
+        self._for_ever = for_ever
 
     @property
     def failed(self) -> bool:
@@ -236,6 +237,55 @@ class FailingAt(Watched):
         with self._lock:
             self._left -= 1
             fails = self._left == 0
+            if self._for_ever:
+                fails = self._left <= 0 and operation.kind in WRITING
         if fails:
             raise self._error
         return act()
+
+
+WRITING = ("begin", "write", "end", "create")
+
+
+class Hooked(Watched):
+    """Calls a function before each operation, which may wait, or raise, and one after it."""
+
+    def __init__(
+        self,
+        store: Store,
+        before: Callable[[Operation], object] = lambda operation: None,
+        after: Callable[[Operation], object] = lambda operation: None,
+    ) -> None:
+        super().__init__(store)
+        self._before = before
+        self._after = after
+
+    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
+        self._before(operation)
+        result = act()
+        self._after(operation)
+        return result
+
+
+class Gate:
+    """Operations of these kinds wait while it is closed. It is open at first: savers look at the storage when made."""
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds
+        self._open = threading.Event()
+        self._open.set()
+        self.open, self.close = self._open.set, self._open.clear
+
+    def __call__(self, operation: Operation) -> None:
+        if operation.kind in self._kinds:
+            assert self._open.wait(60)
+
+
+def raising(number: int, *kinds: str) -> Callable[[Operation], None]:
+    """Operations of these kinds fail with this errno."""
+
+    def fail(operation: Operation) -> None:
+        if operation.kind in kinds:
+            raise OSError(number, os.strerror(number))
+
+    return fail

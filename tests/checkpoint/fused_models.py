@@ -93,12 +93,6 @@ def model_of(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return kind()
 
 
-STAGES = {
-    Apart: {"embedding": 0, "norm": 0, "q": 0, "k": 0, "v": 0, "out": 0, "gate": 1, "up": 1, "down": 1, "head": 1},
-    Fused: {"words": 0, "norm": 0, "qkv": 0, "out": 0, "gate_up": 1, "project": 1, "logits": 1},
-}
-
-
 def plan_of(
     kind: type[nn.Module],
     dp_shard: int = 1,
@@ -106,25 +100,13 @@ def plan_of(
     stage: int = 1,
     partition: Partition = "slice",
     compute: str | None = None,
-    pp: int = 1,
 ) -> sw.Plan:
     """A plan for one of the two models."""
     return sw.Plan(
-        mesh=sw.Mesh(pp=pp, dp_shard=dp_shard),
-        pipeline=sw.Pipeline(stages=STAGES[kind] if pp > 1 else None),
+        mesh=sw.Mesh(dp_shard=dp_shard),
         sharding=sw.Sharding(stage=stage, partition=partition, bucket_bytes=500),
         precision=sw.Precision(compute=compute),
     )
-
-
-LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    "one": {},
-    "slices": {"dp_shard": 2},
-    "whole-bf16": {"dp_shard": 2, "partition": "whole", "compute": "bfloat16"},
-    "three-bf16": {"dp_shard": 3, "compute": "bfloat16"},
-    "stages": {"pp": 2},
-}
-"""Arguments of `plan_of`."""
 
 
 def adamw(parameters: list[nn.Parameter], lr: float = 1e-2) -> torch.optim.Optimizer:
@@ -145,9 +127,7 @@ def engine_of(
 
 def train(engine: sw.Engine, channel: sw.Channel, updates: Iterable[int]) -> list[float]:
     """The losses of these updates."""
-    num_data_ranks = channel.size // engine.plan.mesh.pp
-    rank = channel.rank % num_data_ranks
-    return [engine.step(share_of(word_batch(update, 8), rank, num_data_ranks)).loss for update in updates]
+    return [engine.step(share_of(word_batch(update, 8), channel.rank, channel.size)).loss for update in updates]
 
 
 def wholes(states: Iterable[Mapping[sw.Piece, torch.Tensor]]) -> Whole:

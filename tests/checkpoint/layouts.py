@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.plan.specs import Owners, Partition
-from shardwise.plan.tensor_cuts import plan_tensor
-from shardwise.space import Portion
 from tests.engine.models import NUM_WORDS, word_batch, word_loss
 from tests.engine.oracle import share_of
 
@@ -185,14 +182,6 @@ def train(engine: sw.Engine, channel: sw.Channel, updates: Iterable[int]) -> lis
     return losses
 
 
-def portions_of(plan: sw.Plan, rank: int) -> Mapping[str, Portion]:
-    """What this rank has of the parameters that are cut along `tp`."""
-    if plan.tensor.rules is None:
-        return {}
-    tensor_plan = plan_tensor(tensor_outline(odd()), plan.tensor.rules, num_ranks=plan.mesh.tp)
-    return tensor_plan.portions(plan.mesh.coordinates(rank)["tp"])
-
-
 def assembled(states: Iterable[Mapping[sw.Piece, torch.Tensor]]) -> Whole:
     """Whole tensors out of the pieces of all ranks, element by element; replicas have to agree."""
     whole: Whole = {}
@@ -213,3 +202,24 @@ def assembled(states: Iterable[Mapping[sw.Piece, torch.Tensor]]) -> Whole:
     for name in [name for name in whole if name.startswith("seen ")]:
         assert bool(whole.pop(name).all()), name
     return whole
+
+
+def state_of(engine: sw.Engine) -> dict[sw.Piece, torch.Tensor]:
+    """What this rank holds now."""
+    return {piece: tensor.clone() for piece, tensor in engine.state().items()}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whatever their shapes."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def masters_of(whole: Whole) -> Whole:
+    """A state under the names that every precision has: a master under its parameter's, instead of the working copy."""
+    master = "/master"
+    named = {name: tensor for name, tensor in whole.items() if not name.endswith(master)}
+    return named | {
+        name.removeprefix("optimizer/").removesuffix(master): tensor
+        for name, tensor in whole.items()
+        if name.endswith(master)
+    }

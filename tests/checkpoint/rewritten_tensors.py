@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
+import shardwise as sw
+from shardwise.checkpoint import Loaded
 from shardwise.space import Piece
 from tests.checkpoint.cut_tensors import Cut, Pieces, cut
 from tests.checkpoint.small_states import same_tensor
@@ -157,3 +161,12 @@ def blank(shares: Sequence[Pieces]) -> list[Pieces]:
 def same_pieces(one: Pieces, other: Pieces) -> bool:
     """Equal to the bit."""
     return one.keys() == other.keys() and all(same_tensor(tensor, other[piece]) for piece, tensor in one.items())
+
+
+CUTS: list[tuple[Cut, Cut]] = [("rows", "columns"), ("columns", "runs"), ("runs", "rows"), ("rows", "runs")]
+"""How tensors are cut that are saved, and that are loaded."""
+
+
+def load_all(path: Path, states: list[Any], **arguments: Any) -> list[Loaded]:
+    """A load by as many ranks as there are states."""
+    return sw.simulate(len(states), lambda channel: sw.load(path, states[channel.rank], channel=channel, **arguments))

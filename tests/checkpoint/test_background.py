@@ -1,9 +1,8 @@
-"""Saves in the background: what they hold, when they fail, and what they leave of memory and threads."""
+"""Saves in the background: what they hold, how they fail, whom they wait for, and what they leave of memory."""
 
 import errno
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,41 +12,23 @@ import torch
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import AsyncSaver, LocalStore
-from shardwise.checkpoint.stores import Store
+from shardwise.checkpoint.saves import list_saves
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError, PeerError
-from tests.checkpoint.faulty import Counting, Operation, T, Watched
+from tests.checkpoint.faulty import WRITING, Counting, Gate, Hooked, Operation, raising
 from tests.checkpoint.small_states import contents, loaded, rubbish, same, share_of_state, whole_state
 from tests.forks.programs import started
 
-SECONDS = 30
+FULL, FULL_DATA = raising(errno.ENOSPC, *WRITING), raising(errno.ENOSPC, "begin")
 
 
-class Gated(Watched):
-    """Nothing is written while the gate is closed. It is open when the saver is made, which looks at the storage."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
-        if operation.kind in ("begin", "create"):
-            assert self.gate.wait(SECONDS)
-        return act()
+def share(seed: int, channel: Channel) -> dict[sw.Piece, torch.Tensor]:
+    return share_of_state(whole_state(seed), channel.rank, channel.size)
 
 
-class Broken(Watched):
-    """While it is broken nothing can be written."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self.is_broken = False
-
-    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
-        if self.is_broken and operation.kind in ("begin", "create"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return act()
+def own(channel: Channel) -> dict[sw.Piece, torch.Tensor]:
+    """A tensor that no other rank has, so that each rank has a file."""
+    return {sw.Piece(name=f"w{channel.rank}", dtype="float32", global_shape=(2,)): torch.ones(2)}
 
 
 def savers() -> list[threading.Thread]:
@@ -59,18 +40,20 @@ def savers() -> list[threading.Thread]:
 def test_the_save_holds_the_values_at_its_call_whatever_becomes_of_the_state(
     size: int, layout: Literal["pieces", "whole"], tmp_path: Path
 ) -> None:
-    stores = [Gated(LocalStore(tmp_path)) for _ in range(size)]
+    gate = Gate("begin", "create")
+    store = Hooked(LocalStore(tmp_path), gate)
 
     def run(channel: Channel) -> None:
-        state = share_of_state(whole_state(1), channel.rank, size)
-        with AsyncSaver(stores[channel.rank], layout=layout, channel=channel) as saver:
-            stores[channel.rank].gate.clear()
+        state = share(1, channel)
+        with AsyncSaver(store, layout=layout, channel=channel) as saver:
+            channel.exchange(b"", purpose="all have looked at the storage")
+            gate.close()
             saver.save(state, extra={"step": 4})
             for tensor in state.values():
                 tensor.zero_()
             assert not list(tmp_path.rglob("*.safetensors"))
             channel.exchange(b"", purpose="all have changed their states")
-            stores[channel.rank].gate.set()
+            gate.open()
             report = saver.wait()
             assert report is not None
             assert (report.step, report.num_tensors, report.location) == (4, 5, str(tmp_path / "save-00000001"))
@@ -83,128 +66,90 @@ def test_the_save_holds_the_values_at_its_call_whatever_becomes_of_the_state(
     assert savers() == []
 
 
-def test_what_is_written_in_the_background_is_what_is_written_at_once(tmp_path: Path) -> None:
-    def run(channel: Channel) -> None:
-        state = share_of_state(whole_state(1), channel.rank, 2)
-        sw.save(tmp_path / "sync", state, channel=channel)
-        with AsyncSaver(tmp_path / "async", channel=channel) as saver:
-            saver.save(state)
-
-    sw.simulate(2, run)
-    one, other = (
-        [data for name, data in sorted(contents(tmp_path / how).items(), key=lambda each: each[0][-12:])]
-        for how in ("sync", "async")
-    )
-    data_files = [at for at, data in enumerate(one) if b"__metadata__" in data[:64]]
-    assert len(data_files) == 2
-    assert [one[at] for at in data_files] == [other[at] for at in data_files]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("bad", [{0}, {1}, {1, 2}])
 @pytest.mark.parametrize("call", ["save", "wait", "close"])
-def test_a_failure_surfaces_at_the_next_call_on_all_ranks_and_the_one_after_saves(
-    call: str, victim: int, tmp_path: Path
+def test_a_failure_is_told_once_to_all_at_the_next_call_by_those_who_met_it_and_the_one_after_saves(
+    call: str, bad: set[int], tmp_path: Path
 ) -> None:
     checkpoint.save(tmp_path, whole_state(1))
     before = contents(tmp_path)
-    broken = Broken(LocalStore(tmp_path))
+    is_full = False
+
+    def when_full(operation: Operation) -> None:
+        if is_full:
+            FULL(operation)
 
     def run(channel: Channel) -> str:
-        saver = AsyncSaver(broken if channel.rank == victim else tmp_path, channel=channel)
-        broken.is_broken = True
-        state = share_of_state(whole_state(2), channel.rank, 2)
-        saver.save(state)
+        nonlocal is_full
+        store = Hooked(LocalStore(tmp_path), when_full) if channel.rank in bad else LocalStore(tmp_path)
+        saver = AsyncSaver(store, channel=channel)
+        channel.exchange(b"", purpose="all have looked at the storage")
+        is_full = True
+        saver.save(own(channel))
         with pytest.raises(CheckpointError) as caught:
-            {"save": lambda: saver.save(state), "wait": saver.wait, "close": saver.close}[call]()
+            {"save": lambda: saver.save(own(channel)), "wait": saver.wait, "close": saver.close}[call]()
+        saver.close()  # says nothing any more
         channel.exchange(b"", purpose="all have seen the error")
         assert contents(tmp_path) == before
-        broken.is_broken = False
+        is_full = False
         channel.exchange(b"", purpose="the disk has room again")
-        saver.save(state)
+        saver.save(share(2, channel))
         saver.close()
         return str(caught.value)
 
-    first, second = sw.simulate(2, run)
-    assert first == second
-    assert f"rank {victim}: {tmp_path}/save-00000002/" in first
-    assert "cannot be written: No space left on device" in first
-    assert "nothing was committed" in first
+    told = sw.simulate(3, run)
+    assert set(told) == {told[0]}
+    assert [line.split(":")[0] for line in told[0].splitlines()] == [f"rank {rank}" for rank in sorted(bad)]
+    said = "cannot be written: No space left on device"
+    assert told[0].count(said) == told[0].count("nothing was committed") == len(bad)
     assert same(loaded(tmp_path)[0], whole_state(2))
     assert rubbish(tmp_path) == []
     assert savers() == []
 
 
-def test_what_a_rank_wrote_after_another_had_given_up_is_removed(tmp_path: Path) -> None:
-    broken, late = Broken(LocalStore(tmp_path)), Gated(LocalStore(tmp_path))
+def test_what_ranks_write_after_rank_0_has_given_up_is_removed_and_they_have_nothing_to_tell(tmp_path: Path) -> None:
+    late = Gate("write")
+    late.close()
 
-    def run(channel: Channel) -> None:
-        saver = AsyncSaver(late if channel.rank else broken, channel=channel)
-        broken.is_broken = True
-        late.gate.clear()
-        saver.save(share_of_state(whole_state(1), channel.rank, 2))
-        while channel.rank == 0 and len(savers()) > 1:
+    def run(channel: Channel) -> str:
+        saver = AsyncSaver(Hooked(LocalStore(tmp_path), late if channel.rank else FULL_DATA), channel=channel)
+        saver.save(own(channel))
+        channel.exchange(b"", purpose="all have begun")
+        while channel.rank == 0 and len(savers()) > 2:
             os.sched_yield()
         channel.exchange(b"", purpose="rank 0 has given up and cleaned up")
-        late.gate.set()
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        late.open()
+        with pytest.raises(CheckpointError) as caught:
             saver.wait()
+        return str(caught.value)
 
-    sw.simulate(2, run)
+    told = sw.simulate(3, run)
+    assert set(told) == {told[0]}
+    assert [line.split(":")[0] for line in told[0].splitlines()] == ["rank 0"]
     assert contents(tmp_path) == {}
 
 
-def test_a_save_that_cannot_be_begun_says_so_at_once_and_the_next_works(tmp_path: Path) -> None:
-    def run(channel: Channel) -> None:
-        with AsyncSaver(tmp_path, channel=channel) as saver:
-            good = {"w": torch.ones(1)}
-            bad: Any = {"w": 1.5}
-            with pytest.raises(CheckpointError, match="rank 1: 'w' is a float, not a tensor"):
-                saver.save(bad if channel.rank else good)
-            saver.save(good)
-
-    sw.simulate(2, run)
-    assert [file.name for file in tmp_path.iterdir()] == ["save-00000001"]
-
-
-def test_what_is_no_rewrite_is_refused_when_the_saver_is_made(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"rewrite is a str; give sw\.Rewrite\(text\)"):
-        AsyncSaver(tmp_path, rewrite="a -> c")  # type: ignore[arg-type]
-
-
-def test_one_snapshot_is_used_by_all_saves_and_given_back(tmp_path: Path) -> None:
-    state = {"w": torch.arange(1000.0)}
-    with AsyncSaver(tmp_path) as saver:
-        places = set()
-        for step in range(4):
-            state["w"] += 1
-            saver.save(state, step=step)
-            places.add(saver._snapshot._blocks[0].data_ptr())
-        assert len(places) == 1
-        assert saver._snapshot.num_bytes == 4000
-        assert (saver.counters.waited_bytes, saver.counters.queued_bytes) == (4 * 4000, 0)
-    assert saver._snapshot.num_bytes == 0
-    for step in range(4):
-        assert torch.equal(checkpoint.open(tmp_path, step=step).read("w"), torch.arange(1000.0) + step + 1)
-
-
-def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
+def test_saves_follow_each_other_one_at_a_time_of_states_that_grow(tmp_path: Path) -> None:
     store = Counting(LocalStore(tmp_path))
+    sizes = (3, 1000, 10)
     with AsyncSaver(store) as saver:
-        for _ in range(3):
-            saver.save(whole_state(1))
+        for size in sizes:
+            saver.save({"w": torch.arange(size)}, step=size)
             assert len(savers()) <= 1
+        assert (saver.counters.waited_bytes, saver.counters.queued_bytes) == (8 * sum(sizes), 0)
     begun = 0
     for operation in store.operations:
         begun += operation.kind == "begin" and operation.name.endswith(".safetensors")
         begun -= operation.kind == "create"
         assert begun in (0, 1)
-    assert store.num_operations["create"] == 3
+    for size in sizes:
+        assert torch.equal(checkpoint.open(tmp_path, step=size).read("w"), torch.arange(size))
 
 
 def test_training_that_fails_leaves_a_save_that_was_written(tmp_path: Path) -> None:
     def run(channel: Channel) -> None:
         with AsyncSaver(tmp_path, channel=channel) as saver:
-            saver.save(share_of_state(whole_state(1), channel.rank, 2))
+            saver.save(share(1, channel))
             while not [*tmp_path.rglob("*-rank00001.report.json"), *tmp_path.rglob("manifest.json")]:
                 channel.exchange(b"", purpose="rank 1 is still writing")
                 os.sched_yield()
@@ -218,13 +163,13 @@ def test_training_that_fails_leaves_a_save_that_was_written(tmp_path: Path) -> N
 
 def test_a_lost_peer_is_an_error_and_nobody_waits_for_its_report(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, whole_state(1))
-    gated = Gated(LocalStore(tmp_path))
-    errors = []
+    gate, errors = Gate("begin", "create"), []
 
     def run(channel: Channel) -> None:
-        saver = AsyncSaver(gated if channel.rank else tmp_path, channel=channel)
-        gated.gate.clear()
-        saver.save(share_of_state(whole_state(2), channel.rank, 2))
+        saver = AsyncSaver(Hooked(LocalStore(tmp_path), gate) if channel.rank else tmp_path, channel=channel)
+        if channel.rank:
+            gate.close()
+        saver.save(share(2, channel))
         if channel.rank:
             raise SystemExit("lost")
         with pytest.raises(PeerError) as caught:
@@ -235,7 +180,7 @@ def test_a_lost_peer_is_an_error_and_nobody_waits_for_its_report(tmp_path: Path)
     with pytest.raises(SystemExit):
         sw.simulate(2, run)
     assert len(errors) == 1
-    gated.gate.set()
+    gate.open()
     for thread in savers():
         thread.join()
     assert same(loaded(tmp_path)[0], whole_state(1))
@@ -243,7 +188,8 @@ def test_a_lost_peer_is_an_error_and_nobody_waits_for_its_report(tmp_path: Path)
     assert rubbish(tmp_path) == []
 
 
-PROGRAM = """
+PROGRAMS = {
+    "that ends after the call": """
 import sys, threading, torch
 from shardwise.checkpoint import AsyncSaver, LocalStore
 
@@ -254,23 +200,106 @@ class Late(LocalStore):
         return super().write(name, num_bytes=num_bytes)
 
 saver = AsyncSaver(Late(sys.argv[1]))
-saver.save({"w": torch.arange(5)}, extra={"step": 7})
-"""
+saver.save({"w": torch.arange(1000)}, extra={"step": 7})
+""",
+    "whose disk is full": """
+import resource, signal, sys, torch, shardwise as sw
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+saver = sw.checkpoint.AsyncSaver(sys.argv[1])
+saver.save({"w": torch.arange(1000)})
+""",
+}
 
 
-def test_a_program_that_ends_after_the_call_leaves_a_committed_save(tmp_path: Path) -> None:
-    with started(["-c", PROGRAM, str(tmp_path)]) as program:
-        _, err = program.communicate(timeout=100)
-        assert (program.wait(timeout=0), err) == (0, "")
-    target = {"w": torch.zeros(5, dtype=torch.int64)}
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_its_save_in_the_end_or_is_told_why_not(program: str, tmp_path: Path) -> None:
+    with started(["-c", PROGRAMS[program], str(tmp_path)]) as running:
+        _, err = running.communicate(timeout=100)
+        assert running.wait(timeout=0) == 0
+    if "full" in program:
+        assert "shardwise: a save in the background was not made: " in err
+        assert "File too large" in err
+        return
+    assert err == ""
+    target = {"w": torch.zeros(1000, dtype=torch.int64)}
     assert sw.load(tmp_path, target) == {"step": 7}
-    assert torch.equal(target["w"], torch.arange(5))
+    assert torch.equal(target["w"], torch.arange(1000))
     assert checkpoint.verify(tmp_path).good
 
 
-def test_a_state_may_grow_between_saves(tmp_path: Path) -> None:
-    with AsyncSaver(tmp_path) as saver:
-        for num_elements in (3, 1000, 10):
-            saver.save({"w": torch.arange(num_elements)}, step=num_elements)
-    for num_elements in (3, 1000, 10):
-        assert torch.equal(checkpoint.open(tmp_path, step=num_elements).read("w"), torch.arange(num_elements))
+@pytest.mark.parametrize("breaks", [False, True])
+def test_check_waits_for_no_disk_and_says_how_a_save_ended(breaks: bool, tmp_path: Path) -> None:
+    gate = Gate("begin")
+
+    def run(channel: Channel) -> None:
+        def fail(operation: Operation) -> None:
+            gate(operation)
+            if breaks and channel.rank == 1 and operation.kind == "begin":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        saver = AsyncSaver(Hooked(LocalStore(tmp_path), fail), channel=channel)
+        channel.exchange(b"", purpose="all have looked at the storage")
+        gate.close()
+        assert saver.check() is None  # none is under way
+        saver.save(share(1, channel), step=3)
+        assert saver.check() is None
+        assert not saver.has_failed
+        channel.exchange(b"", purpose="all have looked")
+        gate.open()
+        if breaks:
+            while channel.rank == 1 and not saver.has_failed:  # rank 0 hears of it sooner or later
+                os.sched_yield()
+            channel.exchange(b"", purpose="rank 1 has ended")
+            with pytest.raises(CheckpointError, match=r"rank 1: .*Input/output error"):
+                saver.check()
+        else:
+            while (report := saver.check()) is None:
+                os.sched_yield()
+            assert report.step == 3
+        saver.close()
+
+    sw.simulate(2, run)
+    assert list_saves(LocalStore(tmp_path)).committed == (() if breaks else (1,))
+
+
+def test_a_rank_that_still_writes_is_waited_for_however_long(tmp_path: Path) -> None:
+    """The clock of `timeout_seconds` begins when the other ranks have ended, not when rank 0 has."""
+    gate, num_looks = Gate("begin"), 0
+
+    def look(operation: Operation) -> None:
+        nonlocal num_looks
+        num_looks += operation.kind == "names"
+
+    def run(channel: Channel) -> None:
+        store = Hooked(LocalStore(tmp_path), gate if channel.rank else look)
+        with AsyncSaver(store, channel=channel, timeout_seconds=0.05) as saver:
+            channel.exchange(b"", purpose="all have looked at the storage")
+            gate.close()
+            saver.save(share(1, channel))
+            begun = num_looks
+            while channel.rank == 0 and num_looks < begun + 12:  # its thread looks for the report, with pauses
+                os.sched_yield()
+            channel.exchange(b"", purpose="rank 0 would have given up long ago")
+            gate.open()
+
+    sw.simulate(2, run)
+    assert same(loaded(tmp_path)[0], whole_state(1))
+
+
+def test_storage_that_is_lost_later_is_an_error_after_the_timeout(tmp_path: Path) -> None:
+    is_lost = False
+
+    class Unmounted(LocalStore):
+        def names(self, folder: str = "") -> Any:
+            return iter([]) if is_lost else super().names(folder)
+
+    def run(channel: Channel) -> None:
+        nonlocal is_lost
+        saver = AsyncSaver(tmp_path if channel.rank else Unmounted(tmp_path), channel=channel, timeout_seconds=0.2)
+        saver.save(share(1, channel))
+        is_lost = True
+        saver.close()
+
+    with pytest.raises(CheckpointError, match=r"0\.2 s have passed, and .*-rank00001\.report\.json is not there"):
+        sw.simulate(2, run)

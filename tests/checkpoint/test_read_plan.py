@@ -17,12 +17,9 @@ from shardwise.checkpoint.read_plan import (
     missing,
     plan_reads,
 )
-from shardwise.plan import Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.space import BlockPart, Box, Mesh, Move, Piece
-from tests.costs import seconds_of
+from shardwise.space import BlockPart, Box, Move, Piece
 from tests.properties import tried
-from tests.space.layouts import Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, runs_within, shapes
 
 proven = tried(25)
@@ -262,30 +259,8 @@ def test_missing_elements_are_counted_one_by_one_also_where_stored_pieces_overla
     assert missing(stored_in_files(pieces), wanted) == expected
 
 
-def test_missing_of_a_fine_grid_is_quick_and_finds_the_hole() -> None:
-    layout = Layout(Mesh(dp_shard=32, tp=32), {"dp_shard": Shard(0), "tp": Shard(1)})
-    grid = [layout.piece(rank, name="w", dtype="float32", global_shape=(10**6, 10**6)) for rank in range(1024)]
-    whole = Piece(name="w", dtype="float32", global_shape=(10**6, 10**6))
-    with_a_hole = grid[:517] + grid[518:]
-    needed, counts = seconds_of(lambda: [missing(stored_in_files(each), whole) for each in (grid, with_a_hole)], 5)
-    assert counts == [0, (10**6 // 32) ** 2]
-    assert needed < 5
-
-
 def box(shape: Shape, offset: Shape, size: Shape) -> Piece:
     return Piece(name="w", dtype="int8", global_shape=shape, offset=offset, shape=size)
-
-
-def test_the_figure_is_what_is_planned() -> None:
-    boxes = [box((9, 4), (0, 0), (9, 1)), box((9, 4), (0, 0), (4, 4)), box((9, 4), (3, 0), (3, 4))]
-    stored = stored_in_files([box((9, 4), (0, 0), (9, 4))])
-    wanted = [[each] for each in boxes]
-    case = Case(stored=stored, wanted=wanted, readers=frozenset({0, 1, 2}), block_bytes=4)
-    letters = [""] * 9
-    for letter, plan in zip("abc", case.plans(), strict=True):
-        for span in plan.reads:
-            letters[span.first_block : span.last_block] = letter * (span.last_block - span.first_block)
-    assert "".join(letters) == "abbbacaaa"
 
 
 def test_strips_read_only_the_blocks_that_they_touch() -> None:
@@ -314,116 +289,7 @@ def test_what_all_need_is_read_in_equal_parts_by_all_who_see_the_storage() -> No
                 assert plan.reads == ()
 
 
-def test_readers_share_what_only_others_need() -> None:
-    pieces = [Piece(name=f"w{at}", dtype="int8", global_shape=(8,)) for at in range(90)]
-    wanted = [[], [], [], pieces]
-    case = Case(stored=stored_in_files(pieces), wanted=wanted, readers=frozenset({0, 1, 2}), block_bytes=8)
-    *nums_reads, of_the_last = [len(plan.reads) for plan in case.plans()]
-    assert of_the_last == 0
-    assert sum(nums_reads) == 90
-    assert max(nums_reads) - min(nums_reads) <= 4, "they are scattered, not counted off"
-
-
-@pytest.mark.parametrize("period", [2, 3, 4])
-def test_pieces_of_different_sizes_in_turns_are_shared_evenly(period: int) -> None:
-    sizes = [8 if at % period == 0 else 1 for at in range(60 * period)]  # weight, bias, weight, bias, ...
-    pieces = [Piece(name=f"w{at}", dtype="int8", global_shape=(size,)) for at, size in enumerate(sizes)]
-    wants = pieces
-    case = Case(
-        stored=stored_in_files(pieces), wanted=[wants] * period, readers=frozenset(range(period)), block_bytes=8
-    )
-    shares = [plan.read_bytes / (sum(sizes) / period) for plan in case.plans()]
-    assert max(shares) < 1.15
-
-
 def test_a_wanted_tensor_that_is_not_stored_is_an_error() -> None:
     piece = Piece(name="w", dtype="int8", global_shape=(8,))
     with pytest.raises(KeyError, match="v"):
         plan_reads(stored_in_files([piece]), [[replace(piece, name="v")]], 0, block_bytes=8, readers={0})
-
-
-def slices(ownership: Ownership, parameters: Sequence[Parameter]) -> list[list[Piece]]:
-    """What every owner has of the flat buckets, as runs of parameters."""
-    shape_of = {parameter.name: parameter.shape for parameter in parameters}
-    held: list[list[Piece]] = [[] for _ in range(ownership.num_owners)]
-    for bucket in ownership.buckets:
-        part = bucket.counts[0]
-        for slot in bucket.slots:
-            start = slot.start
-            while start < slot.run.stop:
-                owner = start // part
-                stop = min(slot.run.stop, (owner + 1) * part)
-                run = (start - slot.start, stop - slot.start)
-                held[owner].append(Piece(name=slot.name, dtype="float32", global_shape=shape_of[slot.name], run=run))
-                start = stop
-    return held
-
-
-def parameters_of_a_large_model(num_parameters: int) -> list[Parameter]:
-    shapes = [(4096, 4096), (4096,), (14336, 4096), (1024, 4096), (4096,)]
-    return [
-        Parameter(
-            name=f"layers.{at // 5}.{at % 5}",
-            shape=shapes[at % 5],
-            dtype="bfloat16",
-            working="bfloat16",
-            master="float32",
-        )
-        for at in range(num_parameters)
-    ]
-
-
-def layout_of_slices(parameters: Sequence[Parameter], num_owners: int, bucket_bytes: int) -> list[list[Piece]]:
-    sharding = Sharding(bucket_bytes=bucket_bytes)
-    return slices(plan_ownership(parameters, sharding, num_owners=num_owners, num_replicas=1), parameters)
-
-
-def stored_by_writers(held: Sequence[Sequence[Piece]]) -> list[StoredPiece]:
-    stored = []
-    for writer, pieces in enumerate(held):
-        end = 0
-        for piece in pieces:
-            stored.append(StoredPiece(piece=piece, file=f"rank{writer:05}", start=end, checksums=None))
-            end += stored[-1].num_bytes
-    return stored
-
-
-@pytest.mark.parametrize(
-    ("num_parameters", "seconds"), [(2_500, 1.25), pytest.param(10_000, 5.0, marks=pytest.mark.stress)]
-)
-def test_one_of_a_thousand_ranks_plans_thousands_of_tensors_in_seconds(num_parameters: int, seconds: float) -> None:
-    parameters = parameters_of_a_large_model(num_parameters)
-    stored = stored_by_writers(layout_of_slices(parameters, 1024, 4 << 30))
-    wanted = layout_of_slices(parameters, 768, 3 << 30)
-
-    def plan_all() -> ReadPlan:
-        plan = plan_reads(stored, wanted, 123, block_bytes=1 << 18, readers=frozenset(range(768)))
-        for span in plan.reads:
-            for rank in plan.needers(span):
-                assert plan.transfers(span, rank)
-        return plan
-
-    needed, plan = seconds_of(plan_all, seconds)
-    assert needed < seconds
-    wanted_bytes = sum(want.num_elements * 4 for want in wanted[123])
-    read_bytes = sum(
-        min(span.last_block << 18, stored[span.ordinal].num_bytes) - (span.first_block << 18) for span in plan.reads
-    )
-    assert 0.9 * wanted_bytes < read_bytes < 1.1 * wanted_bytes
-
-
-@pytest.mark.parametrize(
-    ("num_tensors", "seconds"), [(20_000, 2.4), pytest.param(100_000, 12.0, marks=pytest.mark.stress)]
-)
-def test_very_many_tiny_tensors_are_planned_and_handed_out_in_seconds(num_tensors: int, seconds: float) -> None:
-    pieces = [Piece(name=f"w{at}", dtype="float32", global_shape=(4, 4)) for at in range(num_tensors)]
-    stored = stored_in_files(pieces)
-    wanted = [pieces]
-
-    def plan_all() -> int:
-        plan = plan_reads(stored, wanted, 0, block_bytes=1 << 18, readers={0})
-        return sum(len(moved) for span in plan.reads for _, moved in plan.transfers(span, 0))
-
-    needed, handed_out = seconds_of(plan_all, seconds)
-    assert needed < seconds
-    assert handed_out == num_tensors

@@ -1,35 +1,35 @@
-"""Folders of saves: their order, who wins one, what is read of them, and storage that only some ranks see."""
+"""Folders of saves: their order, which stay, what is read of them, and readers beside a program that removes them."""
 
+import errno
+import os
 import threading
-import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import LocalStore
-from shardwise.checkpoint.arrangement import arrange
-from shardwise.checkpoint.manifest import Head
-from shardwise.checkpoint.saves import clean_up
-from shardwise.checkpoint.stores import Store
-from shardwise.comm.channel import alone
+from shardwise.checkpoint import AsyncSaver, LocalStore, Store, local
+from shardwise.checkpoint.saves import clean_up, list_saves
+from shardwise.comm import Channel, alone
 from shardwise.errors import CheckpointError
-from tests.checkpoint.faulty import Operation, T, Watched
-from tests.checkpoint.layouts import LAYOUTS, engine_of
+from tests.checkpoint.faulty import Counting, Hooked, Operation
 from tests.checkpoint.small_states import (
-    Whole,
-    contents,
     empty_state,
     loaded,
     rubbish,
     same,
     save_state,
+    share_of_state,
     whole_state,
 )
+
+
+def steps(path: Path) -> list[int | None]:
+    return [checkpoint.open(path / f"save-{number:08d}").step for number in list_saves(LocalStore(path)).committed]
 
 
 def test_saves_of_several_layouts_lie_side_by_side_and_load_by_step_or_folder(tmp_path: Path) -> None:
@@ -42,26 +42,26 @@ def test_saves_of_several_layouts_lie_side_by_side_and_load_by_step_or_folder(tm
             assert extra == {"state": seed}
             assert extra.report.step == 10 * seed  # type: ignore[attr-defined]
     assert same(loaded(tmp_path)[0], whole_state(3))
-    with pytest.raises(CheckpointError, match="has no save of step 7; it has saves of these steps: 10, 20, 30"):
-        loaded(tmp_path, step=7)
+    save_state(tmp_path, 4)
+    checkpoint.save(tmp_path, whole_state(5), step=40)
+    assert same(loaded(tmp_path, step=40)[0], whole_state(5)), "of one step the newer one"
 
 
-def test_a_save_of_the_same_step_goes_before_the_older_one(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        checkpoint.save(tmp_path, whole_state(seed), step=5)
-    assert same(loaded(tmp_path, step=5)[0], whole_state(2))
+@pytest.mark.parametrize(
+    "num_tensors", [2_000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.timeout(600)])]
+)
+def test_very_many_tiny_tensors_of_two_ranks_are_saved_verified_and_loaded(num_tensors: int, tmp_path: Path) -> None:
+    state = {f"layers.{at}.weight": torch.full((3,), float(at)) for at in range(num_tensors)}
+    targets = [{name: torch.zeros(3) for name in state} for _ in range(2)]
+    sw.simulate(2, lambda channel: sw.save(tmp_path, state, channel=channel))
+    report = checkpoint.verify(tmp_path)
+    assert (report.good, report.num_tensors) == (True, num_tensors)
+    sw.simulate(2, lambda channel: sw.load(tmp_path, targets[channel.rank], channel=channel))
+    expected = torch.stack(list(state.values()))
+    assert all(torch.equal(torch.stack(list(target.values())), expected) for target in targets)
 
 
-def test_old_saves_are_pruned_and_numbers_go_on(tmp_path: Path) -> None:
-    for seed in range(1, 6):
-        save_state(tmp_path, seed)
-    assert checkpoint.prune(tmp_path, keep=2) == ["save-00000001", "save-00000002", "save-00000003"]
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["save-00000004", "save-00000005"]
-    save_state(tmp_path, 6)
-    assert same(loaded(tmp_path / "save-00000006")[0], whole_state(6))
-    assert checkpoint.prune(tmp_path, keep=9) == []
-    with pytest.raises(CheckpointError, match="keep is 0, which leaves no save"):
-        checkpoint.prune(tmp_path, keep=0)
+# Which stay
 
 
 def test_what_was_begun_after_a_commit_is_not_cleaned_up_with_it(tmp_path: Path) -> None:
@@ -76,166 +76,232 @@ def test_what_was_begun_after_a_commit_is_not_cleaned_up_with_it(tmp_path: Path)
     assert same(loaded(tmp_path)[0], whole_state(1))
 
 
-def test_a_good_load_follows_a_failed_one(tmp_path: Path) -> None:
-    save_state(tmp_path, 1, size=2)
-    target = empty_state()
-    with pytest.raises(CheckpointError, match="missing"):
-        checkpoint.load(tmp_path, {**target, "more": torch.ones(1)})
-    assert same(target, empty_state())
-    checkpoint.load(tmp_path, target)
-    assert same(target, whole_state(1))
+def test_the_newest_and_each_so_many_steps_stay_and_numbers_go_on(tmp_path: Path) -> None:
+    for seed in range(1, 7):
+        save_state(tmp_path, seed)  # of step 10 * seed
+    sw.save(tmp_path, whole_state(7))  # of no step
+    sw.save(tmp_path, whole_state(8), step=65)
+    assert checkpoint.prune(tmp_path, keep=1, keep_every=20) == [f"save-{n:08d}" for n in (1, 3, 5, 7)]
+    assert steps(tmp_path) == [20, 40, 60, 65]
+    assert checkpoint.prune(tmp_path, keep=1, keep_every=20) == checkpoint.prune(tmp_path, keep=9) == []
+    assert checkpoint.prune(tmp_path, keep=1, keep_every=40) == ["save-00000002", "save-00000006"]
+    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000004"]
+    save_state(tmp_path, 9)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["save-00000008", "save-00000009"]
 
 
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [("nothing", "holds no checkpoint: it does not exist"), ("empty", "holds no checkpoint: it is empty")],
-)
-def test_places_without_a_save_say_so(place: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for look in (loaded, checkpoint.verify, checkpoint.open):
-        with pytest.raises(CheckpointError, match=said):
-            look(tmp_path / place)
+def test_nothing_is_removed_for_a_save_that_lacks_bytes_or_cannot_be_read(tmp_path: Path) -> None:
+    for seed in range(1, 6):
+        save_state(tmp_path, seed)
+    for number in (3, 4):
+        data = next((tmp_path / f"save-{number:08d}").glob("*.safetensors"))
+        data.write_bytes(data.read_bytes()[:-1])
+    (tmp_path / "save-00000005/manifest.json").write_bytes(b"")
+    assert all(checkpoint.prune(tmp_path, keep=keep) == [] for keep in (5, 6, 7, 8))
+    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001"]
+    assert checkpoint.verify(tmp_path / "save-00000002").good
 
 
-class Meeting(Watched):
-    """Savers wait for each other before the commit."""
-
-    def __init__(self, store: Store, barrier: threading.Barrier) -> None:
-        super().__init__(store)
-        self._barrier = barrier
-
-    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
-        if operation.kind == "create" and operation.name.endswith("manifest.json"):
-            self._barrier.wait(30)
-        return act()
-
-
-def save_at_once(stores: Sequence[Store], seeds: Sequence[int]) -> list[CheckpointError | None]:
-    """One saver per store, each a thread that is alone; None for each that saved."""
-    outcomes: list[CheckpointError | None] = [None] * len(stores)
-
-    def run(at: int) -> None:
-        try:
-            state = whole_state(seeds[at])
-            sw.save(stores[at], state, extra={"state": seeds[at]}, channel=alone())
-        except CheckpointError as error:
-            outcomes[at] = error
-
-    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(stores))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+def test_files_that_users_put_beside_a_save_stay_and_those_of_dead_attempts_go(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    notes = tmp_path / "save-00000001" / "my_notes.txt"
+    notes.write_text("good run")
+    stray = notes.with_name("5e1f09ab-rank00000.safetensors")
+    stray.write_bytes(b"left by an attempt that was killed")
+    save_state(tmp_path, 2)
+    assert not stray.exists()
+    save_state(tmp_path, 3)
+    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001", "save-00000002"]
+    assert notes.read_text() == "good run"
+    assert checkpoint.verify(tmp_path).notes == ()
 
 
-@pytest.mark.parametrize("num_older", [0, 1])
-def test_of_savers_that_meet_one_wins_and_the_others_say_so(num_older: int, tmp_path: Path) -> None:
-    for _ in range(num_older):
-        save_state(tmp_path, 9)
-    barrier = threading.Barrier(4)
-    outcomes = save_at_once([Meeting(LocalStore(tmp_path), barrier) for _ in range(4)], range(4))
-    assert outcomes.count(None) == 1
-    for error in outcomes:
-        assert error is None or (
-            f"another program saved to {tmp_path} at the same time and committed save-0000000{num_older + 1} first"
-            in str(error)
-        )
-    found, extra = loaded(tmp_path)
-    assert extra == {"state": outcomes.index(None)}
-    assert same(found, whole_state(outcomes.index(None)))
-    assert checkpoint.verify(tmp_path).good
-    save_state(tmp_path, 8)
+class Counted:
+    """A state that counts its steps, as an engine does."""
+
+    def __init__(self, state: dict[sw.Piece, torch.Tensor]) -> None:
+        self._state = state
+        self.steps = 0
+
+    def state(self) -> dict[sw.Piece, torch.Tensor]:
+        return self._state
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["by the steps of the state", "by the steps given"])
+@pytest.mark.parametrize("later", [False, True])
+def test_saving_removes_what_does_not_stay(later: bool, counts: bool, tmp_path: Path) -> None:
+    def run(channel: Channel) -> None:
+        held = share_of_state(whole_state(1), channel.rank, 2)
+        counted = Counted(held)
+        with AsyncSaver(tmp_path, channel=channel, keep=1, keep_every=2) as saver:
+            for counted.steps in range(1, 6):
+                state: Any = counted if counts else held
+                step = None if counts else counted.steps
+                if later:
+                    saver.save(state, step=step)
+                else:
+                    sw.save(tmp_path, state, step=step, channel=channel, keep=1, keep_every=2)
+            with pytest.raises(CheckpointError, match="this save has none; give step="):
+                sw.save(tmp_path, held, channel=channel, keep=1, keep_every=2)
+
+    sw.simulate(2, run)
+    assert steps(tmp_path) == [2, 4, 5]
     assert rubbish(tmp_path) == []
 
 
-def test_savers_at_any_instant_win_one_number_each_or_say_that_they_lost(tmp_path: Path) -> None:
-    won: list[int] = []
-    for first in range(0, 40, 4):
-        seeds = range(first, first + 4)
-        outcomes = save_at_once([LocalStore(tmp_path) for _ in seeds], seeds)
-        assert None in outcomes
-        won += [seed for seed, error in zip(seeds, outcomes, strict=True) if error is None]
-        assert all(error is None or "another program saved to" in str(error) for error in outcomes)
-    saves = sorted(tmp_path.iterdir())
-    assert [folder.name for folder in saves] == [f"save-{number:08d}" for number in range(1, len(won) + 1)]
-    found = [loaded(folder) for folder in saves]
-    assert sorted(seed for _, extra in found for seed in [extra["state"]]) == won  # type: ignore[type-var]
-    assert all(same(state, whole_state(extra["state"])) for state, extra in found)  # type: ignore[arg-type]
-    save_state(tmp_path, 99)
-    assert rubbish(tmp_path) == []
-
-
-def test_a_save_of_an_engine_says_its_layout(tmp_path: Path) -> None:
-    plan = LAYOUTS["seven-slice"]
-    sw.simulate(7, lambda channel: sw.save(tmp_path, engine_of(plan, channel), channel=channel))
-    assert "dp_shard" in checkpoint.open(tmp_path).contents.layout
-    assert checkpoint.verify(tmp_path).good
-
-
-def tiny_states(num_tensors: int) -> Whole:
-    return {f"layers.{at}.weight": torch.full((3,), float(at)) for at in range(num_tensors)}
-
-
-def check_tiny(path: Path, num_tensors: int, size: int, *, seconds: float) -> None:
-    """Save, verify and load, in seconds of the processor: other tests may share it."""
-    began = time.process_time()
-    state = tiny_states(num_tensors)
-    targets = [{name: torch.zeros(3) for name in state} for _ in range(size)]
-    sw.simulate(size, lambda channel: sw.save(path, state, channel=channel))
-    report = checkpoint.verify(path)
-    assert report.good
-    assert report.num_tensors == num_tensors
-    sw.simulate(size, lambda channel: sw.load(path, targets[channel.rank], channel=channel))
-    expected = torch.stack(list(state.values()))
-    assert all(torch.equal(torch.stack(list(target.values())), expected) for target in targets)
-    assert time.process_time() - began < seconds
-
-
-@pytest.mark.stress
-def test_tens_of_thousands_of_tiny_tensors_are_saved_verified_and_loaded(tmp_path: Path) -> None:
-    check_tiny(tmp_path, 21_000, 1, seconds=24)
-    assert len(contents(tmp_path)) == 1 + 1 + 2  # manifest, data, tables of 20,000
-
-
-def test_many_tiny_tensors_of_two_ranks_are_saved_verified_and_loaded(tmp_path: Path) -> None:
-    check_tiny(tmp_path, 2_000, 2, seconds=12)
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("size", "seconds"), [(1, 110), (2, 300)])
-def test_a_hundred_thousand_tiny_tensors_are_saved_verified_and_loaded(
-    tmp_path: Path, size: int, seconds: float
+def test_a_mount_that_says_too_little_is_tried_and_a_full_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_tiny(tmp_path, 100_000, size, seconds=seconds)
+    said = os.statvfs_result((4096, 4096, 1 << 30, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: said)
+    for store in (tmp_path / "a", f"file://{tmp_path}/b", "memory://retention"):
+        sw.save(store, whole_state(1))
+
+    def fallocate(descriptor: int, num_bytes: int) -> None:
+        if num_bytes > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(local, "fallocate", fallocate)
+    with pytest.raises(CheckpointError, match=r"No space left on device; .* Keep fewer saves, make room, or save"):
+        sw.save(tmp_path / "c", whole_state(1))
+    assert not list((tmp_path / "c").rglob("*"))
 
 
-@pytest.mark.parametrize("start", [0, 1 << 19])
-@pytest.mark.parametrize("num_elements", [1 << 18, (1 << 19) + 3, 1 << 20])
-def test_replicas_of_a_large_run_share_its_elements_wherever_it_begins(start: int, num_elements: int) -> None:
-    size = start + num_elements + 5
-    ends = [(0, start), (start, start + num_elements), (start + num_elements, size)]
-    before, run, after = (sw.Piece(name="w", dtype="float32", global_shape=(size,), run=each) for each in ends)
-    alone_on = [[before] if start else [], [], [], [after]]
-    written = arrange([*([*each, run] for each in alone_on[:3]), alone_on[3]], "pieces", block_bytes=1 << 18).written
-    runs = sorted((piece.elements.start, piece.elements.stop) for rank in written for piece in rank)
-    assert (runs[0][0], runs[-1][1]) == (0, size)
-    assert all(stop == following for (_, stop), (following, _) in pairwise(runs))
-    parts = [sum(piece.num_elements for piece in rank if piece != before) for rank in written[:3]]
-    assert sum(parts) == num_elements
-    assert max(parts) < num_elements or num_elements == 1 << 18, "small ones stay whole"
+# Readers beside a program that keeps the newest save only
 
 
-def test_the_metadata_of_a_save_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sw.save(tmp_path, {"w": torch.ones(2)})
-    parsed: list[str] = []
+class PrunedAt(Hooked):
+    """Before the n-th operation, and every `again` operations after it, a newer save replaces all others."""
 
-    def noted(manifest: bytes, *, location: str) -> Head:
-        parsed.append(location)
-        return unpack(manifest, location=location)
+    def __init__(self, path: Path, n: int, *, again: int = 10**9) -> None:
+        super().__init__(LocalStore(path), self._count)
+        self._path = path
+        self._left, self._again = n, again
+        self._lock = threading.Lock()
+        self.seed = 1
+        """Of the newest save."""
 
-    unpack = Head.unpack
-    monkeypatch.setattr(Head, "unpack", noted)
-    sw.load(tmp_path, {"w": torch.zeros(2)})
-    assert parsed == [str(tmp_path / "save-00000001" / "manifest.json")]
+    def _count(self, operation: Operation) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._left = self._again
+                self.seed += 1
+                sw.save(self._path, whole_state(self.seed), extra={"state": self.seed}, channel=alone())
+                checkpoint.prune(self._path, keep=1)
+
+
+def load(store: Store, size: int = 1) -> int:
+    targets = [empty_state() for _ in range(size)]
+
+    def run(channel: Channel) -> int:
+        return int(sw.load(store, targets[channel.rank], channel=channel)["state"])
+
+    [seed] = set(sw.simulate(size, run))
+    assert all(same(target, whole_state(seed)) for target in targets)
+    return seed
+
+
+def read(store: Store) -> int:
+    catalogue = checkpoint.open(store)
+    try:
+        rows = catalogue.read("rows")
+    except CheckpointError as error:
+        if "was removed after it was opened" not in str(error):  # an open catalogue does not change
+            raise
+        return read(store)
+    assert torch.equal(rows, whole_state(catalogue.extra["state"])["rows"])
+    return int(catalogue.extra["state"])
+
+
+def verify(store: Store) -> int:
+    report = checkpoint.verify(store)
+    assert report.good
+    assert report.notes == ()
+    return int(report.location[-1:])
+
+
+def verify_all(store: Store) -> int:
+    reports = checkpoint.verify_all(store)
+    assert all(report.good for report in reports)
+    return int(reports[-1].location[-1:])
+
+
+def compare(store: Store) -> int:
+    difference = checkpoint.diff(store, store, model_only=True)
+    assert {row.finding for row in difference.tensors} <= {"values"}  # the two may be an older and a newer save
+    return int(difference.b.split(" (")[0][-1:])
+
+
+READERS: dict[str, Callable[[Any], int]] = {
+    "load": load,
+    "load by two": lambda store: load(store, 2),
+    "open": read,
+    "verify": verify,
+    "verify all": verify_all,
+    "diff": compare,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_save_that_is_removed_at_any_instant_is_read_as_the_newer_one(reader: str, tmp_path: Path) -> None:
+    save_state(tmp_path / "counted", 1)
+    counting = Counting(LocalStore(tmp_path / "counted"))
+    READERS[reader](counting)
+    for n in range(1, len(counting.operations) + 1):
+        path = tmp_path / str(n)
+        save_state(path, 1)
+        store = PrunedAt(path, n)
+        assert READERS[reader](store) in (1, 2)
+        assert store.seed == 2
+
+
+def test_saves_that_go_faster_than_they_are_read_are_given_up_after_a_bounded_number(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    for reader in (load, verify):
+        with pytest.raises(CheckpointError, match=r"is missing|cannot be read|No such file|was removed"):
+            reader(PrunedAt(tmp_path, 3, again=1))
+
+
+def test_a_folder_of_one_save_that_is_removed_says_what_is_missing(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    next((tmp_path / "save-00000001").glob("*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match=r"rank00000\.safetensors cannot be read: No such file"):
+        load(LocalStore(tmp_path / "save-00000001"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "grown"])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_diff_does_not_call_equal_what_is_not_there(damage: str, side: str, tmp_path: Path) -> None:
+    for name in "ab":
+        save_state(tmp_path / name, 1, size=2)
+    assert checkpoint.diff(tmp_path / "a", tmp_path / "b").equal
+    file = max((tmp_path / side).rglob("*.safetensors"))
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if damage == "cut" else file.read_bytes() + b"1")
+    said = rf"(?s){tmp_path / side}/save-00000001 is not as it was written.*{file.name}"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.diff(tmp_path / "a", tmp_path / "b")
+
+
+def test_verify_of_all_saves_finds_what_rots_in_older_ones(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):
+        save_state(tmp_path, seed)
+    assert [report.good for report in checkpoint.verify_all(tmp_path)] == [True] * 3
+    [file] = (tmp_path / "save-00000001").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (tmp_path / "save-00000002" / "manifest.json").write_text("{}")
+    assert checkpoint.verify(tmp_path).good
+    reports = checkpoint.verify_all(tmp_path)
+    assert [(each.good, len(each.findings)) for each in reports] == [(False, 1), (False, 1), (True, 0)]
+
+
+def test_the_metadata_of_a_save_is_read_once(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    store = Counting(LocalStore(tmp_path))
+    load(store)
+    assert sum(each.kind == "open" and each.name.endswith("manifest.json") for each in store.operations) == 1

@@ -1,18 +1,19 @@
 """Snapshots: the bytes of a save in blocks of memory, and what is left where a device gives no page-locked memory."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise.checkpoint import snapshots
 from shardwise.checkpoint.snapshots import Snapshot
 from shardwise.checkpoint.state_pieces import Held
 from shardwise.space import Piece
+from tests.checkpoint.small_limits import small_limits
 
 
 @pytest.fixture
-def locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def locked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Page-locked memory where there is no device: plain memory. The sizes that were asked for."""
     sizes: list[int] = []
     empty = torch.empty
@@ -23,8 +24,8 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return empty(*size, **kwargs)
 
     monkeypatch.setattr(torch, "empty", pretend)
-    monkeypatch.setattr(snapshots, "_BLOCK_BYTES", 8)
-    return sizes
+    with small_limits(8):
+        yield sizes
 
 
 def piece(name: str, size: int) -> Piece:

@@ -29,7 +29,7 @@ from tests.engine.checkpoints import (
     snapshot,
     train,
 )
-from tests.engine.expected import adamw, points, seeded, sgd, square_loss
+from tests.engine.expected import adamw, points, square_loss
 from tests.engine.oracle import Optimizers
 
 
@@ -79,7 +79,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
     return losses
 
 
-@pytest.mark.parametrize("num_before", [0, 1, 4])
+@pytest.mark.parametrize("num_before", [0, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_to_the_bit(optimizer: str, num_before: int) -> None:
     model, trainer = model_and_optimizer(OPTIMIZERS[optimizer])
@@ -98,48 +98,37 @@ def test_training_goes_on_to_the_bit(optimizer: str, num_before: int) -> None:
     assert ours.settings == theirs.settings
 
 
-@pytest.mark.parametrize("compute", [None, "bfloat16"])
-@pytest.mark.parametrize("sharding", [SLICES, WHOLE])
+def without_masters(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Masters in the place of working copies; nobody owns what has no elements."""
+    named = {name: value for name, value in tensors.items() if not name.endswith("/master")}
+    named |= {name.split("/")[1]: value for name, value in tensors.items() if name.endswith("/master")}
+    return {name: value for name, value in named.items() if "nothing" not in name.split("/")}
+
+
+@pytest.mark.parametrize(("sharding", "compute"), [(SLICES, None), (WHOLE, "bfloat16")])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_an_engine_saved_is_a_plain_models_own(optimizer: str, sharding: sw.Sharding, compute: str | None) -> None:
-    checkpoint = after(plan_of(2, sharding, compute=compute), OPTIMIZERS[optimizer], 2)
+def test_engines_and_plain_models_take_each_others_state(
+    optimizer: str, sharding: sw.Sharding, compute: str | None
+) -> None:
+    plan = plan_of(2, sharding, compute=compute)
+    checkpoint = after(plan, OPTIMIZERS[optimizer], 2)
     model, trainer = model_and_optimizer(OPTIMIZERS[optimizer], seed=1)
     take(TorchState(model, trainer), checkpoint)
-    again = saved_of(TorchState(model, trainer))
-    assert again.settings["optimizers"] == checkpoint.settings["optimizers"]
-    assert again.settings["ties"] == checkpoint.settings["ties"]
-    expected = {name: value for name, value in checkpoint.tensors.items() if not name.endswith("/master")}
-    expected |= {name.split("/")[1]: value for name, value in checkpoint.tensors.items() if name.endswith("/master")}
-    again.tensors.pop("nothing")
-    expected.pop("nothing")
-    assert_same_bits(again.tensors, expected)
-
-
-@pytest.mark.parametrize("compute", [None, "bfloat16"])
-@pytest.mark.parametrize("sharding", [SLICES, WHOLE])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_a_plain_model_saved_is_an_engines_own(optimizer: str, sharding: sw.Sharding, compute: str | None) -> None:
-    model, trainer = model_and_optimizer(OPTIMIZERS[optimizer])
-    steps(model, trainer, range(2))
-    checkpoint = saved_of(TorchState(model, trainer))
-    plan = plan_of(2, sharding, compute=compute)
+    plain = saved_of(TorchState(model, trainer))
 
     def run(channel: sw.Channel) -> Any:
         engine = engine_of(channel, plan, OPTIMIZERS[optimizer], seed=1)
-        load(engine, checkpoint)
+        load(engine, plain)
         held = snapshot(engine)
         train(engine, channel, range(2, 3))
         return held
 
     again = saved(sw.simulate(2, run))
+    assert_same_bits(without_masters(plain.tensors), without_masters(checkpoint.tensors))
+    assert_same_bits(again.tensors, {name: checkpoint.tensors[name] for name in again.tensors})
+    for key in ("optimizers", "ties"):
+        assert plain.settings[key] == checkpoint.settings[key]
     assert again.settings["optimizers"] == checkpoint.settings["optimizers"]
-    for name, value in again.tensors.items():
-        if name.endswith("/master"):
-            assert torch.equal(value, checkpoint.tensors[name.split("/")[1]])
-        elif name in checkpoint.tensors:
-            assert torch.equal(value, checkpoint.tensors[name].to(value.dtype))
-    gone = checkpoint.tensors.keys() - again.tensors.keys()
-    assert all("nothing" in name.split("/") for name in gone), "nobody owns what has no elements"
 
 
 def test_the_state_is_views_by_the_names_of_the_state_dict() -> None:
@@ -156,14 +145,6 @@ def test_the_state_is_views_by_the_names_of_the_state_dict() -> None:
         if name.startswith("optimizer/"):
             _, parameter, key = name.split("/")
             assert value.data_ptr() == trainer.state[parameters[parameter]][key].data_ptr()
-
-
-def test_a_model_alone_ignores_optimizers() -> None:
-    checkpoint = after(plan_of(1, SLICES), adamw, 1)
-    model, _ = model_and_optimizer(adamw, seed=1)
-    restoration = take(TorchState(model), checkpoint)
-    assert not any(piece.name.startswith("optimizer/") for piece in restoration.wanted)
-    assert torch.equal(model.get_parameter("out.weight"), checkpoint.tensors["out.weight"])
 
 
 def wrapped(model: nn.Module, how: str) -> nn.Module:
@@ -223,23 +204,6 @@ def test_several_optimizers_keep_their_own() -> None:
     assert_same_bits(saved_of(TorchState(model, *fresh)).tensors, checkpoint.tensors)
 
 
-def test_settings_go_into_the_groups_that_schedulers_hold() -> None:
-    model, trainer = model_and_optimizer(sgd)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer, 0.5)
-    steps(model, trainer, range(1))
-    scheduler.step()
-    checkpoint = saved_of(TorchState(model, trainer))
-    other, its_trainer = model_and_optimizer(sgd, seed=1)
-    its_scheduler = torch.optim.lr_scheduler.ExponentialLR(its_trainer, 0.5)
-    group = its_trainer.param_groups[0]
-    take(TorchState(other, its_trainer), checkpoint)
-    assert its_trainer.param_groups[0] is group
-    assert group["lr"] == 0.05
-    steps(other, its_trainer, range(1))
-    its_scheduler.step()
-    assert group["lr"] == 0.025
-
-
 def test_state_of_a_parameter_frozen_since_is_left_out() -> None:
     model, trainer = model_and_optimizer(adamw)
     steps(model, trainer, range(1))
@@ -247,13 +211,6 @@ def test_state_of_a_parameter_frozen_since_is_left_out() -> None:
     checkpoint = saved_of(TorchState(model, trainer))
     assert not any(name.startswith("optimizer/out.bias/") for name in checkpoint.tensors)
     take(TorchState(model, trainer), checkpoint)
-
-
-def test_another_optimizer_is_a_finding() -> None:
-    checkpoint = after(plan_of(1, SLICES), sgd, 1)
-    model, trainer = model_and_optimizer(adamw)
-    (finding,) = TorchState(model, trainer).restore(checkpoint.stored(), checkpoint.settings).findings
-    assert "but SGD trained it in the checkpoint" in finding
 
 
 def test_optimizers_that_do_not_fit_the_model_are_refused() -> None:
@@ -283,29 +240,6 @@ def test_entries_that_a_load_could_not_write_are_refused_by_name(kind: type[nn.L
     model = nn.ModuleDict({"inner": kind(2, 2)})
     with pytest.raises(CheckpointError, match=f"'{name}' in model.state_dict.. is no parameter and no buffer"):
         TorchState(model)
-
-
-def test_nothing_changes_before_finish() -> None:
-    checkpoint = after(plan_of(1, SLICES), adamw, 2)
-    model, trainer = model_and_optimizer(adamw, seed=1)
-    steps(model, trainer, range(1))
-    state = TorchState(model, trainer)
-    before = saved_of(state)
-    state.restore(checkpoint.stored(), checkpoint.settings)
-    assert_same_bits(saved_of(state).tensors, before.tensors)
-    assert saved_of(state).settings == before.settings
-
-
-def test_the_layout_in_memory_of_a_parameter_is_that_of_its_state() -> None:
-    model = seeded(lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last))()  # type: ignore[call-overload]
-    trainer = adamw(list(model.parameters()))
-    model(torch.ones(1, 3, 4, 4)).square().sum().backward()
-    trainer.step()
-    checkpoint = saved_of(TorchState(model, trainer))
-    fresh = adamw(list(model.parameters()))
-    take(TorchState(model, fresh), checkpoint)
-    assert fresh.state[model.weight]["exp_avg"].stride() == model.weight.stride()
-    assert_same_bits(saved_of(TorchState(model, fresh)).tensors, checkpoint.tensors)
 
 
 @pytest.mark.parametrize("engine", [False, True])

@@ -10,11 +10,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import TorchState, matching
+from shardwise.checkpoint import TorchState
 from shardwise.comm import Channel
-from shardwise.errors import CheckpointError, ShardwiseError
-from tests.checkpoint.small_states import contents
+from shardwise.errors import ShardwiseError
+from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.stored_values import save_dcp
+from tests.covering import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -88,31 +89,28 @@ def load(path: Path, size: int, **options: object) -> tuple[list[Tied], list[str
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_copies_that_are_equal_load_into_one_parameter(
-    kind: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(matching, "WINDOW_BYTES", 512)  # several, which ranks share
+def test_copies_that_are_equal_load_into_one_parameter(kind: str, size: int, tmp_path: Path) -> None:
     path = put(tmp_path, kind, apart())
-    models, errors = load(path, size)
+    with small_limits(512):  # several windows, which ranks share
+        models, errors = load(path, size)
     assert not errors
     for model in models:
         assert all(torch.equal(tensor, apart()[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("at", [(0, 0), (17, 3), (30, 9)])
+PLACES = [(0, 0), (17, 3), (30, 9)]
+
+
+@pytest.mark.parametrize(("kind", "size", "at"), covering(KINDS, (1, 2, 3), PLACES, strength=2))
 def test_one_element_that_differs_refuses_on_all_ranks_and_both_ways_out_work(
-    kind: str, size: int, at: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, size: int, at: tuple[int, int], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(matching, "WINDOW_BYTES", 512)
     state = apart()
-    state["out.weight"][at] = -0.0 if at == (0, 0) else 7.0
-    state["embed.weight"][0, 0] = state["third.weight"][0, 0] = 0.0  # differs from -0.0 by its bits alone
-    if at != (0, 0):
-        state["out.weight"][0, 0] = 0.0
+    state["out.weight"][0, 0] = state["embed.weight"][0, 0] = state["third.weight"][0, 0] = 0.0
+    state["out.weight"][at] = -0.0 if at == (0, 0) else 7.0  # -0.0 differs by its bits alone
     path = put(tmp_path, kind, state)
-    models, errors = load(path, size)
+    with small_limits(512):
+        models, errors = load(path, size)
     untouched = Tied(9).state_dict()
     assert len(errors) == size
     assert len(set(errors)) == 1
@@ -162,40 +160,8 @@ def test_a_checkpoint_with_copies_goes_through_convert_and_import(tmp_path: Path
         assert torch.equal(model.embed.weight, apart()["embed.weight"])
 
 
-def test_an_engine_takes_copies(tmp_path: Path) -> None:
-    path = put(tmp_path, "dcp", apart())
-
-    def run(channel: Channel) -> torch.Tensor:
-        engine = sw.parallelize(
-            Tied(9),
-            sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            loss=lambda output, batch: output.sum(),
-            channel=channel,
-        )
-        sw.load(path, engine, channel=channel)
-        return dict(sw.full(engine, channel=channel))["embed.weight"]
-
-    assert all(torch.equal(each, apart()["embed.weight"]) for each in sw.simulate(2, run))
-
-
 def test_copies_with_equal_checksums_are_not_read(tmp_path: Path) -> None:
     path = put(tmp_path, "ours", apart())
     target = Tied(9).state_dict()
     report = sw.load(path, target).report
     assert report.read_bytes == 31 * 10 * 4 + 31 * 4
-
-
-def test_damage_in_a_copy_is_found_where_it_is_read(tmp_path: Path) -> None:
-    state = apart()
-    state["out.weight"][3] += 1
-    path = put(tmp_path, "ours", state)
-    [file] = path.rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    start = checkpoint.open(path).tensors["out.weight"].pieces[0].start
-    data[start] ^= 1
-    file.write_bytes(data)
-    before = contents(path)
-    with pytest.raises(CheckpointError, match="is damaged: bytes"):
-        sw.load(path, Tied(9).state_dict())
-    assert contents(path) == before

@@ -10,23 +10,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardwise as sw
-from shardwise import checkpoint
-from shardwise.checkpoint import StreamReport, stream_digests, weight_streams
+from shardwise.checkpoint import StreamReport
 from shardwise.comm import Work
 from shardwise.comm.local_tensors import dtype_name
-from shardwise.errors import CheckpointError, MismatchError, PlanError, RewriteError
+from shardwise.errors import MismatchError, PlanError
 from shardwise.moving import piece_exchange
 from shardwise.plan.dtypes import itemsize_bytes
 from shardwise.plan.reshard import plan_reshard
 from shardwise.space import Mesh, Piece
 from shardwise.testing.accelerator import behind
-from tests.checkpoint import fused_models
 from tests.checkpoint.cut_tensors import Cut
 from tests.checkpoint.layouts import LAYOUTS, engine_of, train
 from tests.checkpoint.rewritten_tensors import CASES, shares_of
+from tests.checkpoint.small_limits import small_limits
+from tests.engine.refusals import same_error_everywhere
 from tests.moving.layouts import Side, bits, empty_state, sides, state_of, strided, whole_values
 from tests.moving.watched import Watched
 from tests.plan.strategies import proven
+from tests.refusals import Refusals
 from tests.space.layouts import Layout, Shard
 
 Target = dict[Piece, torch.Tensor]
@@ -85,10 +86,7 @@ def test_any_layout_becomes_any_other_bit_for_bit_and_all_bytes_are_counted(
         assert {call.operation for call in recorded.calls} <= {"exchange", "send", "receive"}
         return report, recorded.bytes_sent("send")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_streams, "DEFAULT_MAX_BYTES", max_bytes)
-        patch.setattr(stream_digests, "BLOCK_BYTES", 16)
-        patch.setattr(stream_digests, "_AT_ONCE_BYTES", 32)
+    with small_limits(max_bytes, block_bytes=16):
         reports, sent = zip(*sw.simulate(len(held), move), strict=True)
     assert all(each == reports[0] for each in reports)
     assert reports[0].sent_bytes == sum(sent)
@@ -118,18 +116,6 @@ def on_four(channel: sw.Channel, of_trainer: Callable[[Any], Any], of_receiver: 
         return of_trainer({trained()[channel.rank]: random_values(trained()[channel.rank])})
     piece = served()[channel.rank - 2]
     return of_receiver({piece: torch.zeros(piece.shape)})
-
-
-def test_what_travels_is_what_is_needed_and_little_more() -> None:
-    def move(channel: sw.Channel) -> StreamReport:
-        source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
-        return sw.stream(source, target, channel=channel)
-
-    report = sw.simulate(4, move)[0]
-    assert report.needed_bytes == 1 << 20
-    assert 1 <= report.sent_bytes / report.needed_bytes < 1.001
-    assert (report.num_blocks, report.skipped_blocks, report.skipped_bytes) == (4, 0, 0)
-    assert len(report.digest) == 32
 
 
 # Only what has changed
@@ -164,8 +150,7 @@ def test_with_delta_only_changed_blocks_travel_and_targets_need_no_memory_of_the
         again()
         return reports
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_digests, "BLOCK_BYTES", 1 << 16)
+    with small_limits(block_bytes=1 << 16):
         everything, nothing, two, one = sw.simulate(4, move)[0]
     assert (everything.num_blocks, everything.skipped_blocks) == (16, 0)
     assert (nothing.skipped_blocks, nothing.skipped_bytes) == (16, 1 << 20)
@@ -174,29 +159,6 @@ def test_with_delta_only_changed_blocks_travel_and_targets_need_no_memory_of_the
     assert two.sent_bytes == nothing.sent_bytes + (2 << 16)
     assert (one.skipped_blocks, one.sent_bytes) == (15, nothing.sent_bytes + (1 << 16))
     assert everything.digest == nothing.digest != two.digest == one.digest
-
-
-@proven
-@given(st.integers(2, 4).flatmap(two_sides), st.sampled_from([16, 48, 1 << 18]), st.randoms(use_true_random=False))
-def test_any_change_arrives_with_delta(both: tuple[Side, Side], block_bytes: int, random: Any) -> None:
-    held, wanted = both
-    others = {}
-    for name, values in WHOLES.items():
-        changed = values.clone().view(-1)
-        for at in random.sample(range(changed.numel()), min(2, changed.numel())):
-            changed[at] = changed[(at + 1) % changed.numel()]
-        others[name] = changed.view(values.shape)
-
-    def move(channel: sw.Channel) -> StreamReport:
-        target = state_of(wanted[channel.rank], WHOLES)
-        report = sw.stream(state_of(held[channel.rank], others), target, channel=channel, delta=True)
-        for piece, expected in state_of(wanted[channel.rank], others).items():
-            assert bits(target[piece]) == bits(expected)
-        return report
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_digests, "BLOCK_BYTES", block_bytes)
-        sw.simulate(len(held), move)
 
 
 # Engines
@@ -264,52 +226,16 @@ def trained_odd(name: str) -> Callable[[sw.Channel], sw.Engine]:
     return build
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "one",
-        "two-slice-bf16",
-        "three-whole-bf16",
-        "four-replicas",
-        "stage2-two",
-        "stage3-replicas-bf16",
-        "tensor-two-parts-x-two",
-        "tensor-three-x-two-stage3",
-        "all-stage3",
-    ],
-)
-def test_receivers_hold_what_full_gives(name: str) -> None:
-    """Ties, buffers, frozen parameters, packed cuts and runs, of all layouts."""
-    assert streamed(LAYOUTS[name].mesh.size, trained_odd(name)).casts == ()
-
-
-def test_dtypes_of_targets_are_casts_that_the_report_names() -> None:
-    assert streamed(2, trained_odd("two-slice"), dtype=torch.bfloat16).casts == ("float32 -> bfloat16",)
-    assert streamed(2, trained_odd("two-slice-bf16"), dtype=torch.float32).casts == ("bfloat16 -> float32",)
-
-
 @pytest.mark.parametrize("name", ["tensor-two-stages", "stage3-two-bf16"])
 def test_weights_go_from_device_to_device_whose_streams_run_behind(fake: str, name: str) -> None:
     with behind(1):
         streamed(LAYOUTS[name].mesh.size, trained_odd(name), device=fake)
 
 
-@pytest.mark.parametrize("layout", fused_models.LAYOUTS)
-def test_receivers_get_the_names_and_fusings_of_a_rewrite_that_trainers_give(layout: str) -> None:
-    plan = fused_models.plan_of(fused_models.Apart, **fused_models.LAYOUTS[layout])
-
-    def build(channel: sw.Channel) -> sw.Engine:
-        engine = fused_models.engine_of(fused_models.Apart, plan, channel)
-        fused_models.train(engine, channel, range(1))
-        return engine
-
-    streamed(plan.mesh.size, build, rewrite=sw.Rewrite(fused_models.FUSING))
-
-
-@pytest.mark.parametrize("how", ["rows", "columns", "runs"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rewrite_of_any_pieces(name: str, how: Cut) -> None:
+def test_every_rewrite_of_any_pieces(name: str) -> None:
     case = CASES[name]
+    how: Cut = ("rows", "columns", "runs")[list(CASES).index(name) % 3]
     shares = shares_of(case.values(), how, 2)
     streamed(2, lambda channel: shares[channel.rank], rewrite=sw.Rewrite(case.text))
 
@@ -346,37 +272,19 @@ def test_receivers_may_want_a_part_under_any_name_of_a_tied_tensor() -> None:
     assert report.needed_bytes == 3 * 48
 
 
-def test_names_are_those_without_wrappers() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 2)
-    expected = layer.weight.detach().clone()
-    model = nn.Sequential()
-    model.add_module("0", torch.compile(layer, backend="eager"))  # type: ignore[arg-type]  # it is a module
-
-    def move(channel: sw.Channel) -> None:
-        piece = Piece(name="0.weight", dtype="float32", global_shape=(2, 3))
-        target = {piece: torch.zeros(2, 3)} if channel.rank else None
-        report = sw.stream(None if target else checkpoint.TorchState(model), target, channel=channel)
-        assert report.unwanted == ("0.bias",)
-        assert target is None or torch.equal(target[piece], expected)
-
-    sw.simulate(2, move)
-
-
 # One window
 
 
 @pytest.mark.parametrize("max_bytes", [1 << 14, 1 << 16])
-def test_no_rank_has_more_bytes_under_way_than_a_window(max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_streams, "DEFAULT_MAX_BYTES", max_bytes)
-
+def test_no_rank_has_more_bytes_under_way_than_a_window(max_bytes: int) -> None:
     def move(channel: sw.Channel) -> int:
         source, target = on_four(channel, lambda held: (held, None), lambda wanted: (None, wanted))
         watched = Watched(channel)
         sw.stream(source, target, channel=watched)
         return watched.most_under_way
 
-    assert all(0 < each <= max_bytes for each in sw.simulate(4, move))
+    with small_limits(max_bytes):
+        assert all(0 < each <= max_bytes for each in sw.simulate(4, move))
 
 
 # The second call
@@ -417,93 +325,59 @@ def test_layouts_that_stay_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert [number // 4 for number in counts] == [1, 1, 2, 3, 3, 3]
 
 
-def test_the_second_call_through_a_rewrite_sends_the_new_values() -> None:
-    def move(channel: sw.Channel) -> None:
-        report = None
-        for call in range(3):
-            values = {"a": torch.full((4, 2), call), "b": torch.full((4, 2), 10 * call), "n": torch.tensor(call)}
-            source = values if channel.rank == 0 else None
-            target = {"ab": torch.zeros(8, 2, dtype=torch.int64), "n": torch.tensor(7)} if channel.rank else None
-            report = sw.stream(source, target, channel=channel, rewrite=sw.Rewrite("a, b -> ab, axis=0"), last=report)
-            assert target is None or target["ab"][:, 0].tolist() == [call] * 4 + [10 * call] * 4
-            assert target is None or int(target["n"]) == call
-
-    sw.simulate(2, move)
-
-
 # What cannot be
 
 
-def refused(
-    kind: type[Exception] | tuple[type[Exception], ...],
-    arguments: Callable[[sw.Channel], dict[str, Any]],
-    num_ranks: int = 3,
-) -> str:
-    """The error that all ranks raise alike. Targets are left as they were, and the channel can be used."""
-    texts = []
+def stream(
+    arguments: Callable[[sw.Channel], dict[str, Any]] = lambda channel: {}, *, target: Any = None, **of_rank_2: Any
+) -> None:
+    """Rank 0 has `w`, and ranks 1 and 2 want it; rank 2 gives something else. Targets stay, and the channel is used."""
 
     def move(channel: sw.Channel) -> None:
-        given = {"source": None, "target": None, "channel": channel} | arguments(channel)
-        with pytest.raises(kind) as error:
-            sw.stream(given.pop("source"), given.pop("target"), **given)
-        texts.append(str(error.value))
-        channel.exchange(b"", purpose="it can be used")
-        for tensor in (given.get("target") or {}).values():
-            assert not tensor.any()
+        room = {"w": torch.zeros(4, 2)}
+        given: dict[str, Any] = {"source": None, "target": room} if channel.rank else {"source": HELD, "target": None}
+        given |= arguments(channel)
+        if channel.rank == 2:
+            given |= of_rank_2 | ({"target": target} if target is not None else {})
+        try:
+            sw.stream(given.pop("source"), given.pop("target"), channel=channel, **given)
+        finally:
+            assert not room["w"].any()
 
-    sw.simulate(num_ranks, move)
-    assert texts == texts[:1] * num_ranks
-    return texts[0]
-
-
-def one_source(channel: sw.Channel, **others: Any) -> dict[str, Any]:
-    """Rank 0 has `w`, and the other ranks want it."""
-    return {"source": {"w": torch.ones(4, 2)}} if channel.rank == 0 else {"target": {"w": torch.zeros(4, 2)}, **others}
+    raise same_error_everywhere(3, move)
 
 
-def test_a_name_that_nobody_has_is_the_same_error_on_all_ranks() -> None:
-    text = refused(PlanError, lambda channel: one_source(channel, target={f"x{channel.rank}": torch.zeros(2)}))
-    assert text.splitlines() == [
-        "2 problems:",
-        "  - x1: rank 1 wants it, and no rank holds a tensor of this name",
-        "  - x2: rank 2 wants it, and no rank holds a tensor of this name",
-    ]
+HELD = {"w": torch.ones(4, 2)}
+NONE: Any = []
 
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "text"),
-    [
-        (
-            PlanError,
-            {"target": {"w": torch.zeros(4, 3)}},
-            "w: it is held in shape [4, 2], but rank 2 wants it in shape [4, 3]",
+REFUSED = Refusals(
+    "checkpoint.streams",
+    {
+        "names that nobody has": lambda: stream(
+            lambda channel: {"target": {f"x{channel.rank}": torch.zeros(2)}} if channel.rank else {}
         ),
-        (PlanError, {"target": {"w": None}}, "rank 2: 'w' is a NoneType, not a tensor"),
-        (
-            PlanError,
-            {"target": [torch.zeros(4, 2)]},
-            "rank 2: the target is a list; give an engine, or the tensors to fill, by Piece",
+        "another shape": lambda: stream(target={"w": torch.zeros(4, 3)}),
+        "no tensor": lambda: stream(target={"w": None}),
+        "a list": lambda: stream(target=[torch.zeros(4, 2)]),
+        "no target": lambda: stream(target=nn.Linear(2, 2)),
+        "an expanded target": lambda: stream(target={"w": torch.zeros(1).expand(4, 2)}),
+        "delta on one rank": lambda: stream(delta=True),
+        "delta a number": lambda: stream(delta=1),
+        "last a number": lambda: stream(last=1),
+        "no rewrite": lambda: stream(rewrite="w -> v"),
+        "another rewrite": lambda: stream(rewrite=sw.Rewrite("w -> v")),
+        "a rewrite that does not fit": lambda: stream(
+            lambda channel: {} if channel.rank else {"rewrite": sw.Rewrite("nothing -> v")}
         ),
-        (MismatchError, {"delta": True}, "ranks 0 and 2 differ in delta; make the same call on all ranks"),
-        (PlanError, {"delta": 1}, "rank 2: delta is 1; give True or False"),
-        (PlanError, {"last": 1}, "rank 2: last is a int; give the report of an earlier stream, or None"),
-        (PlanError, {"rewrite": "w -> v"}, "rank 2: rewrite is"),
-        (MismatchError, {"rewrite": sw.Rewrite("w -> v")}, "ranks 0 and 2 give different rewrites"),
-        (PlanError, {"target": {"w": torch.zeros(1).expand(4, 2)}}, "expand"),
-    ],
+        "nobody wants anything": lambda: stream(lambda channel: {"target": None}),
+        "no channel": lambda: sw.stream({}, {}, channel=NONE),
+    },
 )
-def test_one_rank_that_cannot_take_part_is_the_error_of_all(
-    kind: type[Exception], arguments: dict[str, Any], text: str
-) -> None:
-    kinds = (PlanError, CheckpointError, MismatchError)
-    found = refused(kinds, lambda channel: one_source(channel) | (arguments if channel.rank == 2 else {}))
-    assert text in found
 
 
-def test_a_rewrite_that_does_not_fit_is_refused_by_all() -> None:
-    rewrite = sw.Rewrite("nothing -> v")
-    text = refused(RewriteError, lambda channel: one_source(channel) | ({} if channel.rank else {"rewrite": rewrite}))
-    assert "nothing" in text
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_rank_cannot_do_is_the_error_of_all(case: str) -> None:
+    REFUSED.check(case)
 
 
 def test_a_rewrite_does_not_write_over_what_it_still_reads() -> None:
@@ -514,13 +388,6 @@ def test_a_rewrite_does_not_write_over_what_it_still_reads() -> None:
     target = {name: tensor.clone() for name, tensor in tensors.items()}
     sw.simulate(1, lambda channel: sw.stream(tensors, target, channel=channel, rewrite=swap))
     assert [each.tolist() for each in target.values()] == [[1, 1], [0, 0]]
-
-
-def test_that_nobody_wants_anything_is_refused() -> None:
-    text = refused(PlanError, lambda channel: {"source": {"w": torch.ones(2)}})
-    assert text == "no rank wants anything; give the tensors to fill as the target of the receivers"
-    with pytest.raises(PlanError, match=r"channel is a list; give the channel of all trainers and receivers"):
-        sw.stream({}, {}, channel=[])  # type: ignore[arg-type]
 
 
 class Damaging:

@@ -8,8 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import PlanError, ShardwiseError
-from tests.checkpoint.layouts import assembled
-from tests.checkpoint.test_matrix import state_of
+from tests.checkpoint.layouts import assembled, state_of
 from tests.engine.hybrid_models import CASE, RULES, decoder, plan_of
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import Optimizers

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.plan import matrix_homes
+from shardwise.testing.accelerator import behind
 from tests.covering import covering
 from tests.engine.channels import SharesMemory
 from tests.engine.matrix_optimizers import (
@@ -27,7 +28,6 @@ from tests.engine.matrix_optimizers import (
     sights,
     stepped,
 )
-from tests.fake_device.accelerator import behind
 
 MESHES = ["tp=2", "dp_shard=2,tp=2", "pp=2,tp=2", "dp_replicate=2,tp=3", "dp_replicate=2,dp_shard=2", "dp_shard=3"]
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,17 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, MismatchError, ModelError, PlanError, ShardwiseError
-from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, layout, train
-from tests.checkpoint.test_matrix import masters_of, same_bits, state_of
+from tests.checkpoint.layouts import (
+    LAYOUTS,
+    Whole,
+    assembled,
+    engine_of,
+    layout,
+    masters_of,
+    same_bits,
+    state_of,
+    train,
+)
 from tests.engine.hybrid_models import assert_close, data_rank, decoder, plan_of, together
 from tests.engine.models import word_batch, word_loss
 from tests.engine.oracle import share_of

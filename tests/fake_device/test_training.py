@@ -8,10 +8,6 @@ device has the kernels of the CPU.
 
 import pytest
 
-from tests.checkpoint.test_resume import (
-    test_a_load_into_an_engine_that_has_trained_undoes_what_it_learnt,
-    test_the_losses_after_a_restart_are_those_of_the_run_that_went_on,
-)
 from tests.engine.pipeline.test_composition import (
     test_all_axes_at_once,
     test_every_sharding_on_two_stages,

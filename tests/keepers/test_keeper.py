@@ -10,21 +10,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from shardwise.checkpoint.keeper_store import KeeperStore
-from shardwise.keepers import keeper_host
 from shardwise.keepers.keeper_host import KeeperAddress, OwnKeeper, asked
 from shardwise.keepers.keeper_talk import prove_to_caller, prove_to_keeper, receive_head
-from tests.keepers.keeper_threads import KeeperThreads, own_name
+from tests.keepers.keeper_threads import KeeperThreads, impatient, own_name, threads
+
+__all__ = ["threads"]
 
 KEY = b"the key of the program"
 
 Own = Callable[..., OwnKeeper]
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> KeeperThreads:
-    found = KeeperThreads()
-    monkeypatch.setattr(keeper_host, "_start", found)
-    return found
 
 
 @pytest.fixture
@@ -67,34 +61,30 @@ def test_it_waits_for_the_next_program_when_an_owner_was_lost(own: Own, threads:
     again = own("second")
     assert again.held()["bytes"] == 4
     assert list(threads.threads) == [name]
-    again.end()
+    again.end()  # the loss was one of the program before
     assert threads.end(name)
 
 
-def test_it_ends_when_no_program_comes_back_in_time(own: Own, threads: KeeperThreads, name: str) -> None:
-    own(patience_seconds=0.01).close()
+@pytest.mark.parametrize("why", ["no program comes back in time", "the program was stopped by hand"])
+def test_it_waits_for_nobody_when(why: str, own: Own, threads: KeeperThreads, name: str) -> None:
+    if "back" in why:
+        own(patience_seconds=0.01).close()
+    else:
+        lost, stopped = own(), own()
+        lost.close()
+        stopped.end(stops=True)
     assert threads.end(name)
 
 
-def test_it_waits_for_nobody_when_the_program_was_stopped_by_hand(own: Own, threads: KeeperThreads, name: str) -> None:
-    lost, stopped = own(), own()
-    lost.close()
-    stopped.end(stops=True)
-    assert threads.end(name)
+def test_without_any_owner_it_ends(threads: KeeperThreads, name: str) -> None:
+    with impatient():
+        threads(name)
+        assert threads.end(name)
 
 
-def test_without_any_owner_it_ends(
-    own: Own, threads: KeeperThreads, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardwise.keepers.keeper._FIRST_OWNER_SECONDS", 0.01)
-    threads(name)
-    assert threads.end(name)
-
-
-def test_another_program_is_refused_while_owners_are_there(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_program_is_refused_while_owners_are_there(own: Own) -> None:
     own()
-    monkeypatch.setattr(keeper_host, "_BUSY_SECONDS", 0.05)
-    with pytest.raises(OSError, match="another program, which still runs") as caught:
+    with impatient(), pytest.raises(OSError, match="another program, which still runs") as caught:
         own("other")
     assert caught.value.errno == errno.EBUSY
 

@@ -1,6 +1,5 @@
 """`sw.exchange` gives values of any nesting to all ranks, and refuses the others alike on all."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import PeerError, PlanError
-from shardwise.moving.nested_exchange import _parsed
 from tests.engine.refusals import same_error_everywhere
+from tests.refusals import Refusals
 
 
 def value_of(rank: int) -> Any:
@@ -69,26 +68,32 @@ def circle() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ({"a": [0, {1, 2}]}, r"rollouts\['a'\]\[1\] is of type set"),
-        ({"a": {3: 4}}, r"rollouts\['a'\] has keys that are no texts"),
-        ([torch.ones(2).to_sparse(), b"x"], r"(?s)rollouts\[0\] has no dense elements.*rollouts\[1\] is of type bytes"),
-        (torch.empty(2, device="meta"), "rollouts has no dense elements"),
-        (1 << 64, "rollouts needs more than 64 bits"),
-        (circle(), "rollouts hold themselves, or have too many levels"),
-    ],
-    ids=str,
-)
-def test_other_values_of_one_rank_are_refused_on_all(value: Any, words: str) -> None:
-    def run(channel: sw.Channel) -> None:
-        sw.exchange(value if channel.rank else None, channel=channel, purpose="rollouts")
-
-    error = same_error_everywhere(2, run)
-    assert isinstance(error, PlanError)
-    with pytest.raises(PlanError, match=words):
+def given(value: Any) -> None:
+    """By one rank of two; alone it is refused too."""
+    with pytest.raises(PlanError):
         sw.exchange(value, purpose="rollouts")
+    raise same_error_everywhere(
+        2, lambda channel: sw.exchange(value if channel.rank else None, channel=channel, purpose="rollouts")
+    )
+
+
+REFUSED = Refusals(
+    "moving.exchange",
+    {
+        "a set": lambda: given({"a": [0, {1, 2}]}),
+        "a number as key": lambda: given({"a": {3: 4}}),
+        "no dense elements, and bytes": lambda: given([torch.ones(2).to_sparse(), b"x"]),
+        "no elements": lambda: given(torch.empty(2, device="meta")),
+        "a large number": lambda: given(1 << 64),
+        "a circle": lambda: given(circle()),
+    },
+    kind=PlanError,
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_values_of_one_rank_are_refused_on_all(case: str) -> None:
+    REFUSED.check(case)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +121,6 @@ def test_a_peer_that_gives_other_bytes_is_named(header: bytes) -> None:
 
     with pytest.raises(PeerError, match="rank 1 gave"):
         sw.simulate(2, lambda channel: sw.exchange(None, channel=Answers(channel)))
-
-
-def test_headers_have_nothing_that_is_called() -> None:
-    header = json.loads(json.dumps(["dict", [["tokens", ["tensor", "int64", [2, 3]]], ["score", 0.5]]]))
-    assert _parsed(json.dumps(header).encode()) == header
 
 
 def test_a_lost_rank_is_named_to_the_others() -> None:

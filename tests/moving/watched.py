@@ -18,13 +18,14 @@ class Watched:
     def __init__(self, channel: sw.Channel, at_send: Callable[[], None] = lambda: None) -> None:
         self._channel = channel
         self._at_send = at_send
-        self.under_way = self.most_under_way = self.largest = self.num_messages = 0
+        self.under_way = self.most_under_way = self.largest = self.num_messages = self.sent_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
     def send(self, tensor: torch.Tensor, destination: int, *, purpose: str) -> Work:
         self._at_send()
+        self.sent_bytes += tensor.nbytes
         return self._watch(tensor, self._channel.send(tensor, destination, purpose=purpose))
 
     def receive(self, tensor: torch.Tensor, source: int, *, purpose: str) -> Work:

@@ -13,9 +13,8 @@ from shardwise.comm import Channel
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
-from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, train
+from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, masters_of, train
 from tests.checkpoint.small_states import loaded, rubbish, same, whole_state
-from tests.checkpoint.test_matrix import masters_of
 from tests.forks.programs import started
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 

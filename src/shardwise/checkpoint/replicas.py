@@ -193,7 +193,7 @@ class Replicas:
             return False
         began = time.perf_counter()
         try:
-            self._saver.wait()
+            self.wait()
             # The copy before is whole, on two hosts: only now the one that it replaces goes.
             with agreed(self._channel, purpose="verdict on removing old replicas"):
                 if self._channel.rank == 0:
@@ -202,6 +202,10 @@ class Replicas:
         finally:
             self._blocked_seconds += time.perf_counter() - began
         return True
+
+    def wait(self) -> None:
+        """Wait for the copy under way: it is whole then. All ranks call this together; it raises what went wrong."""
+        self._saver.wait()
 
     def newest(self) -> Address | None:
         """What the run goes on from: the newest whole replica, or the newest save in `path` where that is newer.

@@ -132,23 +132,6 @@ def test_replicas_of_dtensors_are_compared(tmp_path: Path, placements: tuple[Pla
     assert all(each == "" if alike else "and 3 hold different values" in each for each in said), said
 
 
-def test_ways_out_keep_the_values_of_all(tmp_path: Path) -> None:
-    def run(channel: sw.Channel) -> list[float]:
-        own = torch.full((2, 2), float(channel.rank))
-        part = sw.Piece(name="all", dtype="float32", global_shape=(4, 2), offset=(2 * channel.rank, 0), shape=(2, 2))
-        sw.save(tmp_path / "names", {f"experts.{channel.rank}.w": own}, channel=channel)
-        sw.save(tmp_path / "parts", {part: own}, channel=channel)
-        sw.save(tmp_path / "one", {"mean": own} if channel.rank == 0 else {}, channel=channel)
-        back = torch.empty(2, 2)
-        found = []
-        for name, target in (("names", {f"experts.{channel.rank}.w": back}), ("parts", {part: back})):
-            sw.load(tmp_path / name, target, channel=channel, strict=False)
-            found.append(float(back.mean()))
-        return found
-
-    assert sw.simulate(2, run) == [[0.0, 0.0], [1.0, 1.0]]
-
-
 @pytest.mark.parametrize("what", ["parameter", "moment", "buffer"])
 def test_buffers_of_data_ranks_may_differ_and_nothing_else(tmp_path: Path, what: str) -> None:
     def run(channel: sw.Channel) -> bool:

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise.plan.reshard import plan_reshard
 from shardwise.space import Mesh, Piece
+from tests.engine.refusals import same_error_everywhere
 from tests.moving.layouts import Side, sides, values
 from tests.plan.strategies import proven
-from tests.space.layouts import Cut, Layout, Replicate, Shard
+from tests.refusals import Refusals
+from tests.space.layouts import Layout, Shard
 from tests.space.plain import elements_of_piece
 
 SHAPE = (4, 6)
@@ -76,27 +78,6 @@ def test_values_and_gradients_are_those_of_one_process(both: tuple[Side, Side], 
         assert torch.equal(gradient, expected)
 
 
-def test_the_gradients_of_all_holders_are_the_gradient_of_the_tensor() -> None:
-    """Replicas on both sides: each element's gradient is at one holder, and its sum is that of one process."""
-    x = X.clone().requires_grad_()
-    sum((x.flatten() * weight(rank, 24)).sum() for rank in range(3)).backward()  # type: ignore[union-attr]
-
-    def move(channel: sw.Channel) -> torch.Tensor:
-        mine = piece() if channel.rank < 2 else piece(run=(0, 0))
-        x = values(mine, X).requires_grad_()
-        y = sw.reshard_tensor(x * 1.0, mine, piece(), channel)
-        (y.flatten() * weight(channel.rank, 24)).sum().backward()
-        assert x.grad is not None
-        return x.grad if channel.rank < 2 else torch.zeros(SHAPE)
-
-    first, second, _ = sw.simulate(3, move)
-    # Rank 0 reads itself and is read by rank 2; rank 1 reads itself.
-    assert torch.equal(first.flatten(), weight(0, 24) + weight(2, 24))
-    assert torch.equal(second.flatten(), weight(1, 24))
-    assert x.grad is not None
-    torch.testing.assert_close(first + second, x.grad)  # the same three terms, added in another order
-
-
 def test_a_stage_on_other_ranks_computes_on_and_sends_the_gradient_back() -> None:
     """Two ranks hold rows, two others columns: a pipeline across meshes. Nobody else holds what it has not got."""
     rows = Layout(Mesh(dp_shard=2), {"dp_shard": Shard(0)})
@@ -153,31 +134,36 @@ def test_without_gradients_nothing_is_recorded() -> None:
     assert sw.simulate(2, move) == [False, False]
 
 
-REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"mode": torch.no_grad}, r"of rank 0 needs a gradient, but rank 1 records none \(no_grad\); reshard in the"),
-    ({"targets": []}, "but rank 1 wants no piece, and backward would not reach it. Let it want a piece without"),
-    ({"targets": [piece("float16")]}, "it is held as float32, but rank 1 wants it as float16"),
-    ({"sources": [piece(), piece()]}, r"1 tensors were given for 2 pieces; (.|\n)*x\[0:4, 0:6\] is held twice"),
-    (
-        {"targets": [Piece(name="z", dtype="float32", global_shape=(0,))]},
-        "pieces of 2 tensors were given, x and z; reshard each alone",
-    ),
-]
+def wrongly(
+    *, sources: list[Piece] | None = None, targets: list[Piece] | None = None, mode: Any = torch.enable_grad
+) -> None:
+    """Rank 1 asks for something else than rank 0, whose tensor needs a gradient."""
+
+    def move(channel: sw.Channel) -> None:
+        held, wanted = [piece()], [piece()]
+        if channel.rank == 1:
+            held, wanted = held if sources is None else sources, wanted if targets is None else targets
+        with mode() if channel.rank == 1 else torch.enable_grad():
+            sw.reshard_tensor([X.clone().requires_grad_(channel.rank == 0)], held, wanted, channel)
+
+    raise same_error_everywhere(2, move)
 
 
-@pytest.mark.parametrize(("wrong", "text"), REFUSALS, ids=lambda _: "")
-def test_every_rank_refuses_alike(wrong: dict[str, Any], text: str) -> None:
-    def move(channel: sw.Channel) -> str:
-        arguments = wrong if channel.rank == 1 else {}
-        mode = arguments.get("mode", torch.enable_grad)
-        tensor = X.clone().requires_grad_(channel.rank == 0)
-        with pytest.raises(sw.ShardwiseError, match=text) as error, mode():
-            sw.reshard_tensor(
-                [tensor], arguments.get("sources", [piece()]), arguments.get("targets", [piece()]), channel
-            )
-        return str(error.value)
+REFUSED = Refusals(
+    "moving.reshard_tensor",
+    {
+        "no gradient on one rank": lambda: wrongly(mode=torch.no_grad),
+        "no piece": lambda: wrongly(targets=[]),
+        "another dtype": lambda: wrongly(targets=[piece("float16")]),
+        "two pieces of one tensor": lambda: wrongly(sources=[piece(), piece()]),
+        "two tensors": lambda: wrongly(targets=[Piece(name="z", dtype="float32", global_shape=(0,))]),
+    },
+)
 
-    assert len(set(sw.simulate(2, move))) == 1
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_rank_refuses_alike(case: str) -> None:
+    REFUSED.check(case)
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -189,22 +175,3 @@ def test_a_second_derivative_is_refused() -> None:
             gradient.sum().backward()
 
     sw.simulate(1, move)
-
-
-def test_uneven_runs_and_replicas_together() -> None:
-    """Sources that overlap: a whole replica beside runs; own elements come from the rank itself."""
-    cut = Layout(Mesh(dp_shard=2, tp=1), {"dp_shard": Cut((0, 7, 24)), "tp": Replicate()})
-    held = [piece(), *(cut.piece(rank, name="x", dtype="float32", global_shape=SHAPE) for rank in range(2))]
-    wanted = [piece(run=(0, 0)), piece(), piece(offset=(0, 2), shape=(4, 2))]
-
-    def move(channel: sw.Channel) -> list[float]:
-        x = values(held[channel.rank], X).requires_grad_()
-        y = sw.reshard_tensor(x, held[channel.rank], wanted[channel.rank], channel)
-        y.sum().backward()
-        assert x.grad is not None
-        return x.grad.flatten().tolist()
-
-    whole, first, second = sw.simulate(3, move)
-    assert first == [1.0] * 7
-    assert second == [2.0 if (at + 7) % 6 in (2, 3) else 1.0 for at in range(17)]
-    assert whole == [0.0, 0.0, 1.0, 1.0] + [0.0] * 20

@@ -1,40 +1,31 @@
-"""Any pieces of any tensors on any ranks come back in any other pieces on any other ranks, to the bit."""
+"""Any pieces of any tensors on any ranks come back in any other pieces on any other ranks; mistakes are refused."""
 
 import math
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
-from shardwise.checkpoint import arrangement, read_rounds, reading, safetensors_files, saving, windows
+from shardwise.checkpoint import AsyncSaver
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.space import Box, Piece
-from tests.checkpoint.small_states import bits, same, same_tensor, unsigned
+from tests.checkpoint.small_limits import small_limits
+from tests.checkpoint.small_states import bits, same_tensor, unsigned
+from tests.engine.refusals import same_error_everywhere
 from tests.properties import tried
-
-SMALL = [
-    (read_rounds, each)
-    for each in ("ROUND_BYTES", "OWN_BYTES", "IN_PLACE_BYTES", "ONE_ROUND_BYTES", "ONE_ROUND_BYTES_ALONE")
-]
-SMALL += [
-    (windows, "WINDOW_BYTES"),
-    (safetensors_files, "_CHUNK_BYTES"),
-    (reading, "_STRETCH_BYTES"),
-    (reading, "_PART_BYTES"),
-    (safetensors_files, "_BOUNCE_BYTES"),
-    (arrangement, "_SPLIT_BYTES"),
-]
-"""Limits that small states do not reach by themselves, in bytes."""
+from tests.refusals import Refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -111,20 +102,10 @@ def in_any_memory(part: torch.Tensor, numbers: Random) -> torch.Tensor:
     return inner.view(part.dtype)
 
 
-def blank(held: Held) -> Held:
-    """The same pieces, in the same kind of memory, with other values."""
-    other: Held = []
-    for pieces in held:
-        other.append({})
-        for piece, tensor in pieces.items():
-            other[-1][piece] = tensor
-            for view in raw_views(tensor):
-                view.fill_(1)
-    return other
-
-
-def raw_views(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor.view(unsigned(tensor.dtype))] if tensor.numel() else []
+def blank(held: Held) -> None:
+    """Other values in the same memory."""
+    for tensor in [each for pieces in held for each in pieces.values() if each.numel()]:
+        tensor.view(unsigned(tensor.dtype)).fill_(1)
 
 
 def check(held: Held, whole: dict[str, torch.Tensor]) -> None:
@@ -175,10 +156,7 @@ def test_any_pieces_come_back_as_any_others(
         [merged(parts) for parts in zip(*(partition(*each, size, numbers) for each in whole.items()), strict=True)]
         for size in sizes
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "BLOCK_BYTES", block_bytes)
-        for module, limit in SMALL:
-            patch.setattr(module, limit, limit_bytes)
+    with small_limits(limit_bytes, block_bytes=block_bytes):
         sw.simulate(sizes[0], lambda channel: sw.save(path, source[channel.rank], layout=layout, channel=channel))
         assert checkpoint.verify(path).findings == ()
         blank(target)
@@ -204,60 +182,26 @@ def check_catalogue(path: Path, whole: dict[str, torch.Tensor], numbers: Random)
         assert same_tensor(catalogue.read(name, box, verify=numbers.random() < 0.5), expected), (name, box)
 
 
-def held_transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.t().contiguous().t()
-
-
-def held_with_an_offset(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.zeros(3, dtype=tensor.dtype), tensor.reshape(-1)])[3:].view(tensor.shape)
-
-
-def held_with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    room = torch.zeros(2 * tensor.shape[0], tensor.shape[1] + 1, dtype=tensor.dtype)
-    room[::2, 1:] = tensor
-    return room[::2, 1:]
-
-
-def held_conjugated(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.conj().clone().conj()
-
-
-def held_as_a_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.nn.Parameter(tensor.clone())
-
-
-MEMORIES = [held_transposed, held_with_an_offset, held_with_gaps, held_conjugated, held_as_a_parameter]
+MEMORIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda tensor: tensor.t().contiguous().t(),
+    "conjugated": lambda tensor: tensor.conj().clone().conj(),
+    "a parameter": lambda tensor: torch.nn.Parameter(tensor.clone()),
+}
+"""What the property does not have: bits that a view tells, and a leaf."""
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("target_memory", MEMORIES)
 @pytest.mark.parametrize("source_memory", MEMORIES)
 def test_tensors_in_any_memory_are_saved_and_filled(
-    source_memory: object, target_memory: object, verify: bool, tmp_path: Path
+    source_memory: str, target_memory: str, verify: bool, tmp_path: Path
 ) -> None:
     values = torch.randn(6, 5, dtype=torch.complex64)
-    source, target = source_memory(values), target_memory(torch.zeros_like(values))  # type: ignore[operator]
+    source, target = MEMORIES[source_memory](values), MEMORIES[target_memory](torch.zeros_like(values))
     checkpoint.save(tmp_path, {"w": source})
     assert torch.equal(checkpoint.open(tmp_path).read("w"), values)
     checkpoint.load(tmp_path, {"w": target}, verify=verify)
     assert torch.equal(target.resolve_conj(), values)
-
-
-def test_targets_whose_elements_share_memory_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"w": torch.ones(4), "other": torch.ones(2)})
-    target = {"w": torch.zeros(1).expand(4), "other": torch.zeros(2)}
-    with pytest.raises(CheckpointError, match=r"w\[0:4\] would be read into .* whose elements share memory"):
-        checkpoint.load(tmp_path, target)
-    assert same(target, {"w": torch.zeros(4), "other": torch.zeros(2)})
-    checkpoint.save(tmp_path, {"w": torch.ones(1).expand(4)})
-    assert torch.equal(checkpoint.open(tmp_path).read("w"), torch.ones(4))
-
-
-def test_names_that_no_file_can_hold_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="half of a surrogate pair, which no file can hold; rename it"):
-        checkpoint.save(tmp_path, {"\ud800": torch.ones(1)})
-    checkpoint.save(tmp_path, {"😀": torch.ones(1)})
-    assert list(checkpoint.open(tmp_path).tensors) == ["😀"]
 
 
 def test_a_state_of_nothing_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -267,3 +211,145 @@ def test_a_state_of_nothing_is_saved_and_loaded(tmp_path: Path) -> None:
 
     sw.simulate(2, run)
     assert checkpoint.verify(tmp_path).good
+
+
+STATE = {"w": torch.arange(6.0).view(2, 3)}
+
+
+def saved(folder: Path, state: Mapping[str, torch.Tensor] = STATE, **options: Any) -> Path:
+    sw.save(folder, dict(state), **options)
+    return folder
+
+
+def on_ranks(size: int, call: Callable[[Channel], object]) -> None:
+    raise same_error_everywhere(size, call)
+
+
+def cast(folder: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
+    saved(folder, {"w": torch.ones(3, dtype=stored)})
+    sw.load(folder, {"w": torch.zeros(3, dtype=wanted)}, cast=True)
+
+
+def of_another_option(folder: Path, **option: Any) -> None:
+    for step in (1, 2):
+        saved(folder, step=step)
+    target = {"w": torch.zeros(2, 3)}
+    on_ranks(
+        3,
+        lambda channel: sw.load(
+            folder, target, channel=channel, **{"step": 1, **(option if channel.rank == 1 else {})}
+        ),
+    )
+
+
+def linked(folder: Path) -> Path:
+    (folder / "link").symlink_to(folder / "nowhere")
+    return folder / "link"
+
+
+def piped(folder: Path) -> Path:
+    (data,) = saved(folder).glob("*/*.safetensors")
+    data.unlink()
+    os.mkfifo(data)
+    return data.parents[1]
+
+
+def big_endian(folder: Path) -> Path:
+    (folder / "be.gguf").write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
+    return folder / "be.gguf"
+
+
+def foreign(folder: Path) -> Path:
+    safetensors.torch.save_file(STATE, folder / "model.safetensors")
+    return folder
+
+
+def shared(folder: Path) -> None:
+    saved(folder, {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4, 4)})
+    base = torch.zeros(16)
+    target = {"a": base[:4], "b": base[2:6], "c": base.as_strided((4, 4), (1, 1))}
+    try:
+        sw.load(folder, target)
+    finally:
+        assert not base.any(), "nothing of them is written"
+
+
+MANY: Any = {f"w{at}": torch.zeros(64, 64) for at in range(200)}
+NO: Any = None
+
+REFUSED = Refusals(
+    "checkpoint.calls",
+    {
+        # What differs between ranks.
+        "another step": lambda folder: of_another_option(folder, step=2),
+        "another verify": lambda folder: of_another_option(folder, verify="first"),
+        "another strict": lambda folder: of_another_option(folder, strict=False),
+        "another cast": lambda folder: of_another_option(folder, cast=True),
+        # Options.
+        "verify": lambda folder: sw.load(saved(folder), dict(STATE), verify=cast_to_any("First")),
+        "strict": lambda folder: sw.load(saved(folder), dict(STATE), strict=cast_to_any("no")),
+        "a step of a load": lambda folder: sw.load(saved(folder), dict(STATE), step=cast_to_any("3")),
+        "a step that is not there": lambda folder: sw.load(saved(folder, step=5), dict(STATE), step=7),
+        "a step of a save": lambda folder: on_ranks(
+            2, lambda channel: sw.save(folder, STATE, step=cast_to_any(2.5), channel=channel)
+        ),
+        "a bool as step": lambda folder: sw.save(folder, STATE, step=True),
+        "a list as extra": lambda folder: sw.save(folder, STATE, extra=cast_to_any([1])),
+        "no rewrite": lambda folder: AsyncSaver(folder, rewrite=cast_to_any("a -> c")),
+        "keep none": lambda folder: sw.save(folder, STATE, keep=0),
+        "keep a bool": lambda folder: AsyncSaver(folder, keep=True),
+        "keep every none": lambda folder: sw.save(folder, STATE, keep=1, keep_every=0),
+        "keep every half": lambda folder: sw.save(folder, STATE, keep=1, keep_every=cast_to_any(2.5)),
+        "keep every alone": lambda folder: AsyncSaver(folder, keep_every=2),
+        "prune to none": lambda folder: checkpoint.prune(saved(folder), keep=0),
+        # Places.
+        "no path": lambda: sw.save(NO, STATE),
+        "a number as path": lambda: sw.load(cast_to_any(5), dict(STATE)),
+        "bytes as path": lambda: sw.load(cast_to_any(b"bytes"), dict(STATE)),
+        "an empty path": lambda: sw.save("", STATE),
+        "a path with a nul": lambda: sw.save("a\0b", STATE),
+        "a state as path": lambda folder: sw.save(MANY, cast_to_any(folder / "a")),
+        "a state as path of a load": lambda folder: sw.load(MANY, cast_to_any(folder / "a")),
+        "a state as path to open": lambda: checkpoint.open(MANY),
+        "a state as an option": lambda folder: sw.load(saved(folder), {}, verify=MANY),
+        "a state as a step": lambda folder: sw.save(folder, {}, step=MANY),
+        "nothing there": lambda folder: sw.load(folder / "nothing", dict(STATE)),
+        "nothing there to open": lambda folder: checkpoint.open(folder / "nothing"),
+        "an empty folder": lambda folder: checkpoint.verify(folder),
+        "a link to nothing": lambda folder: sw.save(linked(folder), STATE),
+        "another format": lambda folder: sw.save(foreign(folder), STATE),
+        "a pipe": lambda folder: sw.load(piped(folder), dict(STATE)),
+        "big-endian": lambda folder: checkpoint.open(big_endian(folder)),
+        # Tensors.
+        "a name that no file can hold": lambda folder: sw.save(folder, {"\ud800": torch.ones(1)}),
+        "shared memory": shared,
+        "floats as integers": lambda folder: cast(folder, torch.float32, torch.int32),
+        "floats as truth": lambda folder: cast(folder, torch.float32, torch.bool),
+        "complex as real": lambda folder: cast(folder, torch.complex64, torch.float32),
+    },
+)
+
+
+def cast_to_any(value: object) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_users_do_by_mistake_is_refused_in_words(case: str) -> None:
+    REFUSED.check(case)
+    assert len(REFUSED.said(case)) < 5000, "a state is not printed"
+
+
+def test_extra_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {}
+    extra["deep"] = extra
+    with pytest.raises(CheckpointError, match="extra cannot be written as JSON"):
+        sw.save(tmp_path, STATE, extra=extra)
+
+
+def test_targets_that_interleave_share_nothing_and_any_other_name_is_kept(tmp_path: Path) -> None:
+    saved(tmp_path, {"a": torch.ones(4), "b": torch.ones(4), "😀": torch.ones(1).expand(4)})
+    columns = torch.zeros(4, 4)
+    sw.load(tmp_path, {"a": columns[:, 0], "b": columns[:, 1]}, strict=False)
+    assert columns.sum() == 8
+    assert torch.equal(checkpoint.open(tmp_path).read("😀"), torch.ones(4))

@@ -18,7 +18,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
 from shardwise.cli import main
 from shardwise.errors import CheckpointError
-from tests.checkpoint.megatron.folders import folders as megatron_folders
+from tests.covering import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -165,9 +165,9 @@ def _same(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
                 assert torch.equal(torch.as_tensor(ours.state[one][key]), torch.as_tensor(value)), key
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("source", "order", "kind"), covering(list(SOURCES), list(ORDERS), list(OPTIMIZERS), strength=2)
+)
 def test_the_targets_order_says_whose_numbered_state_is(tmp_path: Path, source: str, order: str, kind: str) -> None:
     make = OPTIMIZERS[kind]
     model, optimizer = _trained(order, make)
@@ -213,9 +213,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kind", ["AdamW", "momentum"])
+@pytest.mark.parametrize(
+    ("source", "plan", "kind"), covering(list(SOURCES), list(PLANS), ["AdamW", "momentum"], strength=2)
+)
 def test_engines_take_it_in_their_order(tmp_path: Path, source: str, plan: str, kind: str) -> None:
     model, optimizer = _trained("swapped", OPTIMIZERS[kind])
     path = SOURCES[source](tmp_path, model, optimizer)
@@ -355,9 +355,12 @@ def test_renamed_parameters_keep_their_numbers_and_joined_ones_need_the_same_ord
         sw.load(tmp_path / "x.pt", TorchState(other, optimizer), rewrite=joined)
 
 
-@pytest.mark.parametrize("damage", ["missing", "half", "empty"])
-@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-@pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "optimizer_0"])
+DAMAGES = covering(
+    ["pytorch_model_fsdp_0", "optimizer_0"], [".metadata", "__0_0.distcp"], ["missing", "half", "empty"], strength=2
+)
+
+
+@pytest.mark.parametrize(("folder", "file", "damage"), DAMAGES)
 def test_the_fsdp_folders_of_accelerate_are_whole_or_refused(
     tmp_path: Path, folder: str, file: str, damage: str
 ) -> None:
@@ -382,9 +385,7 @@ def test_the_fsdp_folders_of_accelerate_are_whole_or_refused(
         sw.load(tmp_path / "pytorch_model_fsdp_0", _Net().state_dict())
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("form", ["sharded", "full"])
+@pytest.mark.parametrize(("form", "plan"), [("sharded", "stage 3"), ("full", "pp")])
 def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form: str, plan: str) -> None:
     model, optimizer = _trained("swapped", OPTIMIZERS["AdamW"])
     weights, moments = get_state_dict(model, optimizer)
@@ -419,20 +420,3 @@ def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form:
     assert CliRunner().invoke(main, ["ckpt", "verify", str(tmp_path)]).exit_code == 0
     checkpoint.convert(tmp_path, tmp_path / "out")
     assert checkpoint.diff(tmp_path, tmp_path / "out").equal
-
-
-def test_state_that_a_format_leaves_out_is_a_finding(tmp_path: Path) -> None:
-    path = megatron_folders() / "llama-bf16-3-dp-reshardable"
-    model = checkpoint.open(path).contents.tensors
-    held = nn.ParameterDict()
-    for name, each in model.items():
-        held[name.replace(".", "_")] = nn.Parameter(torch.zeros(each.shape, dtype=getattr(torch, each.dtype)))
-    rewrite = sw.Rewrite("\n".join(f"{name} -> {name.replace('.', '_')}" for name in model))
-    optimizer = torch.optim.AdamW(held.parameters())
-    with pytest.raises(CheckpointError, match=r"the optimizer is left out.*strict=False loads the weights"):
-        sw.load(path, TorchState(held, optimizer), rewrite=rewrite)
-    report = sw.load(path, TorchState(held, optimizer), rewrite=rewrite, strict=False).report
-    assert any("the optimizer is left out" in each for each in report.notes)
-    assert any(
-        "the optimizer is left out" in each for each in sw.load(path, TorchState(held), rewrite=rewrite).report.notes
-    )

@@ -13,11 +13,13 @@ from torch._subclasses import FakeTensorMode
 from torch.masked import masked_tensor
 
 import shardwise as sw
-from shardwise.checkpoint.state_pieces import _shares_within, check_targets
+from shardwise.checkpoint.state_pieces import Held, check_targets
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
+from tests.engine.refusals import same_error_everywhere
 from tests.properties import tried
+from tests.refusals import Refusals
 
 
 def inference() -> torch.Tensor:
@@ -47,7 +49,7 @@ def batched() -> torch.Tensor:
     return seen[0]
 
 
-def fake() -> torch.Tensor:
+def fake_tensor() -> torch.Tensor:
     with FakeTensorMode():
         return torch.zeros(2, 2)
 
@@ -58,23 +60,34 @@ class Refusing(torch.Tensor):
         raise TypeError("not me")
 
 
-BAD: dict[str, tuple[Callable[[Path], torch.Tensor], str]] = {
-    "inference": (lambda folder: inference(), "b[0:2, 0:2] would be read into an inference tensor"),
-    "mapped for reading": (mapped, "into read-only memory, such as a mapped file"),
-    "memory given back": (lambda folder: freed(), "'b' has no memory at present"),
-    "expanded": (lambda folder: torch.zeros(2).expand(2, 2), "whose elements share memory (expand())"),
-    "interlocking rows": (lambda folder: torch.zeros(9).as_strided((2, 2), (3, 3)), "whose elements share memory"),
-    "meta": (lambda folder: torch.zeros(2, 2, device="meta"), "'b' is on the meta device"),
-    "sparse": (lambda folder: torch.zeros(2, 2).to_sparse(), "'b' has layout torch.sparse_coo"),
-    "nested": (lambda folder: torch.nested.nested_tensor([torch.zeros(2)] * 2), "'b' is nested"),
-    "batched": (lambda folder: batched(), "'b' refuses to be read (RuntimeError"),
-    "fake": (lambda folder: fake(), "into a FakeTensor, which cannot be written"),
-    "masked": (
-        lambda folder: masked_tensor(torch.zeros(2, 2), torch.ones(2, 2).bool()),
-        "into a MaskedTensor, which cannot be written",
-    ),
-    "refusing": (lambda folder: torch.zeros(2, 2).as_subclass(Refusing), "'b' refuses to be read (TypeError: not me)"),
-}
+def refused(folder: Path, make: Callable[[], torch.Tensor], *, rank: int = 0, size: int = 1) -> None:
+    """On one rank `b` is such a tensor: all ranks are told, and nothing of any rank is written."""
+    path = save(folder, torch.zeros(1))
+    targets = [{"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(3)} for _ in range(size)]
+    targets[rank]["b"] = make()
+    error = same_error_everywhere(size, lambda channel: sw.load(path, targets[channel.rank], channel=channel))
+    assert not any(each[name].any() for each in targets for name in "ac")
+    raise error
+
+
+REFUSED = Refusals(
+    "checkpoint.targets",
+    {
+        "inference": lambda folder: refused(folder, inference),
+        "inference on another rank": lambda folder: refused(folder, inference, rank=1, size=3),
+        "mapped for reading": lambda folder: refused(folder, lambda: mapped(folder)),
+        "memory given back": lambda folder: refused(folder, freed),
+        "expanded": lambda folder: refused(folder, lambda: torch.zeros(2).expand(2, 2)),
+        "interlocking rows": lambda folder: refused(folder, lambda: torch.zeros(9).as_strided((2, 2), (3, 3))),
+        "meta": lambda folder: refused(folder, lambda: torch.zeros(2, 2, device="meta")),
+        "sparse": lambda folder: refused(folder, lambda: torch.zeros(2, 2).to_sparse()),
+        "nested": lambda folder: refused(folder, lambda: torch.nested.nested_tensor([torch.zeros(2)] * 2)),
+        "batched": lambda folder: refused(folder, batched),
+        "fake": lambda folder: refused(folder, fake_tensor),
+        "masked": lambda folder: refused(folder, lambda: masked_tensor(torch.zeros(2, 2), torch.ones(2, 2).bool())),
+        "refusing": lambda folder: refused(folder, lambda: torch.zeros(2, 2).as_subclass(Refusing)),
+    },
+)
 
 GOOD: dict[str, Callable[[], torch.Tensor]] = {
     "leaf": lambda: torch.zeros(2, 2, requires_grad=True),
@@ -97,16 +110,9 @@ def save(folder: Path, like: torch.Tensor) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", BAD)
-def test_a_target_that_cannot_be_written_refuses_before_others_are(kind: str, tmp_path: Path) -> None:
-    make, said = BAD[kind]
-    path = save(tmp_path, torch.zeros(1))
-    target = {"a": torch.zeros(3), "b": make(tmp_path), "c": torch.zeros(3)}
-    with pytest.raises(CheckpointError) as caught:
-        sw.load(path, target, channel=alone())
-    assert said in str(caught.value)
-    assert not target["a"].any()
-    assert not target["c"].any()
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_target_that_cannot_be_written_refuses_before_others_are(case: str) -> None:
+    REFUSED.check(case)
 
 
 @pytest.mark.parametrize("kind", GOOD)
@@ -125,35 +131,12 @@ def test_an_inference_tensor_is_filled_in_inference_mode(tmp_path: Path) -> None
     assert target["b"].tolist() == [[1, 2], [3, 4]]
 
 
-def test_every_rank_says_which_target_of_any_rank_cannot_be_written(tmp_path: Path) -> None:
-    path = save(tmp_path, torch.zeros(1))
-    targets = [{"a": torch.zeros(3), "b": torch.zeros(2, 2), "c": torch.zeros(3)} for _ in range(3)]
-    targets[1]["b"] = inference()
-    told = []
-
-    def run(channel: sw.Channel) -> None:
-        try:
-            sw.load(path, targets[channel.rank], channel=channel)
-        except CheckpointError as error:
-            told.append(str(error))
-
-    sw.simulate(3, run)
-    assert len(told) == 3
-    assert len(set(told)) == 1
-    assert "rank 1: b[0:2, 0:2] would be read into an inference tensor" in told[0]
-    assert not any(each.any() for target in targets for each in target.values())
-
-
 @tried(40)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=3))
 def test_indices_that_share_a_place_are_found_exactly(dims: list[tuple[int, int]]) -> None:
     shape, strides = [size for size, _ in dims], [stride for _, stride in dims]
     tensor = torch.arange(200).as_strided(shape, strides)
-    assert _shares_within(tensor) == (len(torch.unique(tensor)) < tensor.numel())
-    piece = Piece(name="x", dtype="int64", global_shape=tuple(shape))
-    from shardwise.checkpoint.state_pieces import Held
-
-    held = Held(tensors={piece: tensor})
+    held = Held(tensors={Piece(name="x", dtype="int64", global_shape=tuple(shape)): tensor})
     if len(torch.unique(tensor)) < tensor.numel():
         with pytest.raises(CheckpointError, match="share memory"):
             check_targets(held)

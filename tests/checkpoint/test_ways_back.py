@@ -1,4 +1,4 @@
-"""`ckpt convert --like HUB`: after training in fused form, the hub's names, shapes, dtypes, files and configuration."""
+"""The way back after training in fused form: a save knows it, and `--like` gives the form of an original."""
 
 import json
 from collections.abc import Mapping
@@ -171,6 +171,12 @@ def test_a_fused_model_goes_back_to_the_form_of_its_hub(tmp_path: Path, mesh: st
     words = ("--to", "hf", "--rewrite", tmp_path / "r.rewrite", "--inverse", "--like", source)
     assert convert(tmp_path / "save", tmp_path / "named", *words).exit_code == 0
     assert_like(tmp_path / "named", source, by_hand(whole, tp))
+    # Without an original the values come back, in the dtypes in which they were trained.
+    result = convert(tmp_path / "save", tmp_path / "inverse", "--inverse", "--to", "hf", "--certify", "--lossy")
+    assert result.exit_code == 0, result.output
+    back = load_file(tmp_path / "inverse" / "model.safetensors")
+    assert back.keys() == by_hand(whole, tp).keys()
+    assert all(torch.equal(back[name].to(each.dtype), each) for name, each in by_hand(whole, tp).items())
 
 
 @pytest.mark.parametrize(("then", "tp", "now"), [("tp=2", 2, "tp=1"), ("tp=1", 1, "tp=2"), ("tp=2", 2, "tp=4")])
@@ -244,17 +250,6 @@ def test_masters_give_the_values_where_the_hub_has_more_bits(tmp_path: Path) -> 
     assert torch.equal(found["b"], masters["y"].bfloat16())
 
 
-def test_a_save_of_a_rewritten_save_goes_back_through_both(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(2, 4), "b": torch.randn(3, 4)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    convert_by = sw.checkpoint.convert
-    convert_by(tmp_path / "model.safetensors", tmp_path / "one", rewrite=sw.Rewrite("a, b -> ab, axis=0"))
-    convert_by(tmp_path / "one", tmp_path / "two", rewrite=sw.Rewrite("ab^T -> t"))
-    result = convert(tmp_path / "two", tmp_path / "out", "--to", "hf", "--like", tmp_path / "model.safetensors")
-    assert result.exit_code == 0, result.output
-    assert all(torch.equal(each, tensors[name]) for name, each in load_file(tmp_path / "out/model.safetensors").items())
-
-
 def refused(*words: str | Path) -> str:
     result = convert(*words)
     assert result.exit_code == 1, result.output
@@ -311,3 +306,46 @@ def test_values_of_several_loads_are_said_to_be_so(tmp_path: Path) -> None:
     sw.load(source, engine, rewrite=REWRITE, cast=True)
     sw.save(tmp_path / "again", engine)
     assert convert(tmp_path / "again", tmp_path / "back", "--to", "hf", "--like", source).exit_code == 0
+
+
+def test_values_that_came_through_no_rewrite_forget_the_one_before_and_a_plain_program_remembers(
+    tmp_path: Path,
+) -> None:
+    source = hub(tmp_path / "hub")
+    engine = engine_of("tp=1", sw.default_channel())
+    sw.save(tmp_path / "fresh", engine)
+    sw.load(source, engine, rewrite=REWRITE, cast=True)
+    sw.load(tmp_path / "fresh", engine)
+    sw.save(tmp_path / "again", engine)
+    said = "does not say which rewrite made it; name the rewrite to undo (--rewrite NAME --inverse)"
+    assert said in refused(tmp_path / "again", tmp_path / "out", "--inverse")
+    model = Net()
+    state = TorchState(model, sgd(list(model.parameters())))
+    sw.load(source, state, rewrite=REWRITE, cast=True)
+    sw.save(tmp_path / "plain", state)
+    assert sw.checkpoint.recorded_rewrite(tmp_path / "plain") == REWRITE
+
+
+def test_a_save_that_remembers_nothing_goes_back_like_an_original(tmp_path: Path) -> None:
+    source = hub(tmp_path / "hub")
+    model = Net()
+    sw.load(source, model.state_dict(), rewrite=REWRITE, cast=True)
+    whole = {name: each.clone() for name, each in model.state_dict().items()}
+    sw.save(tmp_path / "forgot", whole)
+    (tmp_path / "r.rewrite").write_text(str(REWRITE))
+    words = ("--to", "hf", "--rewrite", tmp_path / "r.rewrite", "--inverse", "--like", source)
+    result = convert(tmp_path / "forgot", tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    assert_like(tmp_path / "out", source, by_hand(whole, 1))
+    result = convert(tmp_path / "forgot", tmp_path / "compared", *words, "--certify")
+    assert f"are as in {source}" in result.output
+    assert "; not: " not in result.output
+
+
+def test_a_lossy_way_back_wants_a_word(tmp_path: Path) -> None:
+    (tmp_path / "narrow.rewrite").write_text("a -> b, dtype='bfloat16'\n")
+    sw.save(tmp_path / "a", {"a": torch.ones(3)})
+    assert convert(tmp_path / "a", tmp_path / "b", "--rewrite", tmp_path / "narrow.rewrite").exit_code == 0
+    assert "(--lossy)" in refused(tmp_path / "b", tmp_path / "c", "--inverse")
+    assert convert(tmp_path / "b", tmp_path / "c", "--inverse", "--lossy").exit_code == 0
+    assert sw.checkpoint.open(tmp_path / "c").read("a").dtype == torch.float32

@@ -1,0 +1,194 @@
+"""Full tensors of what ranks hold: in the order of the model, one by one in bounded memory, out of devices too."""
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.checkpoint import TorchState
+from shardwise.comm import Channel
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece
+from shardwise.testing.accelerator import behind, counted
+from tests.checkpoint.layouts import LAYOUTS, assembled, engine_of, odd, same_bits, state_of, train
+from tests.checkpoint.rewritten_tensors import shares_of
+from tests.checkpoint.small_limits import small_limits
+from tests.checkpoint.small_states import same, same_tensor
+
+Full = list[tuple[str, torch.Tensor]]
+
+
+@pytest.mark.parametrize("layout", ["tensor-two-parts-x-two", "stage3-two-bf16", "stage3-three-whole", "all-stage3"])
+def test_an_engine_gives_what_the_plain_model_has_in_its_order_and_trains_on(layout: str) -> None:
+    plan = LAYOUTS[layout]
+
+    def run(channel: Channel, looks: bool) -> tuple[dict[Piece, torch.Tensor], Full, list[float]]:
+        engine = engine_of(plan, channel)
+        train(engine, channel, [0])
+        full = list(sw.full(engine, channel=channel, optimizer=True)) if looks else []
+        return state_of(engine), full, train(engine, channel, [1])
+
+    ranks = sw.simulate(plan.mesh.size, partial(run, looks=True))
+    whole = assembled(state for state, *_ in ranks)
+    order = list(odd().state_dict())
+    for _, full, _ in ranks:
+        assert [name for name, _ in full][: len(order)] == order
+        assert {name for name, _ in full} == whole.keys() | {"head.weight"}
+        for name, tensor in full:
+            assert same_bits(tensor, whole["embedding.weight" if name == "head.weight" else name]), name
+            assert name not in order or tensor.shape == odd().state_dict()[name].shape
+    untouched = sw.simulate(plan.mesh.size, partial(run, looks=False))
+    assert [losses for *_, losses in ranks] == [losses for *_, losses in untouched]
+
+
+def test_plain_models_and_states_by_name_and_only_the_names_that_are_asked_for() -> None:
+    model = odd()
+    for state in (TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1)), model.state_dict()):
+        full = list(sw.full(state))
+        assert [name for name, _ in full] == list(model.state_dict())
+        assert same(dict(full), dict(model.state_dict()))
+        full[0][1].zero_()  # it is the caller's own
+        assert model.get_parameter("embedding.weight").abs().sum() > 0
+    assert list(sw.full({})) == []
+    whole = {name: torch.randn(3, 4) for name in "abc"}
+    shares = shares_of(whole, "runs", 3)
+
+    def run(channel: Channel) -> Full:
+        return list(sw.full(shares[channel.rank], channel=channel, to=1, names=["c", "a"]))
+
+    others, found, _ = sw.simulate(3, run)
+    assert others == []
+    assert [name for name, _ in found] == ["c", "a"]
+    assert same(dict(found), {name: whole[name] for name in "ca"})
+
+
+def test_tensors_are_given_one_after_the_other_and_not_kept() -> None:
+    """Small ones together; a large one comes in several windows."""
+    whole = {f"small.{at}": torch.randn(100) for at in range(30)} | {"large": torch.randn(70, 60)}
+    shares = shares_of(whole, "runs", 3)
+
+    def run(channel: Channel) -> int:
+        alive: list[weakref.ref[torch.Tensor]] = []
+        most = 0
+        for name, tensor in sw.full(shares[channel.rank], channel=channel):
+            assert same_tensor(tensor, whole[name])
+            alive = [each for each in alive if each() is not None]
+            most = max(most, sum(each.nbytes for ref in alive if (each := ref()) is not None))
+            alive.append(weakref.ref(tensor))
+        return most
+
+    with small_limits(4096):
+        assert max(sw.simulate(3, run)) <= 400  # the one before, which the loop's own variable keeps
+
+
+def stopping(channel: Channel, at: Mapping[int, int]) -> int:
+    """Take full tensors, and stop after so many on some ranks."""
+    whole = {f"t.{number}": torch.full((1 << 20,), float(number)) for number in range(4)}
+    seen = 0
+    for _ in sw.full(shares_of(whole, "runs", channel.size)[channel.rank], channel=channel):
+        seen += 1
+        if seen == at.get(channel.rank):
+            break
+    channel.exchange(b"", purpose="what comes next")  # all are still in step
+    return seen
+
+
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_ranks_that_stop_at_the_same_tensor_go_on_together(number: int) -> None:
+    assert sw.simulate(3, lambda channel: stopping(channel, dict.fromkeys(range(3), number))) == [number] * 3
+
+
+def test_a_rank_that_stops_early_makes_the_others_raise_an_error() -> None:
+    def run(channel: Channel) -> str:
+        if channel.rank == 1:
+            return str(stopping(channel, {1: 2}))
+        with pytest.raises(CheckpointError) as caught:
+            stopping(channel, {})
+        channel.exchange(b"", purpose="what comes next")
+        return str(caught.value)
+
+    zero, one, two = sw.simulate(3, run)
+    assert one == "2"
+    assert zero == two
+    assert zero.startswith("rank 1 stopped taking full tensors before the last one, and this rank goes on")
+    sw.full({"a": torch.ones(1)}, to=3).close()  # type: ignore[attr-defined]  # nothing happens before the first
+
+
+class Planned:
+    """Rows of a fused tensor, of which an engine's plan tells that tensor parallelism cuts them."""
+
+    def __init__(self, whole: torch.Tensor, rank: int) -> None:
+        rows = whole.shape[0] // 2
+        piece = Piece(
+            name="gu", dtype="float32", global_shape=tuple(whole.shape), offset=(rank * rows, 0), shape=(rows, 2)
+        )
+        self._held = {piece: whole[rank * rows : (rank + 1) * rows].clone()}
+
+    def state(self) -> dict[Piece, torch.Tensor]:
+        return self._held
+
+    def settings(self) -> dict[str, Any]:
+        return {"plan": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"gu": "column"})).text()}
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_the_degree_of_a_planned_layout_is_known_with_and_without_the_state_of_optimizers(optimizer: bool) -> None:
+    whole = torch.arange(16.0).view(8, 2)
+
+    def run(channel: Channel) -> dict[str, torch.Tensor]:
+        state = Planned(whole, channel.rank)
+        return dict(sw.full(state, sw.Rewrite("gu -> g, u, fused_ffn, axis=0"), channel=channel, optimizer=optimizer))
+
+    for found in sw.simulate(2, run):
+        assert torch.equal(found["g"], whole[[0, 1, 4, 5]])
+        assert torch.equal(found["u"], whole[[2, 3, 6, 7]])
+
+
+# Out of devices: copies are queued, and the host waits once for each buffer of a window.
+
+NUM = 40
+
+
+def on_device(channel: Channel, dim: int) -> tuple[dict[Piece, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a rank holds of each tensor, behind kernels of its device, and the whole tensors."""
+    whole = {f"w{number}": torch.arange(48.0).view(8, 6) + 100 * number for number in range(NUM)}
+    held = shares_of(whole, "rows" if dim == 0 else "columns", channel.size)[channel.rank]
+    moved = {piece: tensor.contiguous().to(channel.device).add_(1) for piece, tensor in held.items()}
+    return moved, {name: values + 1 for name, values in whole.items()}
+
+
+def saved(channel: Channel, folder: Path, dim: int) -> int:
+    """How often the host waited for its device."""
+    held, _ = on_device(channel, dim)
+    channel.exchange(b"", purpose="all begin")
+    with counted() as counts:
+        sw.save(folder, held, layout="whole", channel=channel)
+    channel.exchange(b"", purpose="all have saved")
+    return counts[channel.device.index or 0].syncs
+
+
+def test_a_save_of_whole_tensors_waits_for_each_buffer_and_not_for_each_piece(fake: str, tmp_path: Path) -> None:
+    """What it puts together for others, and its own file; what comes from others crosses the device in one copy."""
+    assert max(sw.simulate(2, lambda channel: saved(channel, tmp_path, 0), device=fake)) <= 3
+    # torch waits for a copy whose target is not in one piece: what a rank has of its own file's columns.
+    assert max(sw.simulate(2, lambda channel: saved(channel, tmp_path / "b", 1), device=fake)) <= 3 + NUM // 2
+    num_windows = NUM * 8 * 6 * 4 // 1024 // 2 + 1
+    with small_limits(1024):
+        for waits in sw.simulate(2, lambda channel: saved(channel, tmp_path / "c", 0), device=fake):
+            assert num_windows / 2 < waits <= 4 * num_windows
+
+
+@pytest.mark.parametrize(("num_ranks", "dim"), [(1, 0), (2, 0), (2, 1)])
+def test_delays_change_no_bit_of_a_save_of_whole_tensors(num_ranks: int, dim: int, fake: str, tmp_path: Path) -> None:
+    _, expected = sw.simulate(1, lambda channel: on_device(channel, dim))[0]
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        with behind(seed), small_limits(1024):
+            sw.simulate(num_ranks, partial(saved, folder=folder, dim=dim), device=fake)
+        checkpoint = sw.checkpoint.open(folder)
+        assert [name for name, values in expected.items() if not torch.equal(checkpoint.read(name), values)] == []

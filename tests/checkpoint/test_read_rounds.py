@@ -1,0 +1,275 @@
+"""Bytes that loads read and send, round by round, and storage that only some ranks see."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import shardwise as sw
+from shardwise import checkpoint
+from shardwise.checkpoint import Address, LocalStore, Store
+from shardwise.comm import Channel
+from shardwise.errors import CheckpointError
+from shardwise.space import Piece
+from tests.checkpoint.cut_tensors import Cut, Pieces, cut
+from tests.checkpoint.faulty import Counting, Hooked, Operation
+from tests.checkpoint.small_limits import small_limits
+from tests.checkpoint.small_states import Whole, empty_state, same, save_state, whole_state
+from tests.comm.boards import on_threads
+from tests.covering import covering
+from tests.moving.watched import Watched
+
+LARGE = {"w": torch.arange(1536.0 * 1024).view(1536, 1024), "v": -torch.arange(1536.0 * 1024).view(1024, 1536)}
+TOTAL_BYTES = sum(each.nbytes for each in LARGE.values())
+
+
+def shares(how: Cut | None, size: int) -> list[Pieces]:
+    """Of the large tensors; how: None for all of them on every rank."""
+    if how is None:
+        whole = {
+            Piece(name=name, dtype="float32", global_shape=tuple(each.shape)): each for name, each in LARGE.items()
+        }
+        return [whole] * size
+    cuts = [cut(name, tensor, how, size) for name, tensor in LARGE.items()]
+    return [{piece: part for each in cuts for piece, part in each[rank].items()} for rank in range(size)]
+
+
+def save_large(path: Path, how: Cut | None, size: int = 2) -> None:
+    held = shares(how, size)
+    sw.simulate(size, lambda channel: sw.save(path, held[channel.rank], channel=channel))
+
+
+def bytes_read(
+    path: Path,
+    how: Cut | None,
+    size: int,
+    *,
+    places: Sequence[Store] | None = None,
+    watch: Callable[[Channel], Any] = lambda channel: channel,
+    **options: Any,
+) -> tuple[list[int], list[int]]:
+    """Per rank: bytes of data that a load reads, without headers, and bytes that it needs. Values are checked."""
+    stores = [Counting(store) for store in places or [LocalStore(path)] * size]
+    expected = shares(how, size)
+    states = [{piece: torch.zeros_like(tensor) for piece, tensor in state.items()} for state in expected]
+
+    def run(channel: Channel) -> int:
+        state = states[channel.rank]
+        return sw.load(stores[channel.rank], state, channel=watch(channel), **options).report.read_bytes
+
+    reported = sw.simulate(size, run)
+    for state, right in zip(states, expected, strict=True):
+        assert all(torch.equal(tensor, right[piece]) for piece, tensor in state.items())
+    data = [each for store in stores for each in store.operations if each.kind == "read_into"]
+    head = json.loads((path / "save-00000001/manifest.json").read_text())
+    headers = sum(entry["head_bytes"] for entry in head["files"]) if options.get("verify", True) else 0
+    assert sum(each.num_bytes for each in data if ".safetensors" in each.name) == sum(reported) + headers
+    return reported, [sum(tensor.nbytes for tensor in state.values()) for state in states]
+
+
+CUTS: tuple[Cut | None, ...] = ("rows", "columns", "runs", None)
+
+
+@pytest.mark.parametrize(("source", "target", "size"), covering(("rows", "runs", None), CUTS, (2, 3), strength=2))
+def test_each_rank_reads_what_it_needs_or_with_checksums_all_together_once_what_any_needs(
+    source: Cut | None, target: Cut | None, size: int, tmp_path: Path
+) -> None:
+    save_large(tmp_path, source)
+    read, needed = bytes_read(tmp_path, target, size, verify=False)
+    assert all(mine <= 1.05 * own for mine, own in zip(read, needed, strict=True))
+    assert sum(read) >= TOTAL_BYTES
+    read, _ = bytes_read(tmp_path, target, size, verify=True)
+    assert TOTAL_BYTES <= sum(read) <= 1.05 * TOTAL_BYTES
+    assert max(read) < (1.2 * TOTAL_BYTES / size if target is None else TOTAL_BYTES), "they share the work"
+
+
+@pytest.mark.parametrize("target", ["rows", "columns", None])
+@pytest.mark.parametrize("verify", [True, False])
+def test_storage_that_one_rank_sees_is_read_by_it_and_sent_in_bounded_messages(
+    verify: bool, target: Cut | None, tmp_path: Path
+) -> None:
+    save_large(tmp_path / "1", "rows")
+    places = [LocalStore(tmp_path / str(rank)) for rank in range(3)]
+    watched: list[Watched] = []
+
+    def watch(channel: Channel) -> Any:
+        watched.append(Watched(channel))
+        return watched[-1]
+
+    with small_limits(1 << 20):
+        options: dict[str, Any] = {"verify": verify, "places": places, "shared": False, "watch": watch}
+        read, needed = bytes_read(tmp_path / "1", target, 3, **options)
+    assert read == [0, TOTAL_BYTES, 0]
+    assert 0 < max(each.largest for each in watched) <= 1 << 20
+    assert sum(each.sent_bytes for each in watched) >= needed[0] + needed[2]
+
+
+def test_a_fast_rank_reads_the_next_round_while_a_slow_one_still_takes_from_the_last(tmp_path: Path) -> None:
+    """Rank 1 goes on from each verdict only when rank 0 has read again, or has nothing left to read."""
+    read = threading.Condition()
+    num_reads = 0
+
+    def note(operation: Operation) -> None:
+        nonlocal num_reads
+        if operation.kind == "read_into":
+            with read:
+                num_reads += 1
+                read.notify_all()
+
+    class Slow:
+        def __init__(self, channel: Channel) -> None:
+            self._channel = channel
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._channel, name)
+
+        def exchange(self, value: bytes, *, purpose: str) -> Any:
+            found = self._channel.exchange(value, purpose=purpose)
+            if "blocks that were read" in purpose:
+                with read:
+                    before = num_reads
+                    read.wait_for(lambda: num_reads > before, timeout=0.3)
+            return found
+
+    values = torch.arange(512)
+    targets = [{"w": torch.zeros_like(values)} for _ in range(2)]
+
+    def load(channel: Channel) -> None:
+        used: Any = Slow(channel) if channel.rank else channel
+        store = LocalStore(tmp_path) if channel.rank else Hooked(LocalStore(tmp_path), after=note)
+        sw.load(store, targets[channel.rank], channel=used)
+
+    with small_limits(256, block_bytes=64):
+        sw.save(tmp_path, {"w": values})
+        on_threads(2, load)
+    assert all(torch.equal(target["w"], values) for target in targets)
+
+
+def test_a_rank_that_needs_more_rounds_than_the_first_gets_them(tmp_path: Path) -> None:
+    state = {"little": torch.arange(4), "much": torch.arange(1 << 15)}
+    targets = [{name: torch.zeros_like(state[name])} for name in state]
+    with small_limits(256, block_bytes=64):
+        sw.save(tmp_path, state)
+        sw.simulate(2, lambda channel: sw.load(tmp_path, targets[channel.rank], channel=channel))
+    assert all(torch.equal(value, state[name]) for target in targets for name, value in target.items())
+
+
+def load_from(places: Sequence[Address]) -> tuple[list[Whole], str]:
+    """Whole tensors on every rank out of its own place; and the error that all get."""
+    targets = [empty_state() for _ in places]
+
+    def run(channel: Channel) -> str:
+        try:
+            sw.load(places[channel.rank], targets[channel.rank], shared=False, channel=channel)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    (error,) = set(sw.simulate(len(places), run))
+    return targets, error
+
+
+@pytest.mark.parametrize("holders", [(), (0,), (1,), (0, 2), (0, 1, 2)])
+def test_ranks_that_see_the_storage_read_for_those_that_do_not(holders: tuple[int, ...], tmp_path: Path) -> None:
+    """Copies of a save under other paths are the same save."""
+    save_state(tmp_path / "saves", 1, size=2)
+    for rank in holders:
+        shutil.copytree(tmp_path / "saves", tmp_path / str(rank))
+    for num_good in (len(holders), len(holders) - 1):
+        targets, error = load_from([tmp_path / str(rank) for rank in range(3)])
+        assert ("holds no" in error) == (num_good <= 0)
+        assert all(same(target, empty_state() if error else whole_state(1)) for target in targets)
+        for rank in holders[-1:]:
+            (tmp_path / str(rank) / "save-00000001/manifest.json").unlink(missing_ok=True)
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_state(tmp_path / str(rank), rank)
+    targets, error = load_from([tmp_path / "0", tmp_path / "1", tmp_path / "2"])
+    assert f"rank 0 and rank 1 see different checkpoints at {tmp_path}/0/save-00000001 and {tmp_path}/1/" in error
+    assert all(same(target, empty_state()) for target in targets)
+
+
+def test_damage_that_only_the_holder_sees_is_told_to_all(tmp_path: Path) -> None:
+    save_state(tmp_path / "1", 1, size=2)
+    for file in sorted((tmp_path / "1/save-00000001").glob("*.safetensors")):
+        good = file.read_bytes()
+        for at in (9, -1):
+            bad = bytearray(good)
+            bad[at] ^= 4
+            file.write_bytes(bad)
+            targets, error = load_from([tmp_path / str(rank) for rank in range(3)])
+            assert file.name in error
+            assert all(same(target, empty_state()) for target in targets)
+        file.write_bytes(good)
+
+
+def num_opened(store: Counting) -> int:
+    return sum(each.kind == "open" and each.name.endswith(".safetensors") for each in store.operations)
+
+
+def test_ranks_open_the_files_that_they_read_and_a_share_of_all_once_for_all_batches(tmp_path: Path) -> None:
+    """Not each rank each file."""
+    held = shares("rows", 8)
+
+    def run(channel: Channel) -> int:
+        sw.save(tmp_path, held[channel.rank], channel=channel)
+        store = Counting(LocalStore(tmp_path))
+        sw.load(store, held[channel.rank], channel=channel)
+        return num_opened(store)
+
+    assert max(sw.simulate(8, run)) <= 3  # two looks at most, at its own file and at one of all, and one to read
+
+    def again(channel: Channel) -> int:
+        store = Counting(LocalStore(tmp_path / "one"))
+        sw.load(store, {name: torch.empty_like(each) for name, each in LARGE.items()}, channel=channel)
+        assert store.num_operations["read_into"] > 4
+        return num_opened(store)
+
+    sw.save(tmp_path / "one", LARGE)
+    for size in (1, 2):
+        with small_limits(1 << 20):
+            assert max(sw.simulate(size, again)) <= 2
+
+
+class SideBySide(Hooked):
+    """A store that is far: a read returns when another one is under way too."""
+
+    def __init__(self, store: Store) -> None:
+        pairs = threading.Barrier(2)
+
+        def meet(operation: Operation) -> None:
+            if operation.kind == "read_into" and operation.num_bytes >= 4 << 20:
+                pairs.wait(timeout=60)
+
+        super().__init__(store, meet)
+
+    @property
+    def parallel_reads(self) -> int:
+        return 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["load", "load foreign", "verify", "convert"])
+def test_one_large_tensor_is_read_by_several_requests_side_by_side(tmp_path: Path, way: str) -> None:
+    whole = torch.arange(float(16 << 20)).view(4096, 4096)  # 64 MiB
+    if way == "load foreign":
+        save_file({"w": whole}, tmp_path / "model.safetensors")
+    else:
+        sw.save(tmp_path, {"w": whole})
+    store = SideBySide(LocalStore(tmp_path))
+    if way == "verify":
+        assert checkpoint.verify(store).good
+    elif way == "convert":
+        checkpoint.convert(store, tmp_path / "made", to="dcp")
+    else:
+        target = torch.empty_like(whole)
+        sw.load(store, {"w": target})
+        assert torch.equal(target, whole)
