@@ -216,17 +216,11 @@ def met(
     return refused
 
 
-def met_along_tp(*batches: Any, of_words: bool = False) -> Callable[[], None]:
+def met_along_tp(*batches: Any) -> Callable[[], None]:
     def run(channel: sw.Channel) -> None:
-        if of_words:
-            plan = plan_of_program(DECODER, "tp=2")
-            sw.parallelize(decoder(), plan, optimizer=adamw, loss=word_loss, channel=channel).step(
-                batches[channel.rank]
-            )
-        else:
-            plan = plan_of("tp=2", rules={"0": "column", "1": "row"})
-            make = lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))  # noqa: E731
-            begun(channel, make, plan).step(batches[channel.rank])
+        plan = plan_of("tp=2", rules={"0": "column", "1": "row"})
+        make = lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))  # noqa: E731
+        begun(channel, make, plan).step(batches[channel.rank])
 
     def refused() -> None:
         raise same_error_everywhere(2, run)
@@ -276,7 +270,7 @@ REFUSED = Refusals(
         "a list and a number": met([points(0, 2)] * 2, [points(0, 2)] * 2, microbatches=({"microbatches": 3},) * 2),
         "a list with unequal rows": met([UNEQUAL], [UNEQUAL]),
         "different batches along tp": met_along_tp(points(0, 4, 2), points(1, 4, 2)),
-        "different lists along tp": met_along_tp(*([words(0, 2, 3), words(at, 2, 4)] for at in (1, 2)), of_words=True),
+        "different lists along tp": met_along_tp(*([points(0, 2, 2), points(at, 3, 2)] for at in (1, 2))),
         "none of the entries": lambda: called(TakesTwo, "x y"),
         "labels by position": lambda: called(TakesOne, "labels token"),
         "an optional name alone": lambda: called(TakesNames, "inputs mask"),

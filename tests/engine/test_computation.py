@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import ModelError
 from tests.engine.loops import on_ranks, plan_of
 from tests.oracle.batches import points, square_loss
@@ -149,24 +148,3 @@ def test_a_recomputation_elsewhere_has_the_hooks_and_the_region_of_the_forward(
 def test_a_backward_in_the_loss_through_a_layer_that_engines_share_is_refused(fake: str) -> None:
     with pytest.raises(ModelError, match="a Dropout that several engines of this process share is recomputed"):
         trained(fake, "checkpointed", "dp_shard=2", 2, 2, loss=penalised)
-
-
-def test_a_backward_of_another_engine_draws_nothing_from_a_stream_that_waits(fake: str) -> None:
-    """Two engines have one layer, as simulated ranks may; one of them is in the middle of a microbatch."""
-    device = torch.device(fake, 0)
-    mine, other = (nn.Sequential(nn.Linear(64, 64), SHARED, nn.Dropout(0.5)).to(device) for _ in range(2))
-    random, others_random = (KeyedRandom(each, device, 1) for each in (mine, other))
-    x = torch.ones(64, device=device)
-    with random.stream(0, 0):
-        expected = mine(x).detach(), torch.rand(3), torch.rand(3, device=device)
-    with random.stream(0, 0):
-        drawn = mine(x)
-        waiting = torch.get_rng_state()
-        with others_random.stream(0, 0):
-            root = checkpoint(other, x, use_reentrant=False).sum()
-            with others_random.in_backward_of([root]):
-                root.backward()
-        assert torch.equal(torch.get_rng_state(), waiting)
-        assert torch.equal(drawn, expected[0])
-        assert torch.equal(torch.rand(3), expected[1])
-        assert torch.equal(torch.rand(3, device=device), expected[2])

@@ -92,14 +92,6 @@ def test_an_error_of_the_users_own_leaves_a_rank_alone_able_to_go_on() -> None:
     assert [engine.step(curve_batch(1, 6)) for _ in range(2)] == [quiet.step(curve_batch(1, 6)) for _ in range(2)]
 
 
-def test_state_shows_values_that_were_loaded_since_the_last_update() -> None:
-    engine = begun(alone(), lambda: nn.Sequential(nn.Linear(3, 3)), plan_of(compute="bfloat16"))
-    engine.model.load_state_dict({"0.weight": torch.ones(3, 3), "0.bias": torch.full((3,), 2.0)})
-    masters = {piece.name: values for piece, values in engine.state().items()}
-    assert torch.equal(masters["optimizer/0.weight/master"], torch.ones(3, 3))
-    assert torch.equal(masters["optimizer/0.bias/master"], torch.full((3,), 2.0))
-
-
 def test_a_model_put_under_a_second_plan_trains_under_that_one_alone() -> None:
     first = begun(alone(), Curve, plan_of(k=2, compute="bfloat16"), **SETTINGS)
     first.step(curve_batch(1, 6))

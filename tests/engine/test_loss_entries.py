@@ -11,10 +11,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.testing.accelerator import counted
 from tests.engine.given_words import Words, count_words, given, word_loss
 from tests.engine.loops import begun
 from tests.engine.loops import plan_of as short_plan_of
-from shardwise.testing.accelerator import counted
 from tests.oracle.batches import points, square_loss
 from tests.oracle.decoder import DECODER, decoder
 from tests.oracle.program import adamw, plan_of

@@ -270,38 +270,3 @@ def test_most_steps_look_at_a_small_part_of_a_graph() -> None:
     engine = begun(alone(), lambda: model, loss=partial(loss, model))
     calls = [calls_in(lambda: engine.step(BATCHES[0])) for _ in range(7)]
     assert max(calls[2], *calls[4:]) + 1000 < calls[3] < calls[1] + 1000
-
-
-class WithLoss(nn.Module):
-    """The way out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.head = seeded(Net)(), seeded(Head)()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.head(self.net(x)).square().mean()
-        return loss
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        plan_of("pp=2", stages={"net.fc1": 0, "net.fc2": 1, "head": 1}),
-        plan_of("tp=2", rules={f"net.{name}": rule for name, rule in RULES.items()}),
-        plan_of("dp_shard=2", 3),
-    ],
-    ids=["pp", "tp", "stage 3"],
-)
-def test_the_way_out_trains_them(plan: sw.Plan) -> None:
-    def run(channel: sw.Channel) -> list[torch.Tensor]:
-        model = WithLoss()
-        optimizers = lambda _: [sgd(model.net.parameters()), own_optimizer(model.head)]  # noqa: E731
-        engine = begun(channel, lambda: model, plan, optimizer=optimizers, loss=None)
-        for batch in BATCHES:
-            engine.step(share(engine, batch))
-        with engine.whole():
-            return values(model.head)
-
-    for found in sw.simulate(2, run):
-        torch.testing.assert_close(found, in_one_process(by_output), rtol=0, atol=1e-6)

@@ -271,14 +271,6 @@ def test_what_is_no_scale_is_refused(case: str) -> None:
     REFUSED.check(case)
 
 
-@pytest.mark.parametrize("scale", [None, "dynamic", 1024])
-def test_a_scale_is_in_the_text_of_a_plan(scale: Any) -> None:
-    plan = plan_of(scale=scale)
-    assert sw.Plan.parse(plan.text()) == plan
-    assert ("loss_scale" in plan.text()) == (scale is not None)
-    assert plan_of(scale=1024).text() == plan_of(scale=1024.0).text()
-
-
 def test_scales_follow_those_of_torch_for_many_steps() -> None:
     """From the largest scale to small ones, through every change."""
     ours, theirs = loss_scaling.LossScale("dynamic", torch.device("cpu")), torch.amp.GradScaler("cpu")

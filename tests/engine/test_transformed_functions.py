@@ -265,27 +265,3 @@ def test_forces_are_given_in_steps_evaluations_and_predictions(units: tuple[str,
         return found
 
     assert sw.simulate(2, lambda channel: run(channel, 3)) == sw.simulate(2, lambda channel: run(channel, 1))
-
-
-def test_programs_without_such_gradients_gather_as_before() -> None:
-    """Nothing stays that would have been freed, also where an earlier step took such gradients."""
-
-    def run(channel: sw.Channel) -> None:
-        model = Energy("nowhere", slope)
-        engine = engine_of(channel, model, 3)
-        batch = {"x": BATCHES[0]["x"].chunk(2)[channel.rank]}
-        engine.step(batch)
-        before, foretold = engine.counters.all_gathers, engine.traffic().gather_bytes
-        engine.step(batch)
-        assert engine.counters.all_gathers - before == 2 * 4 - 1
-        assert engine.traffic().gather_bytes == foretold
-        model.way = slope
-        engine.step(batch)
-        model.way = None
-        engine.step(batch)  # gathers as the one with the penalty
-        before = engine.counters.all_gathers
-        engine.step(batch)
-        assert engine.counters.all_gathers - before == 2 * 4 - 1
-        assert engine.traffic().gather_bytes == foretold
-
-    sw.simulate(2, run)
