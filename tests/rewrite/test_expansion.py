@@ -55,6 +55,8 @@ EXPANSIONS: dict[str, tuple[str, str, dict[str, str]]] = {
     "an optional one": ("z.$L -> y.$L, optional=1", "a", {"a": "a"}),
     "an optional plain one": ("z -> y, optional=1", "a", {"a": "a"}),
     "a drop": ("a.$L -> _", "a.0 a.1 b", {"b": "b"}),
+    "zeros that are carried": ("m.$L -> n.$L+1", "m.009", {"n.010": "m.009"}),
+    "many zeros": ("m.$L -> n.$L-1", f"m.1{'0' * 5000}", {f"n.{'9' * 5000}": f"m.1{'0' * 5000}"}),
     "many digits": ("m.$L -> n.$L+1", f"m.{'9' * 5000}", {f"n.1{'0' * 5000}": f"m.{'9' * 5000}"}),
     "a rest": (
         "module.** -> **",
