@@ -1,18 +1,20 @@
 """A vocabulary that is padded on the way into another layout, and cropped on the way back, with its optimizer state."""
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import shardwise as sw
 from shardwise.errors import RewriteError
-from tests.checkpoint.fused_models import Whole
-from tests.checkpoint.padded_models import LAYOUTS, engine_of
+from tests.checkpoint.layouts import Whole
 from tests.checkpoint.small_states import same_tensor
-from tests.engine.models import NUM_WORDS, word_batch
+from tests.engine.models import NUM_WORDS, word_batch, word_loss
 
 PADDED = NUM_WORDS + 5
 
@@ -42,6 +44,40 @@ KEPT = f"""
     head.weight -> head.weight, pad='[{PADDED},-1]', fill='kept'
     head.bias -> head.bias, pad='[{PADDED}]', fill='kept'
 """
+
+
+class Model(nn.Module):
+    """Embedding and head apart, and a bias: words that nobody says have no probability."""
+
+    def __init__(self, num_words: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, 6)
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+        self.head = nn.Linear(6, num_words)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.down(torch.tanh(self.up(self.embedding(words)))))
+        return out
+
+
+RULES = {"embedding": "vocab", "up": "column", "down": "row", "head": "vocab"}
+BFLOAT16 = sw.Precision(compute="bfloat16")
+LAYOUTS: Mapping[str, sw.Plan] = {
+    "one": sw.Plan(),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules=RULES)),
+    "runs": sw.Plan(mesh=sw.Mesh(dp_shard=3), sharding=sw.Sharding(stage=3), precision=BFLOAT16),
+    "tp and runs": sw.Plan(mesh=sw.Mesh(dp_shard=2, tp=2), tensor=sw.Tensor(rules=RULES), precision=BFLOAT16),
+}
+
+
+def engine_of(layout: str, num_words: int, channel: sw.Channel) -> sw.Engine:
+    """A fresh engine, the same for every caller."""
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Model(num_words)
+    return sw.parallelize(model, LAYOUTS[layout], optimizer=optimizer, loss=word_loss, channel=channel)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
