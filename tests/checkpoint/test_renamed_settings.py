@@ -42,8 +42,9 @@ def trained(shapes: dict[str, tuple[int, ...]], updates: int) -> TorchState:
 def grouped(shapes: dict[str, tuple[int, ...]], *slow: str) -> TorchState:
     """With a lower rate for some parameters."""
     model = model_of(shapes)
-    fast = {"params": [each for name, each in model.items() if name not in slow]}
-    optimizer = torch.optim.SGD([fast, {"params": [model[name] for name in slow], "lr": 1e-4}], lr=0.1)
+    fast = [each for name, each in model.items() if name not in slow]
+    groups: list[dict[str, Any]] = [{"params": fast}, {"params": [model[name] for name in slow], "lr": 1e-4}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     return TorchState(model, optimizer)
 
 
