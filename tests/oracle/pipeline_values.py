@@ -233,13 +233,22 @@ def counted(net: Any, x: torch.Tensor) -> Any:
 
 def borrow(net: Any, x: torch.Tensor, other: Any = None) -> Any:
     """Is handed a module of another stage, which brings its parameters along."""
-    out = Block.forward(net, x)
+    out = Block.forward(net, x) + net.own.weight.mean()
     return out if other is None else out @ other.weight[:, :1].expand(7, 7)
 
 
-@row("borrowed", FOUR, **both(formed(borrow, base=Block)))
+BORROWING = both(formed(borrow, base=Block, own=linear(5, 7)))
+
+
+@row("borrowed", FOUR, **BORROWING)
 def borrowed(net: Any, x: torch.Tensor) -> Any:
     return net.last(net.two(net.one(net.first(x)), net.first))
+
+
+@row("borrowed tie", FOUR, lambda net: setattr(net.two.own, "weight", net.first.weight), **BORROWING)
+def borrowed_tie(net: Any, x: torch.Tensor) -> Any:
+    """The stage that is handed the module has its weight by another name, too."""
+    return borrowed(net, x)
 
 
 def weigh(net: Any, x: torch.Tensor) -> Any:

@@ -51,7 +51,8 @@ def remember(net: Any, x: torch.Tensor, *, seen: list[torch.Tensor], memory: Mem
     h = net.dropout(net.linear(x))
     seen.append(h)
     memory.add(h)
-    return {"x": x + sum(seen) * scale["of"] + sum(memory.items), "more": (h.mean(), None, 3)}
+    total = torch.tanh(torch.stack(memory.items).sum(0))
+    return {"x": x + torch.tanh(torch.stack(seen).sum(0)) * scale["of"] + total, "more": (h.mean(), None, 3)}
 
 
 def remembering(net: Any, input: torch.Tensor) -> Any:

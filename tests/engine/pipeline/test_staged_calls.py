@@ -19,7 +19,10 @@ OTHERS: list[dict[str, Any]] = [
 def layouts() -> list[Any]:
     found: list[Any] = []
     for number, (name, program) in enumerate(PIPELINE_PROGRAMS.items()):
-        found.append((name, {"mesh": f"pp={program.num_stages}", "k": 3}))
+        k = 5 if number % 4 == 0 else 3  # of uneven microbatches some
+        found.append((name, {"mesh": f"pp={program.num_stages}", "k": k}))
+        if "tie" in name:  # with one microbatch gradients of ties go down from stage to stage, and have one order
+            found.append((name, {"mesh": f"pp={program.num_stages}"}))
         for at, layout in enumerate(OTHERS if program.num_stages == 4 else []):
             marks = [] if number % 6 == at else [pytest.mark.stress]
             found.append(pytest.param(name, layout, marks=marks))
