@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import shardwise as sw
-from docs.fill import MACRO, _cells, committed, filled, laid_out
+from docs.fill import MACRO, _cells, committed, filled
 from shardwise.words import GLOSSARY
 
 ROOT = Path(__file__).parents[1]
@@ -49,14 +49,6 @@ def test_the_concepts_page_has_every_word_of_the_glossary() -> None:
     assert [word for word in GLOSSARY if f"| **{word}** |" not in page] == []
 
 
-@pytest.mark.parametrize(
-    "macro", ['nothing("steps")', 'measured("steps", "ratio", "no such row")', 'settings("nothing")']
-)
-def test_a_macro_that_means_nothing_is_an_error(macro: str) -> None:
-    with pytest.raises((LookupError, AttributeError)):
-        filled(f"<!-- {macro} --><!-- end -->")
-
-
 def test_the_python_page_has_every_public_name() -> None:
     page = filled((ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8"))
     listed = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
@@ -65,14 +57,6 @@ def test_the_python_page_has_every_public_name() -> None:
     values = {f"{room.__name__}.{name}": getattr(room, name) for room in (sw, sw.checkpoint) for name in room.__all__}
     lacking = [name for name, value in values.items() if not any(value is each for each in shown + of_modules)]
     assert lacking == ["shardwise.__version__", "shardwise.checkpoint"]
-
-
-def test_docstrings_are_laid_out_line_by_line() -> None:
-    page = "<p>One: two.</p><p>path: a folder;\n    see below\nstep, at: numbers. note: none</p>"
-    lines = "<p><code>path</code>: a folder;\n    see below\n<br><code>step, at</code>: numbers. note: none</p>"
-    assert laid_out(page) == f"<p>One: two.</p>{lines}"
-    quoted = f"{'<blockquote>' * 3}<p>open(path)  # doctest: +SKIP\n3</p>{'</blockquote>' * 3}<p>End.</p>"
-    assert laid_out(quoted) == "<pre><code>open(path)\n3</code></pre><p>End.</p>"
 
 
 def test_the_configuration_page_has_every_setting() -> None:

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,6 +14,7 @@ from shardwise.comm import default_channel
 from shardwise.errors import PlanError
 from shardwise.launchers import announced, first_host, place_of, thread_settings
 from tests.forks.programs import started
+from tests.refusals import Refusals
 
 JOB = {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4", "SLURM_NODELIST": "node[07-08]", "SLURM_JOB_NODELIST": "node[07-08]"}
 BATCH = {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
@@ -132,38 +135,33 @@ def test_mpirun_in_a_job_begins_with_its_first_node() -> None:
     assert {each[:2] for each in found} == {("mpirun", "node07")}
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        (
-            {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            r"mpirun has started 2 .* rank 1.* Export MASTER_ADDR to.* as mpirun -x MASTER_ADDR=\$\(hostname\), or",
-        ),
-        (
-            HYDRA,
-            r"mpiexec has started 2 .* Export MASTER_PORT to all of them.* -genv MASTER_PORT 29500.* set RANK=0 and",
-        ),
-        ({**TASK, "SLURM_DISTRIBUTION": "arbitrary"}, "srun has started 4 processes.* Export MASTER_ADDR to"),
-        ({"JOB_COMPLETION_INDEX": "1"}, "index 1 of an indexed job, but not how many pods it has. Set WORLD_SIZE in"),
-        ({**INDEXED, "MASTER_ADDR": ""}, "Kubernetes has started 2 processes.* Export MASTER_ADDR and MASTER_PORT to"),
-        ({**INDEXED, "JOB_COMPLETION_INDEX": "2"}, "Kubernetes announces rank 2 of 2 processes; ranks are 0 to 1"),
-        ({**TASK, "SLURM_PROCID": "4"}, "srun announces rank 4 of 4 processes; ranks are 0 to 3"),
-        ({**TASK, "SLURM_STEP_NUM_TASKS": "four"}, "SLURM_STEP_NUM_TASKS='four', which is no whole number"),
-    ],
-)
-def test_several_processes_that_cannot_meet_are_refused_with_the_way_out(
-    environment: Mapping[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [*os.environ]:
-        if name.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_", "JOB_COMPLETION_INDEX")) or name in (
-            "RANK",
-            "WORLD_SIZE",
-        ):
-            monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(PlanError, match=message):
+def channel_of(environment: Mapping[str, str]) -> None:
+    """The channel of a program that this launcher has started."""
+    kept = {name: each for name, each in os.environ.items() if not name.startswith(PREFIXES)}
+    with mock.patch.dict(os.environ, {**kept, **environment}, clear=True):
         default_channel()
+
+
+PREFIXES = ("SLURM_", "OMPI_", "PMI", "MASTER_", "JOB_COMPLETION_INDEX", "RANK", "WORLD_SIZE")
+REFUSED = Refusals(
+    "launchers",
+    {
+        "mpirun on several hosts": partial(channel_of, {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
+        "mpiexec without a port": partial(channel_of, HYDRA),
+        "srun with tasks anywhere": partial(channel_of, {**TASK, "SLURM_DISTRIBUTION": "arbitrary"}),
+        "an indexed job of unknown size": partial(channel_of, {"JOB_COMPLETION_INDEX": "1"}),
+        "an indexed job without a host": partial(channel_of, {**INDEXED, "MASTER_ADDR": ""}),
+        "an index behind the last": partial(channel_of, {**INDEXED, "JOB_COMPLETION_INDEX": "2"}),
+        "a task behind the last": partial(channel_of, {**TASK, "SLURM_PROCID": "4"}),
+        "a number in words": partial(channel_of, {**TASK, "SLURM_STEP_NUM_TASKS": "four"}),
+    },
+    kind=PlanError,
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_several_processes_that_cannot_meet_are_refused_with_the_way_out(case: str) -> None:
+    REFUSED.check(case)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.words import GLOSSARY
-
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
 PURE = ("space", "plan", "rewrite", "words", "errors", "keepers", "launchers", "train/config")
@@ -155,50 +153,10 @@ def test_no_kind_of_device_is_named_outside_of_comm(room: str) -> None:
     assert [f"{file}:{line}" for file in files for line in names_of_cuda(file.read_text())] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.cuda.synchronize()",
-        "x.is_cuda",
-        'x.to("cuda:1")',
-        "import torch.cuda",
-        "f(cuda=1)",
-        "from torch import cuda",
-    ],
-)
-def test_each_way_to_name_cuda_is_seen(line: str) -> None:
-    assert names_of_cuda(f"import torch\n{line}") == [2]
-    assert names_of_cuda(line.replace("cuda", "xpu")) == []
-
-
 def test_no_modules_import_each_other() -> None:
     graph = module_graph(SOURCE)
     assert "shardwise.plan.routes" in graph["shardwise.plan.reshard"]
     assert import_circles(graph) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import room.second",
-        "from room.second import B",
-        "from room import second",
-        "from . import second",
-        "from .second import B",
-        "if TYPE_CHECKING:\n    from room.second import B",
-        "def late():\n    from room.second import B",
-    ],
-)
-def test_each_way_to_import_is_seen(tmp_path: Path, line: str) -> None:
-    room = tmp_path / "room"
-    room.mkdir()
-    (room / "__init__.py").write_text("from room.first import A\n")
-    (room / "first.py").write_text(f"{line}\n")
-    (room / "second.py").write_text("import room.third\n")
-    (room / "third.py").write_text("from room.first import A\n")
-    assert import_circles(module_graph(tmp_path)) == [["room.first", "room.second", "room.third"]]
-    (room / "third.py").write_text("import torch\n")
-    assert import_circles(module_graph(tmp_path)) == []
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:
@@ -229,20 +187,6 @@ def test_torch_distributed_is_used_by_the_comm_room_and_the_double_of_nccl_only(
     assert [(str(file), lines) for file in others if (lines := uses_of_torch_distributed(file.read_text()))] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch.distributed as dist",
-        "from torch import distributed",
-        "from torch.distributed.tensor import DTensor",
-        "torch.distributed.barrier()",
-    ],
-)
-def test_each_way_to_torch_distributed_is_seen(line: str) -> None:
-    assert uses_of_torch_distributed(f"import torch\n{line}\n") == [2]
-    assert uses_of_torch_distributed("import torch\nfrom torch.nn import Module\ntorch.nn\n") == []
-
-
 def heavy_modules_after(script: str) -> str:
     """Which of torch and numpy are loaded once a fresh interpreter has run the script."""
     result = run_python(f"{script}\nprint(*sorted({{'torch', 'numpy'}} & set(sys.modules)))")
@@ -267,16 +211,6 @@ def test_a_program_does_not_load_what_tests_use() -> None:
     )
 
 
-def test_every_word_is_explained_in_one_sentence() -> None:
-    for word, meaning in GLOSSARY.items():
-        assert meaning[0].isupper(), word
-        assert meaning.endswith("."), word
-        assert ". " not in meaning, word
-        assert len(meaning.split()) <= 20, word
-    assert {"axis", "layout", "box", "run", "piece", "bucket", "owner", "stage", "sharding stage"} <= GLOSSARY.keys()
-    assert len(GLOSSARY) <= 30
-
-
 def test_no_two_files_and_no_two_classes_of_a_room_have_one_name() -> None:
     found: dict[tuple[str, str], list[Path]] = {}
     for path in SOURCE.rglob("*.py"):
@@ -293,26 +227,3 @@ def test_source_files_keep_the_rules_of_the_house() -> None:
     files = sorted(SOURCE.rglob("*.py"))
     assert files
     assert [fault for file in files for fault in faults_of_file(file)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "fault"),
-    [
-        ("utils.py", "", "drawer"),
-        ("tensor_helper.py", "", "drawer"),
-        ("queue.py", "", "standard module queue"),
-        ("buckets.py", "# caf\u00e9\n", "not ASCII in lines [1]"),
-        ("buckets.py", "\n" * (MAX_LINES + 1), f"has {MAX_LINES + 1} lines"),
-        ("buckets.py", "def f():\n    global x\n    x = 1\n", ":2 has a global statement"),
-        ("buckets.py", "x = 1\n", None),
-        ("buckets/__init__.py", "", None),
-        ("managers/__init__.py", "", "drawer"),
-    ],
-)
-def test_each_rule_of_the_house_is_checked(tmp_path: Path, name: str, text: str, fault: str | None) -> None:
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    faults = faults_of_file(file)
-    assert len(faults) == (fault is not None)
-    assert fault is None or fault in faults[0]

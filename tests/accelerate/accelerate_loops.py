@@ -1,14 +1,21 @@
-"""The loop of accelerate as users write it."""
+"""The loops of accelerate as users write them, and the column of accelerate in the contract of adapters."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accelerate
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
+from shardwise.accelerate import Accelerator
+from tests.contracts.adapter_cases import PLAIN, Asked, Column, Outcome
 
 CLIP = 0.5
 PLANS = {
@@ -71,3 +78,142 @@ def assert_same_run(found: Run, expected: Run, *, of_last: int | None = None) ->
     torch.testing.assert_close(found.norms, norms, rtol=2e-5, atol=1e-6)
     torch.testing.assert_close(found.state, expected.state, rtol=2e-5, atol=1e-6)
     assert (found.num_right, found.num_rows, found.rate) == (expected.num_right, expected.num_rows, expected.rate)
+
+
+@contextmanager
+def settings_of_threads() -> Iterator[None]:
+    """accelerate keeps its settings for the process, and simulated ranks are threads. It has no public way."""
+    kinds = (AcceleratorState, GradientState, PartialState)
+    before = [vars(kind)["_shared_state"] for kind in kinds]
+    for kind in kinds:
+        setattr(kind, "_shared_state", ThreadLocalSharedDict())  # noqa: B010
+    try:
+        yield
+    finally:
+        for kind, each in zip(kinds, before, strict=True):
+            setattr(kind, "_shared_state", each)  # noqa: B010
+
+
+def on_ranks(plan: sw.Plan, run: Callable[[Any], Any], *, device: str = "cpu", **settings: Any) -> list[Any]:
+    """What `run` gives on each rank, for an accelerator there."""
+
+    def on(channel: sw.Channel) -> Any:
+        return run(Accelerator(cpu=True, plan=plan, channel=channel, **settings))
+
+    with settings_of_threads():
+        return sw.simulate(plan.mesh.size, on, device=device)
+
+
+def plainly(run: Callable[[Any], Any], **settings: Any) -> Any:
+    """What `run` gives for accelerate's own accelerator."""
+    with settings_of_threads():
+        return run(accelerate.Accelerator(cpu=True, **settings))
+
+
+def drop_a_batch(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    for number, each in enumerate(rows):
+        accelerator.backward(model(each).square().mean())
+        if number:
+            optimizer.step()
+        (model if number == 1 else optimizer).zero_grad()
+
+
+def evaluate_in_the_loss(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    for each in rows:
+        loss = model(each).square().mean()
+        model.eval()
+        with torch.no_grad():
+            wanted = model(each * 2)
+        loss = loss + (model(each) - wanted).square().mean()
+        model.train()
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+
+
+def drop_gradients_first(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    """Of each update, plain accelerate drops here all batches but the last."""
+    for each in [*rows, *rows]:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(model(each).square().mean())
+            optimizer.step()
+
+
+def update_in_a_region(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    for each in [*rows, *rows]:
+        with accelerator.accumulate(model):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = model(each)
+            accelerator.backward(output.float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def evaluate_in_an_update(model: Any, rows: torch.Tensor, accelerator: Any, optimizer: Any) -> None:
+    for number, each in enumerate([*rows, rows[0]]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(each).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            assert model(each).shape == (8, 3), number
+        model.train()
+
+
+LOOPS: dict[str, tuple[Any, int]] = {
+    "a batch is dropped": (drop_a_batch, 1),
+    "evaluates in the loss": (evaluate_in_the_loss, 1),
+    "drops gradients first": (drop_gradients_first, 2),
+    "a region of autocast": (update_in_a_region, 2),
+    "evaluates in an update": (evaluate_in_an_update, 2),
+}
+STEPS = {PLAIN: 1, "two batches": 2, "three batches": 3}
+"""Batches of an update of `train`."""
+
+
+def _outcome(accelerator: Any, asked: Asked) -> Outcome:
+    if asked.setting in LOOPS:
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.0), nn.Linear(8, 3))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        LOOPS[asked.setting][0](model, ROWS[0].reshape(3, 8, 4), accelerator, optimizer)
+        return Outcome(figures=[], weights=dict(accelerator.get_state_dict(model)))
+    ranks = accelerator.num_processes
+    folder = asked.folder if asked.saves or asked.resumes else None
+    run = train(accelerator, batch=8 // ranks, folder=folder, resumes=asked.resumes)
+    figures = [
+        *({"norm": each} for each in run.norms),
+        {"right": run.num_right, "rows": run.num_rows, "rate": run.rate},
+    ]
+    return Outcome(figures=figures, weights=run.state)
+
+
+def _trained(plan: sw.Plan | None, channel: sw.Channel | None, asked: Asked) -> Outcome:
+    steps = LOOPS[asked.setting][1] if asked.setting in LOOPS else STEPS[asked.setting]
+    if plan is None:
+        return plainly(lambda each: _outcome(each, asked), gradient_accumulation_steps=steps)  # type: ignore[no-any-return]
+    made = replace(plan, clip_grad_norm=None) if asked.setting in LOOPS else plan
+    return _outcome(Accelerator(cpu=True, plan=made, channel=channel, gradient_accumulation_steps=steps), asked)
+
+
+class _OfThreads(Column):
+    def run(self, plan: str, asked: Asked, *, device: str = "cpu") -> list[Outcome]:
+        with settings_of_threads():
+            return super().run(plan, asked, device=device)
+
+
+COLUMN = _OfThreads(
+    plans=PLANS,
+    train=_trained,
+    cases=[
+        *(("one rank", setting) for setting in (PLAIN, "two batches", *LOOPS)),
+        *((plan, setting) for plan in ("stage 0", "tp", "pp") for setting in (PLAIN, "two batches")),
+        ("stage 3", "three batches"),
+    ],
+    moves=[("one rank", "stage 3"), ("stage 3", "pp"), ("pp", "tp"), ("tp", "stage 0"), ("stage 0", "one rank")],
+    on_device=[("stage 3", "three batches"), ("pp", "two batches"), ("tp", PLAIN)],
+    exact="one rank",
+)

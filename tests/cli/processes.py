@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
@@ -36,17 +35,15 @@ def in_this_process(*arguments: str) -> Result:
 def simulated(config: Path, *overrides: str, num_processes: int, resume: str | None = None) -> str:
     """What so many processes of `shardwise train` would do, on simulated ranks in this one, and what they would print.
 
-    Only what a process alone can show needs one. The sample of text at the end is short: it takes a forward per token.
+    Only what a process alone can show needs one.
     """
     from shardwise.comm import simulate  # the command line alone loads no torch
-    from shardwise.train import continuations, rank, read_config
+    from shardwise.train import rank, read_config
 
     read = read_config(config, overrides=overrides, num_processes=num_processes)
     printed = io.StringIO()
     console = Console(file=printed, width=200)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(continuations, "_DEFAULT_TOKENS", 8)
-        simulate(num_processes, lambda channel: rank.run(read, channel, console, resume=resume))
+    simulate(num_processes, lambda channel: rank.run(read, channel, console, resume=resume))
     return printed.getvalue()
 
 

@@ -8,10 +8,23 @@ from shardwise import checkpoint
 NET = """
 import os
 import signal
+import threading
 import torch
 from torch import nn
 
-RANK = os.environ.get("RANK")
+RANK = os.environ.get("RANK", "0")
+SENT = []
+
+
+def send(name, to):
+    # Return when the signal has come back to this process: a launcher passes it on when it gets to it.
+    number = getattr(signal, name)
+    handle, has_come = signal.getsignal(number), threading.Event()
+    signal.signal(number, lambda *of_call: (has_come.set(), handle(*of_call)))
+    os.kill(os.getppid() if to == "parent" else os.getpid(), number)
+    SENT.append(number)
+    while not has_come.wait(0.01):
+        pass
 
 
 class Layer(nn.Module):
@@ -26,6 +39,14 @@ class Layer(nn.Module):
             raise RuntimeError("the layer went wrong")
         if self.calls == self.at and self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == self.at and self.fault in ("SIGTERM", "twice") and not SENT:
+            send("SIGTERM", "parent")
+        if self.calls == self.at and self.fault == "SIGUSR1" and not SENT:
+            send("SIGUSR1", "rank")
+        if self.fault == "twice" and len(SENT) == 1:
+            threading.Event().wait(1.2)  # signals within a second are one request
+            send("SIGTERM", "parent")
+            threading.Event().wait(60)
         return states + nn.functional.dropout(self.linear(states), 0.3, self.training)
 
 
@@ -36,6 +57,8 @@ class Net(nn.Module):
         fault = fault if rank in ("", RANK) else ""
         if fault == "build":
             raise ValueError("this net cannot be built")
+        if fault == "early":
+            send("SIGTERM", "rank")
         self.embedding = nn.Embedding(256, 8)
         self.layers = nn.ModuleList([Layer(), Layer(), Layer(), Layer(fault, at)])
         self.head = nn.Linear(8, 256)

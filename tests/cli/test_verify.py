@@ -1,29 +1,17 @@
-"""`shardwise verify`: exit codes, what is told, simulated and real ranks."""
+"""`shardwise verify`: exit codes, and what is told."""
 
 from pathlib import Path
 
 import pytest
 
-from shardwise.comm import simulated
-from shardwise.engine.pipeline.stage_ties import StageTies
 from tests.cli.processes import done, in_this_process
+from tests.train.row_kinds import run_of
 from tests.train.runs import small_run
-
-TIED = """
-from net import Net
-
-
-class Tied(Net):
-    def __init__(self, width):
-        super().__init__(width)
-        self.head.weight = self.embedding.weight
-"""
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     small_run(tmp_path)
-    (tmp_path / "tied.py").write_text(TIED)
     return tmp_path / "small.toml"
 
 
@@ -38,6 +26,18 @@ def test_stages_are_equal(config: Path) -> None:
     assert not (config.parent / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["turns", "frames", "words"])
+def test_rows_turns_and_groups_hold_in_a_verification(tmp_path: Path, kind: str) -> None:
+    from shardwise.train.verification.program import configured
+    from shardwise.train.verification.verifier import verify_simulated
+
+    groups = ["train.groups=[{parameters=['*norm*'], frozen=true}, {parameters=['lm_head'], learning_rate=0.1}]"]
+    schedule = ["train.schedule=polynomial", "train.decay=null", "train.warmup_steps=1"]
+    words = [*groups, *schedule, "mesh.pp=2", "mesh.dp_shard=2"] if kind == "words" else ["mesh.dp_shard=2"]
+    assert verify_simulated(configured(run_of(tmp_path, kind, *words), steps=2)).verdict in ("equal", "rounding")
+
+
+@pytest.mark.processes
 def test_real_ranks_are_compared_like_simulated_ones(config: Path) -> None:
     arguments = ("verify", str(config), "--against", "dp_shard=2,sharding.stage=3", "--steps", "1")
     simulated_ranks = in_this_process(*arguments, "--simulate")
@@ -47,42 +47,36 @@ def test_real_ranks_are_compared_like_simulated_ones(config: Path) -> None:
     assert real.stdout.replace(" real ", " simulated ") == simulated_ranks.stdout
 
 
-def test_a_divergence_is_named_with_exit_code_1(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: StageTies, _: object) -> None:
-        for gradients in self._gradients.values():
-            gradients.stop()
+OTHER = """
+import threading
+from net import Net
 
-    monkeypatch.setattr(StageTies, "collect", forget)
-    tied = ("--set", "model.factory=tied.py:Tied")
-    result = in_this_process("verify", str(config), "--against", "pp=2", *tied)
+
+class Other(Net):
+    def forward(self, input_ids):
+        is_rank = threading.current_thread().name.startswith("simulated rank")
+        return super().forward(input_ids) * (FACTOR if is_rank else 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "verdict"), [("mine.py:Other", 1, "diverges"), ("net.py:Lost", 1, "inconclusive")]
+)
+def test_a_divergence_is_named_and_the_exit_code_is_1(config: Path, name: str, code: int, verdict: str) -> None:
+    (config.parent / "mine.py").write_text(OTHER.replace("FACTOR", "1.01"))
+    words = ("--set", f"model.factory={name}", "--steps", "1")
+    result = in_this_process("verify", str(config), "--against", "dp_shard=2", *words)
+    assert (result.exit_code, result.stderr) == (code, "")
+    *_, named, last = result.stdout.splitlines()
+    assert last == f"verdict: {verdict}"
+    assert verdict != "diverges" or named.startswith("first diverging tensor: output")
+
+
+def test_a_layout_whose_ranks_fail_ends_in_one_paragraph(config: Path) -> None:
+    (config.parent / "mine.py").write_text(OTHER.replace("(FACTOR", "([][0]"))
+    result = in_this_process("verify", str(config), "--against", "dp_shard=2", "--set", "model.factory=mine.py:Other")
     assert result.exit_code == 1
-    assert result.stderr == ""
-    *_, named, verdict = result.stdout.splitlines()
-    assert named.startswith(
-        "first diverging tensor: mean gradient of 'embedding.weight' of module 'embedding', step 0: "
-    )
-    assert verdict == "verdict: diverges"
-
-
-def test_where_nothing_is_finite_the_exit_code_is_1(config: Path) -> None:
-    (config.parent / "lost.py").write_text(
-        "from net import Net\n\n\nclass Lost(Net):\n    def forward(self, input_ids):\n"
-        "        return super().forward(input_ids) * float('nan')\n"
-    )
-    lost = ("--set", "model.factory=lost.py:Lost", "--steps", "1")
-    result = in_this_process("verify", str(config), "--against", "dp_shard=2", *lost)
-    assert (result.exit_code, result.stderr) == (1, "")
-    assert result.stdout.endswith("verdict: inconclusive\n")
-
-
-def test_a_layout_whose_ranks_fail_ends_in_one_paragraph(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: object, **__: object) -> None:
-        raise OSError("the network is gone")
-
-    monkeypatch.setattr(simulated._SimulatedChannel, "reduce_scatter", lost)
-    result = in_this_process("verify", str(config), "--against", "dp_shard=2")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("Error: OSError: the network is gone")
+    assert "Error: IndexError" in result.stderr
     assert "Traceback" not in result.stderr
 
 

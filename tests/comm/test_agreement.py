@@ -10,7 +10,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.comm.agreement import agreed, compare, digest_of_values
+from shardwise.comm.agreement import agreed, compare, digest_of_values, understood
+from shardwise.comm.rank_values import RankValues
 from shardwise.errors import (
     BatchError,
     CheckpointError,
@@ -268,3 +269,9 @@ def test_parts_travel_with_a_consent_and_not_with_a_refusal(refuses: int | None)
 
     expected = [[b"alike"] * 3, [b"\0", b"\1", b"\2"]] if refuses is None else "rank 1: no rows"
     assert sw.simulate(3, run) == [expected] * 3
+
+
+def test_a_rank_whose_bytes_mean_nothing_is_named_also_behind_ranks_that_gave_the_same() -> None:
+    with pytest.raises(PeerError) as caught:
+        understood(RankValues.of([b"1", b"1", b"1", b"x"]), int, purpose="numbers")
+    assert caught.value.rank == 3

@@ -34,9 +34,5 @@ from tests.engine.test_stages import (
     test_what_a_model_does_changes_no_bit,
 )
 from tests.engine.zero.test_grad_reduce import test_activation_checkpointing_changes_no_bit
-from tests.train.test_verification import (
-    test_data_ranks_compute_the_same_and_round_the_sum,
-    test_stages_are_equal_to_one_process,
-)
 
 pytestmark = pytest.mark.usefixtures("on_fake")

@@ -3,10 +3,8 @@
 Each task follows one script: its class of model, collator, metric and arguments, without what reads files.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,105 +12,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import shardwise as sw
 from shardwise import hf
+from tests.hf.tiny_trainers import Make
 
-PLANS = {
-    "dp_shard=2, stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
-    "pp=2": sw.Plan(mesh=sw.Mesh(pp=2)),
-    "tp=2": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
-}
 _WORDS = ["[PAD]", "[MASK]", "[EOS]", *(f"w{n}" for n in range(29))]
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 32}
 _BERT = _SIZES | {"vocab_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a script gives to its Trainer."""
-
-    build: Callable[[], Any]
-    rows: list[dict[str, Any]]
-    collator: Callable[[Any], Any]
-    """Of the model."""
-    metrics: Callable[[Any], dict[str, float]]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    preprocess: Callable[[Any, Any], Any] | None = None
-    is_seq2seq: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What two runs are compared by."""
-
-    losses: list[float]
-    evaluations: list[dict[str, float]]
-    predictions: Any
-    weights: dict[str, torch.Tensor]
-
-
-def outcome(
-    task: Task, folder: Path, plan: sw.Plan | None = None, channel: sw.Channel | None = None, **changed: Any
-) -> Outcome:
-    """Train, evaluate in between, predict: on plain transformers, or with the one changed import and a plan.
-
-    changed: of the arguments; `resume` is the checkpoint to go on from.
-    """
-    library: Any = transformers if plan is None else hf
-    ranks = 1 if plan is None else plan.mesh.num_data_ranks
-    resume = changed.pop("resume", None)
-    settings = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 3,
-        "per_device_eval_batch_size": 3,
-        # The microbatches of one process, shared among the data ranks.
-        "gradient_accumulation_steps": 2 // ranks,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        # Biases of keys have a gradient of 0 but for rounding, which Adam would make as large as any other.
-        "adam_epsilon": 1e-4,
-        "disable_tqdm": True,
-        **task.arguments,
-        **changed,
-    }
-    arguments = library.Seq2SeqTrainingArguments if task.is_seq2seq else library.TrainingArguments
-    model = task.build()
-    trainer = (library.Seq2SeqTrainer if task.is_seq2seq else library.Trainer)(
-        model=model,
-        args=arguments(**settings),
-        train_dataset=task.rows[:22],
-        eval_dataset=task.rows[22:],
-        data_collator=task.collator(model),
-        compute_metrics=task.metrics,
-        preprocess_logits_for_metrics=task.preprocess,
-        **({} if plan is None else {"plan": plan, "channel": channel}),
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    predictions = trainer.predict(task.rows[22:]).predictions
-    history = trainer.state.log_history
-    return Outcome(
-        losses=[each["loss"] for each in history if "loss" in each],
-        evaluations=[_metrics_in(each) for each in history if "eval_loss" in each],
-        predictions=predictions,
-        weights=_weights(trainer, plan),
-    )
-
-
-def _metrics_in(logs: dict[str, float]) -> dict[str, float]:
-    return {name: each for name, each in logs.items() if "second" not in name and "runtime" not in name}
-
-
-def _weights(trainer: Any, plan: sw.Plan | None) -> dict[str, torch.Tensor]:
-    if plan is None:
-        return dict(trainer.model.state_dict())
-    with trainer.engine.whole(optimizer=False):
-        return {name: each.clone() for name, each in trainer.model.state_dict().items()}
 
 
 @cache
@@ -129,14 +34,6 @@ def _sentences(num: int = 29) -> list[list[int]]:
     return [numbers.integers(3, 32, numbers.integers(3, 9)).tolist() for _ in range(num)]
 
 
-def _seeded(build: Callable[[], Any]) -> Callable[[], Any]:
-    def seeded() -> Any:
-        torch.manual_seed(0)
-        return build()
-
-    return seeded
-
-
 def _right(prediction: Any) -> dict[str, float]:
     """The share of right labels, as the scripts count them."""
     found = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -150,90 +47,122 @@ def _tokens(prediction: Any) -> dict[str, float]:
     return {"tokens": float((found * np.arange(1, found.shape[1] + 1)).sum())}
 
 
-def causal_language_model() -> Task:
+def task(
+    build: Callable[[], Any],
+    rows: list[dict[str, Any]],
+    collator: Callable[[Any], Any],
+    metrics: Callable[[Any], dict[str, float]],
+    **asked: Any,
+) -> Make:
+    """Trainers of a script. collator: of the model. `preprocess` is the Trainer's; others are arguments."""
+    preprocess = asked.pop("preprocess", None)
+    kind = "Seq2Seq" if "predict_with_generate" in asked else ""
+
+    def make(trainers: Any, folder: str, microbatches: int, **ours: Any) -> Any:
+        torch.manual_seed(0)
+        model = build()
+        settings = {
+            **{"use_cpu": True, "max_steps": 4, "logging_steps": 1, "disable_tqdm": True, "save_strategy": "no"},
+            **{"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "learning_rate": 1e-2},
+            **{"gradient_accumulation_steps": microbatches // 2, "eval_strategy": "steps", "eval_steps": 2},
+            # Biases of keys have a gradient of 0 but for rounding, which Adam would make as large as any other.
+            **{"weight_decay": 0.1, "adam_epsilon": 1e-4, "report_to": "none"},
+            **asked,
+        }
+        library = hf if ours else transformers
+        return getattr(trainers, f"{kind}Trainer")(
+            model=model,
+            args=getattr(library, f"{kind}TrainingArguments")(output_dir=folder, **settings),
+            train_dataset=rows[:22],
+            eval_dataset=rows[22:],
+            data_collator=collator(model),
+            compute_metrics=metrics,
+            preprocess_logits_for_metrics=preprocess,
+            **ours,
+        )
+
+    return make
+
+
+def llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, **_SIZES))
+
+
+def causal_language_model() -> Make:
     """run_clm.py: blocks of one length, argmax before metrics are gathered."""
-    config = transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, **_SIZES)
     rows = [{"input_ids": (tokens * 8)[:8], "labels": (tokens * 8)[:8]} for tokens in _sentences()]
-    return Task(
-        build=_seeded(lambda: transformers.LlamaForCausalLM(config)),
-        rows=rows,
-        collator=lambda model: transformers.default_data_collator,
-        metrics=_right,
+    return task(
+        llama,
+        rows,
+        lambda model: transformers.default_data_collator,
+        _right,
         preprocess=lambda logits, labels: logits.argmax(dim=-1),
     )
 
 
-def masked_language_model() -> Task:
+def masked_language_model() -> Make:
     """run_mlm.py: masks drawn by the collator."""
     config = transformers.BertConfig(max_position_embeddings=16, **_BERT)
-    return Task(
-        build=_seeded(lambda: transformers.BertForMaskedLM(config)),
-        rows=[{"input_ids": tokens} for tokens in _sentences()],
-        collator=lambda model: transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3, seed=5),
-        metrics=_right,
+    return task(
+        lambda: transformers.BertForMaskedLM(config),
+        [{"input_ids": tokens} for tokens in _sentences()],
+        lambda model: transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3, seed=5),
+        _right,
         preprocess=lambda logits, labels: logits.argmax(dim=-1),
     )
 
 
-def sequence_to_sequence() -> Task:
+def sequence_to_sequence() -> Make:
     """run_translation.py: label smoothing, and predictions that the model generates."""
     config = transformers.T5Config(
         vocab_size=32, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0, eos_token_id=2,
         decoder_start_token_id=0,
     )  # fmt: skip
-    return Task(
-        build=_seeded(lambda: transformers.T5ForConditionalGeneration(config)),
-        rows=[{"input_ids": tokens, "labels": tokens[::-1]} for tokens in _sentences()],
-        collator=lambda model: transformers.DataCollatorForSeq2Seq(tokenizer(), model=model),
-        metrics=_tokens,
-        arguments={
-            "predict_with_generate": True,
-            "generation_max_length": 6,
-            "generation_num_beams": 2,
-            "label_smoothing_factor": 0.1,
-        },
-        is_seq2seq=True,
+    return task(
+        lambda: transformers.T5ForConditionalGeneration(config),
+        [{"input_ids": tokens, "labels": tokens[::-1]} for tokens in _sentences()],
+        lambda model: transformers.DataCollatorForSeq2Seq(tokenizer(), model=model),
+        _tokens,
+        predict_with_generate=True,
+        generation_max_length=6,
+        generation_num_beams=2,
+        label_smoothing_factor=0.1,
     )
 
 
-def image_classification() -> Task:
+def image_classification() -> Make:
     """run_image_classification.py: rows with columns that the collator reads, and forward does not name."""
     config = transformers.ViTConfig(
         image_size=8, patch_size=4, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_SIZES
     )
     numbers = torch.Generator().manual_seed(0)
-    return Task(
-        build=_seeded(lambda: transformers.ViTForImageClassification(config)),
-        rows=[{"image": torch.randn(3, 8, 8, generator=numbers) + n % 3, "label": n % 3} for n in range(29)],
-        collator=lambda model: (
-            lambda rows: {
-                "pixel_values": torch.stack([row["image"] for row in rows]),
-                "labels": torch.tensor([row["label"] for row in rows]),
-            }
-        ),
-        metrics=_right,
-        arguments={"remove_unused_columns": False},
-    )
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        labels = torch.tensor([row["label"] for row in rows])
+        return {"pixel_values": torch.stack([row["image"] for row in rows]), "labels": labels}
+
+    rows = [{"image": torch.randn(3, 8, 8, generator=numbers) + n % 3, "label": n % 3} for n in range(29)]
+    build = lambda: transformers.ViTForImageClassification(config)  # noqa: E731
+    return task(build, rows, lambda model: collate, _right, remove_unused_columns=False)
 
 
-def token_classification() -> Task:
+def token_classification() -> Make:
     """run_ner.py: rows of unlike length, whose logits are padded when they are gathered."""
     config = transformers.BertConfig(max_position_embeddings=16, num_labels=3, **_BERT)
-    return Task(
-        build=_seeded(lambda: transformers.BertForTokenClassification(config)),
-        rows=[{"input_ids": tokens, "labels": [token % 3 for token in tokens]} for tokens in _sentences()],
-        collator=lambda model: transformers.DataCollatorForTokenClassification(tokenizer()),
-        metrics=_right,
+    return task(
+        lambda: transformers.BertForTokenClassification(config),
+        [{"input_ids": tokens, "labels": [token % 3 for token in tokens]} for tokens in _sentences()],
+        lambda model: transformers.DataCollatorForTokenClassification(tokenizer()),
+        _right,
     )
 
 
-TASKS = {
-    each.__name__: each
-    for each in (
-        causal_language_model,
-        masked_language_model,
-        sequence_to_sequence,
-        image_classification,
-        token_classification,
-    )
+TASKS: dict[str, tuple[Make, str]] = {
+    "run_clm.py": (causal_language_model(), "stage 3"),
+    "run_mlm.py": (masked_language_model(), "pp"),
+    "run_translation.py": (sequence_to_sequence(), "tp"),
+    "run_translation.py, cut": (sequence_to_sequence(), "stage 3"),
+    "run_image_classification.py": (image_classification(), "pp"),
+    "run_ner.py": (token_classification(), "stage 3"),
 }
+"""Each with the plan under which it is tried."""

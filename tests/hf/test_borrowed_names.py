@@ -16,8 +16,8 @@ from trl.trainer import grpo_trainer
 import shardwise as sw
 from shardwise.hf.borrowed_names import instead, original
 from shardwise.hf.streamed_model import save_model
-from tests.hf.example_tasks import causal_language_model
-from tests.hf.test_trl_generation import PLANS, made
+from tests.hf.tiny_trainers import build
+from tests.hf.trl_runs import PLANS, made
 
 LIBRARIES = {"torch", "transformers", "accelerate", "trl", "peft", "safetensors", "lightning", "numpy", "torchmetrics"}
 
@@ -75,9 +75,7 @@ def test_nothing_of_ours_stays_in_other_libraries_after_saves_that_overlap(tmp_p
     is_over = threading.Event()
 
     def saved(each: str) -> None:
-        engine = sw.parallelize(
-            causal_language_model().build(), sw.Plan(), optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
-        )
+        engine: Any = sw.parallelize(build(), sw.Plan(), optimizer=lambda own: torch.optim.SGD(own, lr=0.1))
 
         def save() -> None:
             begun[each].set()

@@ -294,21 +294,42 @@ class TwoOptimizers(Net):
         return optimizers, [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
 
 
+class ByHand(Net):
+    """One optimizer by hand, which needs no toggle."""
+
+    def __init__(self, *, steps: bool = True, clip: float | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.does_step, self.clip = steps, clip
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = functional.cross_entropy(self(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.clip:
+            self.clip_gradients(optimizer, self.clip)
+        if self.does_step or batch_idx % 2:
+            optimizer.step()
+
+
 class Seen(pl.Callback):
-    """Remembers what a run showed."""
+    """Remembers what a run showed: of each batch its loss, where it is known, and rate; of each evaluation all."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.rates: list[float] = []
-        self.evaluations: list[dict[str, float]] = []
+        self.figures: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.figures.append({"rate": trainer.optimizers[0].param_groups[0]["lr"]})
         if outputs:
             self.losses.append(float(outputs["loss"]))
-        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+            self.figures[-1]["loss"] = self.losses[-1]
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self.evaluations.append({name: float(each) for name, each in trainer.callback_metrics.items()})
+        if not trainer.sanity_checking:
+            found = trainer.callback_metrics.items()
+            self.figures.append({name: float(each) for name, each in found if name.startswith("val")})
 
 
 class EveryNth(Sampler[int]):

@@ -9,13 +9,13 @@ import pytest
 
 import shardwise as sw
 from tests.forks.programs import started
-from tests.hf.test_trl_generation import drawn
+from tests.hf.trl_runs import drawn
 from tests.processes.test_trainer_processes import free_port
 
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from tests.hf.test_trl_generation import drawn
+from tests.hf.trl_runs import drawn
 
 for plan in sys.argv[2:]:
     print(json.dumps(["found", *drawn(Path(sys.argv[1]), plan)]))

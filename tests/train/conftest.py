@@ -4,18 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.train import continuations, observers, rank
+from shardwise.train import observers, rank
 
 
-class _Undrawn(observers.LossCurve):
+class Undrawn(observers.LossCurve):
     def draw(self) -> None:
-        """A picture takes as long as a small run; `test_run` and `test_reports` look at one."""
+        """A picture takes as long as a small run; `test_observers` looks at one, and tests of the command at others."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_ends() -> Iterator[None]:
-    """What a model says at the end of a run takes as long as the run; those of `tests/cli` say all of it."""
+def runs_without_pictures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuations, "_DEFAULT_TOKENS", 8)
-        patch.setattr(rank, "LossCurve", _Undrawn)
+        patch.setattr(rank, "LossCurve", Undrawn)
         yield

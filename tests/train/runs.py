@@ -1,87 +1,27 @@
-"""A small run for tests: its files, and a run of it on simulated ranks."""
+"""A small run for tests: its files, a run of it on simulated ranks, and the loop that anybody would write."""
 
+import inspect
 import io
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from rich.console import Console
 
-from shardwise.checkpoint import SaveReport
 from shardwise.comm import alone, simulate
+from shardwise.data import DataPlace, first_batches
+from shardwise.errors import ShardwiseError
 from shardwise.train import RunConfig, read_config
 from shardwise.train.rank import run
-
-LOOP: Any = None
-"""For callbacks that do not ask their loop."""
-
-
-def saved(step: int) -> SaveReport:
-    return SaveReport(location="", step=step, num_tensors=0, num_bytes=0, written_bytes=0)
-
-
-NET = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, width)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, input_ids):
-        return self.head(self.norm(self.embedding(input_ids)))
-
-
-def next_token(logits, batch):
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def silent(width):
-    return Mute(width)
-
-
-class Mute(Net):
-    def forward(self, input_ids):
-        return {"scores": super().forward(input_ids)}
-
-
-def next_score(output, batch):
-    return next_token(output["scores"], batch)
-
-
-class Broken(Net):
-    def forward(self, input_ids):
-        raise RuntimeError("the forward of this net is broken")
-
-
-class Noisy(Net):
-    def forward(self, input_ids):
-        return self.head(nn.functional.dropout(self.norm(self.embedding(input_ids)), 0.3, self.training))
-
-
-class Stop(Exception):
-    pass
-
-
-stop_after = []  # calls that the loss still takes; nothing in it: no end
-calls = []
-
-
-def stops(logits, batch):
-    calls.append(logits.requires_grad)
-    if stop_after and sum(calls) > stop_after[0]:
-        raise Stop
-    return next_token(logits, batch)
-
-
-not_callable = 3
-"""
+from shardwise.train.run_build import build_model, optimizer_factory
+from shardwise.train.run_data import build_data
+from shardwise.train.turns import build_loss, build_turns
+from tests.train.user_files import FILES
 
 CONFIG = """
 [model]
@@ -110,7 +50,8 @@ log_every = 2
 
 def small_run(folder: Path, *overrides: str, num_processes: int = 1) -> RunConfig:
     """The configuration of a run that takes a fraction of a second; its output goes below `folder`."""
-    (folder / "net.py").write_text(NET)
+    for name, content in FILES.items():
+        (folder / name).write_text(content)
     (folder / "text.txt").write_text("".join(f"{number} squared is {number * number}.\n" for number in range(150)))
     (folder / "small.toml").write_text(CONFIG)
     output = f"train.output={folder / 'out'}"
@@ -152,3 +93,61 @@ def finished(config: RunConfig, *, resume: str | None = None) -> Finished:
         simulate(config.plan.mesh.size, lambda channel: run(config, channel, console, resume=resume))
     lines = (config.output / "metrics.jsonl").read_text().splitlines()
     return Finished(metrics=[json.loads(line) for line in lines], printed=printed.getvalue())
+
+
+def words_of(folder: Path, *overrides: str) -> str:
+    """What the configuration of these words is refused with, also before it runs."""
+    with pytest.raises(ShardwiseError) as caught:
+        finished(laid_out(folder, *overrides))
+    return str(caught.value)
+
+
+def rows_in(batch: Any) -> list[Any]:
+    """Each row of a batch."""
+    return [{name: each[at : at + 1] for name, each in batch.items()} for at in range(len(batch["labels"]))]
+
+
+PLAIN = ("train.decay=constant", "train.warmup_steps=null", "train.clip_grad_norm=null")
+"""Settings of a run that `plain_losses` knows."""
+
+
+def plain_losses(config: RunConfig, *, begin: int = 0, state: Mapping[str, torch.Tensor] | None = None) -> list[float]:
+    """A loop in plain PyTorch over the global batches from `begin` on, each one microbatch: a turn, its loss, AdamW.
+
+    state: parameters and moments to go on from, by the names of a save.
+    """
+    model = build_model(config)
+    optimizers: Any = optimizer_factory(config, model)(list(model.parameters()))
+    optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+    state = state or {}
+    for name, parameter in model.named_parameters() if state else ():
+        parameter.data.copy_(state[name])
+        if parameter.requires_grad and f"optimizer/{name}/step" in state:
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            optimizers[0].state[parameter] = {key: state[f"optimizer/{name}/{key}"] for key in keys}
+    names = inspect.signature(model.forward).parameters
+    trained = {name: each.requires_grad for name, each in model.named_parameters()}
+    turns, usual, losses = build_turns(config, model), build_loss(config, model), []
+    for step, batch in enumerate(first_batches(build_data(config).data, DataPlace(), config.train.steps), start=1):
+        if step <= begin:
+            continue
+        turn = turns.of(step)
+        only = turn.get("only") or ()
+        for name, parameter in model.named_parameters():
+            groups = [only] if isinstance(only, str) else only
+            parameter.requires_grad_(trained[name] and (not groups or name.split(".")[0] in groups))
+        model.zero_grad()
+        loss: Any = turn.get("loss") or usual
+        total = 0.0
+        # Models of transformers give the mean over tokens, and a row is a microbatch: a mean of means, unless weighed.
+        for part in [batch] if loss is not None or config.model.loss_weight else rows_in(batch):
+            output = model(**{name: each for name, each in part.items() if name in names})
+            found = output["loss"] if loss is None else loss(output, part)
+            found = found["loss"] if isinstance(found, dict) else found
+            found = found * (len(part["labels"]) / len(batch["labels"])) if loss is None else found
+            found.backward()
+            total += found.item()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(total)
+    return losses

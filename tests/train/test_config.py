@@ -1,15 +1,21 @@
-"""Configurations: what is read, and every problem of a bad one at once."""
+"""Configurations: what is read, and all that is refused, with every problem of a bad one at once."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 from shardwise.plan import Activations, Average, Pipeline
+from shardwise.train import check_references
 from shardwise.train.config import read_config
+from tests.refusals import Refusals
+from tests.train.row_kinds import pretrained_folder, run_of
+from tests.train.runs import finished, laid_out, small_run
 
 MINIMAL = """
 [model]
@@ -26,12 +32,6 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def problems_of(folder: Path, text: str, *overrides: str, num_processes: int = 1) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        read_config(written(folder, text), overrides=overrides, num_processes=num_processes)
-    return list(caught.value.problems)
-
-
 def test_a_minimal_config_needs_a_factory_and_a_number_of_steps_only(tmp_path: Path) -> None:
     config = read_config(written(tmp_path, MINIMAL))
     assert (config.name, config.folder, config.output) == ("small", tmp_path, Path("runs/small"))
@@ -40,30 +40,29 @@ def test_a_minimal_config_needs_a_factory_and_a_number_of_steps_only(tmp_path: P
 
 def test_without_a_mesh_the_processes_share_the_global_batch(tmp_path: Path) -> None:
     path = written(tmp_path, MINIMAL + "global_batch = 24\nmicrobatch = 2\n")
-    microbatches = {}
-    for num_processes in (1, 2, 3, 4):
-        plan = read_config(path, num_processes=num_processes).plan
-        assert plan.mesh.dp_shard == num_processes
-        microbatches[num_processes] = plan.merge.microbatches
-    assert microbatches == {1: 12, 2: 6, 3: 4, 4: 3}
+    plans = {size: read_config(path, num_processes=size).plan for size in (1, 2, 3, 4)}
+    assert {size: plan.mesh.dp_shard for size, plan in plans.items()} == {1: 1, 2: 2, 3: 3, 4: 4}
+    assert {size: plan.merge.microbatches for size, plan in plans.items()} == {1: 12, 2: 6, 3: 4, 4: 3}
 
 
 def test_tables_become_the_specs_of_the_plan(tmp_path: Path) -> None:
     text = MINIMAL + (
         "clip_grad_norm = 0.5\n[average]\ndecay = 0.99\nevery = 2\n[mesh]\ndp_replicate = 2\ndp_shard = 2\n"
         '[sharding]\nstage = 0\nbucket_bytes = 1_000\noffload = "state"\n'
-        '[precision]\ncompute = "bfloat16"\nkeep = ["*norm*"]\n'
+        '[precision]\ncompute = "bfloat16"\nkeep = ["*norm*"]\n[activations]\ncheckpoint = "blocks"\n'
+        '[tensor.rules]\n"up" = "column"\n'
     )
-    plan = read_config(written(tmp_path, text), num_processes=4).plan
+    given = ["activations.offload=['layers.*']"]
+    plan: Any = read_config(written(tmp_path, text), overrides=given, num_processes=4).plan
     assert (plan.mesh.size, plan.sharding.stage, plan.sharding.bucket_bytes) == (4, 0, 1000)
-    assert plan.sharding.offload == "state"
+    assert (plan.sharding.offload, plan.average, dict(plan.tensor.rules)) == (
+        "state",
+        Average(decay=0.99, every=2),
+        {"up": "column"},
+    )
     assert (plan.precision.compute, plan.precision.keep, plan.clip_grad_norm) == ("bfloat16", ("*norm*",), 0.5)
-    assert plan.average == Average(decay=0.99, every=2)
+    assert plan.activations == Activations(checkpoint="blocks", offload=("layers.*",))
     assert read_config(written(tmp_path, MINIMAL)).plan.average is None
-    assert problems_of(tmp_path, MINIMAL + "[average]\ndecay = 2\nevry = 1\n") == [
-        "average.evry: unknown setting; did you mean average.every?",
-        "average.decay: 2 is not a number from 0 to below 1; leave it out for the mean of all weights",
-    ]
 
 
 def test_the_pipeline_table_places_modules_and_orders_stages(tmp_path: Path) -> None:
@@ -71,161 +70,19 @@ def test_the_pipeline_table_places_modules_and_orders_stages(tmp_path: Path) -> 
     settings = 'schedule = "fthenb"\nchunks = 2\nstages = { "layers.0" = 0, "layers.1" = 1, head = 3 }\n'
     path = written(tmp_path, mesh + settings)
     plan = read_config(path, overrides=["pipeline.stages.embed=2"], num_processes=2).plan
-    assert (plan.mesh.pp, plan.pipeline.num_chunks) == (2, 2)
-    assert plan.pipeline == Pipeline(
-        schedule="fthenb", chunks=2, stages={"layers.0": 0, "layers.1": 1, "head": 3, "embed": 2}
-    )
+    stages = {"layers.0": 0, "layers.1": 1, "head": 3, "embed": 2}
+    assert plan.pipeline == Pipeline(schedule="fthenb", chunks=2, stages=stages)
     assert plan.merge.microbatches == 8  # ranks of a pipeline share their microbatches
     balanced = read_config(written(tmp_path, mesh), overrides=["pipeline.balance=seconds"], num_processes=2)
     assert balanced.plan.pipeline == Pipeline(balance="seconds")
 
 
-def test_every_problem_of_a_pipeline_table_is_listed(tmp_path: Path) -> None:
-    text = MINIMAL + '[pipeline]\nschedul = "1f1b"\nchunks = 2\n[pipeline.stages]\nlayers.0 = 0\nhead = -1\n'
-    assert problems_of(tmp_path, text) == [
-        "pipeline.schedul: unknown setting; did you mean pipeline.schedule?",
-        "pipeline.chunks: 2 asked of the schedule '1f1b', which runs one stage per rank; 'interleaved' runs several",
-        "pipeline.stages: 'layers' is given {'0': 0}, which is not a whole number of at least 0; in TOML a name with "
-        "dots is written in quotes",
-        "pipeline.stages: 'head' is given -1, which is not a whole number of at least 0",
-    ]
-    assert problems_of(tmp_path, MINIMAL, "pipeline.stages={head = 1}") == [
-        "pipeline.stages: 'head' is given stage 1, but pp=1 with 1 stage per rank has the stages 0 to 0"
-    ]
-
-
-def test_every_problem_is_listed_at_once_with_the_nearest_known_key(tmp_path: Path) -> None:
-    text = """
-        [model]
-        factry = "net.py:Net"
-        [data]
-        sequence_length = "long"
-        source = "nowhere"
-        held_out = 0.9
-        [train]
-        steps = 0
-        global_bach = 8
-        microbatch = true
-        decay = "cosinus"
-        [sharding]
-        stage = 7
-        partitions = "slice"
-        [precision]
-        compute = "float7"
-        [mesh]
-        dp_shard = 2
-        [trian]
-        """
-    assert problems_of(tmp_path, text, num_processes=3) == [
-        "trian: unknown setting; did you mean train?",
-        'model.factory: missing; Where the model comes from: "package.module:name" or "file.py:name", a file being '
-        "relative to the config.",
-        "model.factry: unknown setting; did you mean model.factory?",
-        "data.sequence_length: 'long' given; it must be a whole number",
-        "data.held_out: 0.9 given; it must be less than or equal to 0.5",
-        "train.steps: 0 given; it must be greater than or equal to 1",
-        "train.microbatch: True given; it must be a whole number",
-        "train.decay: 'cosinus' given; it must be 'cosine', 'linear' or 'constant'",
-        "train.global_bach: unknown setting; did you mean train.global_batch?",
-        "mesh dp_shard=2 asks for 2 ranks, but the world has 3; start 2 processes, or set dp_shard=3, so that the "
-        "sizes multiply to the world",
-        "sharding.partitions: unknown setting; did you mean sharding.partition?",
-        "sharding.stage: 7 asked; the stages are 0, 1, 2 and 3",
-        "precision.compute: 'float7' is not one of float16, bfloat16, float32, float64",
-    ]
-
-
-def test_problems_between_tables_are_listed_too(tmp_path: Path) -> None:
-    text = """
-        [model]
-        factory = "net.py:Net"
-        config = {vocab_size = 100}
-        [data]
-        source = "missing.txt"
-        tokenizer = "missing.json"
-        [train]
-        steps = 3
-        warmup_steps = 4
-        global_batch = 10
-        microbatch = 4
-        clip_grad_norm = -1.0
-        """
-    problems = problems_of(tmp_path, text, num_processes=2)
-    assert problems == [
-        "train.global_batch: 10 rows cannot be cut into microbatches of 4 rows on 2 data ranks, 8 at a time; give 8 "
-        "or 16, or another train.microbatch",
-        f'data.source: no file or directory {tmp_path}/missing.txt; "python-docs" needs none',
-        f'data.tokenizer: no file {tmp_path}/missing.json; give the JSON of a tokenizer or "bytes"',
-        "train.warmup_steps: 4 given; train.steps is only 3; give at most that",
-    ]
-    assert "vocab_size: 100 given; bytes need at least 256" in str(
-        problems_of(tmp_path, MINIMAL, "model.config.vocab_size=100")
-    )
-    assert "clip_grad_norm" in str(problems_of(tmp_path, MINIMAL, "train.clip_grad_norm=-1.0"))
-
-
-def test_rules_of_tensor_parallelism_are_checked(tmp_path: Path) -> None:
-    text = MINIMAL + "[mesh]\ntp = 2\n"
-    config = read_config(written(tmp_path, text + '[tensor.rules]\n"up" = "column"\n'), num_processes=2)
-    rules: Any = config.plan.tensor.rules
-    assert dict(rules) == {"up": "column"}
-    assert "the rule 'colum' is unknown" in str(
-        problems_of(tmp_path, text + '[tensor.rules]\n"up" = "colum"\n', num_processes=2)
-    )
-
-
-def test_activations_are_a_table_of_the_plan(tmp_path: Path) -> None:
-    table = '[activations]\ncheckpoint = "blocks"\nsave = ["aten.mm"]\n'
-    config = read_config(written(tmp_path, MINIMAL + table), overrides=["activations.offload=['layers.*']"])
-    assert config.plan.activations == Activations(checkpoint="blocks", save=("aten.mm",), offload=("layers.*",))
-    assert problems_of(tmp_path, MINIMAL, "activations.budget_bytes=0") == [
-        "activations.budget_bytes: 0 is not a whole number of at least 1"
-    ]
-
-
-def test_set_changes_and_adds_values_in_any_table(tmp_path: Path) -> None:
-    overrides = ["train.steps=5", "train.decay=linear", "model.config.width=7", "precision.keep=['a', 'b']"]
-    config = read_config(written(tmp_path, MINIMAL), overrides=overrides)
-    assert (config.train.steps, config.train.decay) == (5, "linear")
-    assert config.model.config == {"width": 7}
-    assert config.plan.precision.keep == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.steps", "not of the form table.key=value"),
-        ("steps=3", "not of the form table.key=value"),
-        ("train.steps.more=3", "train.steps is 3, not a table"),
-        ("train.step=3", "did you mean train.steps?"),
-        ("train=3", "not of the form table.key=value"),
-    ],
-)
-def test_a_bad_set_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    assert message in str(problems_of(tmp_path, MINIMAL, override))
-
-
-def test_a_setting_is_left_out_by_null(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(MINIMAL + "\n[checkpoint]\nevery = 3\n")
-    checkpoint = read_config(path, overrides=["checkpoint.every=null", "checkpoint.keep=null"]).checkpoint
-    assert (checkpoint.every, read_config(path).checkpoint.every) == (None, 3)
-
-
-@pytest.mark.parametrize("table", ["model", "data", "train", "mesh", "sharding", "precision", "pipeline"])
-def test_a_value_where_a_table_belongs_is_refused(tmp_path: Path, table: str) -> None:
-    text = f"{table} = 3\n" + (MINIMAL if table not in ("model", "train") else "")
-    assert f"{table}: 3 is not a table of settings; write [{table}]" in problems_of(tmp_path, text)
-
-
-def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_config(tmp_path / "absent.toml")
-    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1"):
-        read_config(written(tmp_path, "[train\n"))
-    (tmp_path / "small.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        read_config(tmp_path / "small.toml")
+def test_set_changes_adds_and_leaves_out_values_in_any_table(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "[checkpoint]\nevery = 3\n")
+    overrides = ["train.steps=5", "train.decay=linear", "model.config.width=7", "checkpoint.every=null"]
+    config = read_config(path, overrides=overrides)
+    assert (config.train.steps, config.train.decay, config.model.config) == (5, "linear", {"width": 7})
+    assert (config.checkpoint.every, read_config(path).checkpoint.every) == (None, 3)
 
 
 def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
@@ -238,33 +95,331 @@ def test_reading_a_config_imports_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_wrong_with_stages_whatever_the_model_is_known_before_anything_starts(tmp_path: Path) -> None:
-    staged = MINIMAL + "global_batch = 8\n[mesh]\npp = 2\n"
-    short = "own: 2 stages, 2 ranks, 2 microbatches\\nrank 0: F0.0 F1.0 B0.0 B1.0\\nrank 1: F0.1 B0.1"
-    assert problems_of(tmp_path, staged, f'pipeline.schedule="{short}"', num_processes=2) == [
-        "pipeline.schedule: rank 1: forward of stage 1 lacks microbatch 1",
-        "pipeline.schedule: rank 1: backward of stage 1 lacks microbatch 1",
-    ]
-    assert problems_of(tmp_path, staged, f'pipeline.schedule="{short}"', "train.global_batch=12", num_processes=2) == [
-        "pipeline.schedule: 'own' is written for k (microbatches) = 2, the batch gives 3; change one of them"
-    ]
+# What is refused ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("train.clip_grad_norm=x", "train.clip_grad_norm: 'x' given; it must be a number or a dictionary"),
-        ("train.clip_grad_norm={'a.*'='x'}", "train.clip_grad_norm.a.*: 'x' given; it must be a number"),
-        ("train.clip_grad_norm=0.0", "train.clip_grad_norm: 0.0 is not a number above 0; leave it out, and nothing is"),
-        ("data.images.mean=['x']", "data.images.mean.0: 'x' given; it must be a number"),
-        ("data.images.std=x", "data.images.std: 'x' given; it must be a list or a number"),
-        ("train.groups=[{parameters='x'}]", "train.groups.0.parameters: 'x' given; it must be a list"),
-        ("data.classes=['a', 'b', 'a']", "data.classes: 'a' stands there twice, and a class has one number; leave one"),
-    ],
+def toml(text: str, *overrides: str, ranks: int = 1) -> Callable[[Path], object]:
+    """A file of this text; a text that begins with a table is the whole file."""
+    whole = text if text.startswith("\n") else f"{MINIMAL}{text}"
+    return lambda folder: read_config(written(folder, whole), overrides=overrides, num_processes=ranks)
+
+
+def setting(*overrides: str, ranks: int = 1) -> Callable[[Path], object]:
+    """Settings of the small run, which are refused when they are read."""
+    return lambda folder: small_run(folder, *overrides, num_processes=ranks)
+
+
+def name(*overrides: str) -> Callable[[Path], object]:
+    """Settings whose names are looked up before anything starts."""
+    return lambda folder: check_references(small_run(folder, *overrides))
+
+
+def run(*overrides: str) -> Callable[[Path], object]:
+    """A run that is refused when it builds what it names, on all of its ranks."""
+    return lambda folder: finished(laid_out(folder, *overrides))
+
+
+def rows(kind: str, *overrides: str) -> Callable[[Path], object]:
+    """A run on rows."""
+
+    def refused(folder: Path) -> None:
+        config = run_of(folder, kind, *overrides)
+        check_references(config)
+        finished(config)
+
+    return refused
+
+
+def lines(text: str | bytes) -> Callable[[Path], object]:
+    """A run of two ranks on a file of these lines."""
+
+    def refused(folder: Path) -> None:
+        (folder / "broken.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+        finished(run_of(folder, "jsonl", "data.source=broken.jsonl", "mesh.dp_shard=2"))
+
+    return refused
+
+
+def with_folders(kind: str, *overrides: str, files: tuple[str, ...] = (), made: Any = None) -> Callable[[Path], object]:
+    """A run on rows in a folder that has these folders and empty files besides."""
+
+    def refused(folder: Path) -> None:
+        (folder / "empty").mkdir()
+        for each in files:
+            path = folder / each
+            path.mkdir(parents=True) if "." not in each else path.parent.mkdir(parents=True, exist_ok=True)
+            if "." in each:
+                path.write_bytes(b"" if made is None else made)
+        finished(run_of(folder, kind, *overrides))
+
+    return refused
+
+
+def pretrained(*overrides: str) -> Callable[[Path], object]:
+    def refused(folder: Path) -> None:
+        pretrained_folder(folder)
+        finished(run_of(folder, "words", "model.pretrained=llama", "model.config={}", *overrides))
+
+    return refused
+
+
+GOOD = json.dumps({"text": "good", "stars": "a"}) + "\n"
+SCHEDULE = "torch.optim.lr_scheduler"
+NO_WARMUP = "train.warmup_steps=null"
+SHORT = "own: 2 stages, 2 ranks, 2 microbatches\\nrank 0: F0.0 F1.0 B0.0 B1.0\\nrank 1: F0.1 B0.1"
+EVERY_PROBLEM = """
+[model]
+factry = "net.py:Net"
+[data]
+sequence_length = "long"
+source = "nowhere"
+held_out = 0.9
+[train]
+steps = 0
+global_bach = 8
+microbatch = true
+decay = "cosinus"
+[sharding]
+stage = 7
+partitions = "slice"
+[precision]
+compute = "float7"
+[mesh]
+dp_shard = 2
+[average]
+decay = 2
+evry = 1
+[pipeline]
+schedul = "1f1b"
+chunks = 2
+[pipeline.stages]
+layers.0 = 0
+head = -1
+[trian]
+"""
+BETWEEN = """
+[model]
+factory = "net.py:Net"
+config = {vocab_size = 100}
+[data]
+source = "missing.txt"
+tokenizer = "missing.json"
+[train]
+steps = 3
+warmup_steps = 4
+global_batch = 10
+microbatch = 4
+clip_grad_norm = -1.0
+"""
+ROW_SETTINGS = {
+    "no text": ("jsonl", "data.text=null"),
+    "no source": ("jsonl", "data.source=null"),
+    "text and messages": ("jsonl", "data.messages=chat"),
+    "packing with columns": ("jsonl", "data.collate=packing"),
+    "packing of no text": ("images", "data.collate=packing"),
+    "two inputs": ("jsonl", "data.columns.input_ids=stars"),
+    "held out twice": ("jsonl", "data.held_out_source=a.jsonl"),
+    "options of a file": ("jsonl", "data.dataset_options.split=train"),
+    "options of no collator": ("jsonl", "data.collate_options.scale=2"),
+    "a format and a dataset": ("own", "data.format=jsonl"),
+    "an image setting": ("images", "data.images.sizes=[3, 3]"),
+    "an image size": ("images", "data.images.size=[3]"),
+    "an unknown format": ("jsonl", "data.format=csv"),
+    "columns that are not there": ("jsonl", "data.columns.labels=starz", "data.text=tex"),
+    "a column of parquet": ("parquet", "data.columns.labels=score"),
+    "a file that is not there": ("jsonl", "data.source=nowhere.jsonl"),
+    "a column of a dataset": ("own", "data.columns.labels=star", "mesh.dp_shard=2"),
+    "no split": ("saved", "data.dataset_options=null"),
+    "another option of saved rows": ("saved", "data.dataset_options.name=x"),
+    "code of a dataset": ("hub", "data.source=pandas"),
+    "code of others": ("hub", "data.dataset_options.trust_remote_code=true"),
+    "a source of a dataset": ("sized", "data.source=text.txt"),
+    "no rows": ("sized", "data.dataset=null", "data.collate=nets.py:raw_batch"),
+    "names that are not there": ("sized", "data.dataset=nets.py:Absent", "data.collate=nets.py:absent"),
+    "too few rows": ("sized", "data.dataset_options.size=2"),
+    "a dataset that fails": ("sized", "data.dataset=nets.py:failing"),
+    "nothing to hold out of": ("sized", "data.dataset=nets.py:Stream"),
+    "no length": ("sized", "data.dataset=nets.py:Unopened"),
+    "a dataset that is forgotten": ("sized", "data.dataset=nets.py:forgotten"),
+    "nothing held out": ("sized", "data.held_out=null", "data.held_out_dataset=nets.py:Unopened"),
+    "channels of images": ("images", "data.images.size=[6, 7]", "data.images.mode=L"),
+    "an absent tokenizer": ("words", "data.tokenizer=none"),
+    "messages without a template": ("words", "data.text=null", "data.messages=chat", "data.tokenizer=plain"),
+    "rows in other dims": ("frames", "data.rows={frmes=1}"),
+    "dims that are none": ("frames", "data.rows={table='none', frames=-1}"),
+    "turns": ("turns", "train.turns=[{only='critc'}, {only=[]}, {loss_options={a=1}}]"),
+    "turns of no step": ("turns", "train.turns=[{steps=0}]"),
+    "options of a turn": ("turns", "train.turns=[{loss='gan.py:TellsApart'}]"),
+    "names of metrics": (
+        *("jsonl", "train.metrics.f1=nets.py:pair", "train.metric_options.fl={}", "train.metric_inputs.x=m:n"),
+    ),
+    "a metric that is the loss": ("jsonl", "train.metrics.loss=nets.py:accuracy"),
+    "inputs of a function": ("jsonl", "train.metrics.a=nets.py:accuracy", "train.metric_inputs.a=nets.py:pair"),
+    "a metric that fails": ("jsonl", "train.metrics.a=nets.py:Error", "train.metric_options.a.power=0"),
+    "options that are not taken": (
+        *("jsonl", "model.loss_options={smothing=0.1}", "train.optimizer_options.beta=[0.9, 0.9]"),
+        *("train.metrics.f1=torchmetrics.classification:MulticlassF1Score", "train.metrics.exactness=nets.py:exact"),
+    ),
+    "options of a dataset": ("own", "data.dataset_options={lst=3}"),
+}
+REFUSED = Refusals(
+    "train.config",
+    {
+        "every problem at once": toml(EVERY_PROBLEM, ranks=3),
+        "problems between tables": toml(BETWEEN, ranks=2),
+        "a small vocabulary": toml("", "model.config.vocab_size=100"),
+        "a clip of none": toml("", "train.clip_grad_norm=-1.0"),
+        "stages behind the last": toml("", "pipeline.stages={head = 1}"),
+        "a rule": toml('[mesh]\ntp = 2\n[tensor.rules]\n"up" = "colum"\n', ranks=2),
+        "a rule of the wrong name": toml("[mesh]\ntp = 2\n[tensor]\nrule = 'auto'\n", ranks=2),
+        "rules of another kind": toml("[mesh]\ntp = 2\n[tensor]\nrules = 3\n", ranks=2),
+        "a budget": toml("", "activations.budget_bytes=0"),
+        "a schedule that is short": toml("global_batch = 8\n[mesh]\npp = 2\n", f'pipeline.schedule="{SHORT}"', ranks=2),
+        "a schedule of others": toml("global_batch = 12\n[mesh]\npp = 2\n", f'pipeline.schedule="{SHORT}"', ranks=2),
+        **{
+            f"--set {word}": toml("", word)
+            for word in ("train.steps", "steps=3", "train.steps.more=3", "train.step=3", "train=3")
+        },
+        **{
+            f"a value for {table}": toml("\n" + f"{table} = 3\n" + (MINIMAL if table not in ("model", "train") else ""))
+            for table in ("model", "data", "train", "mesh", "sharding", "precision", "pipeline")
+        },
+        **{
+            word: toml("", word)
+            for word in (
+                *("train.clip_grad_norm=x", "train.clip_grad_norm={'a.*'='x'}", "train.clip_grad_norm=0.0"),
+                *("data.images.mean=['x']", "data.images.std=x", "train.groups=[{parameters='x'}]"),
+                *("data.classes=['a', 'b', 'a']", "train.callbacks=[{}]", "train.callbacks={}"),
+                *("train.callbacks=[{factory = 'a:b', patience = 3}]", "train.callbacks=[{factory = 3}]"),
+                *("train.metric_options.f1.num_classes=3", "train.schedule_options.gamma=1.0"),
+                *("generate.every=0", "generate.prompt=x", "generate.options={seed = 3}"),
+            )
+        },
+        "no file": lambda folder: read_config(folder / "absent.toml"),
+        "no TOML": toml("\n[train\n"),
+        "no UTF-8": lambda folder: [(folder / "a").write_bytes(b"\xff\xfe"), read_config(folder / "a")],
+        "no text to go on with": toml('[data]\ndataset = "net.py:Net"\n[generate]\nevery = 1\n'),
+        "groups": setting(
+            "train.groups=[{parameters=['a']}, {parameters=['b'], frozen=true, learning_rate=1.0}, {parameter=['c']}]"
+        ),
+        "groups that say nothing": setting(
+            "train.groups=[{parameters=['a']}, {parameters=['b'], frozen=true, learning_rate=1.0}]"
+        ),
+        "settings of a schedule": setting("train.schedule=cosine", "train.decay=linear", "train.min_learning_rate=0.0"),
+        "warmup of a schedule": setting("train.schedule=schedules.py:make"),
+        # Names
+        "names": name("model.factory=net.py:Nett", "model.loss=absent.py:loss", "train.optimizer=torch.optim:Adamm"),
+        **{
+            f"the name {each}": name(f"model.factory={each}")
+            for each in (
+                "no_colon",
+                ":name",
+                "torch.nn:",
+                "absent_package.net:Net",
+                "torch.nn:Nothing",
+                "absent.py:Net",
+            )
+        },
+        "no callable": name("model.factory=torch:__version__"),
+        "a schedule of another name": name("train.schedule=cosin"),
+        "a scheduler of another name": name(f"train.schedule={SCHEDULE}:ExponentalLR", NO_WARMUP),
+        "a scheduler's options": name(
+            f"train.schedule={SCHEDULE}:ExponentialLR", "train.schedule_options.gama=1.0", NO_WARMUP
+        ),
+        # What runs build
+        "a factory that takes no depth": run("model.config.depth=3", "mesh.dp_shard=2"),
+        "a factory of no module": run("model.factory=builtins:dict"),
+        "a factory that exits": run("model.factory=net.py:exits", "model.config={}"),
+        "too few tokens": run("data.sequence_length=4000"),
+        "options of an optimizer": run("train.optimizer=torch.optim:SGD", "train.optimizer_options.beta=1"),
+        "no optimizer": run("train.optimizer=builtins:dict", "mesh.dp_shard=2"),
+        "a module that is lost": run("precision.keep=['lost']"),
+        "a group of nobody": run("train.groups=[{parameters=['*.bias', 'haed*'], learning_rate=0.1}]"),
+        "an optimizer without groups": run(
+            "train.optimizer=net.py:single", "train.groups=[{parameters=['*'], learning_rate=1.0}]"
+        ),
+        "callbacks that fail": run("train.callbacks=[{factory = 'mine.py:wrong'}]", "mesh.dp_shard=2"),
+        "options of a callback": run("train.callbacks=[{factory = 'mine.py:Mine', options = {height = 2}}]"),
+        "patience": run("train.callbacks=[{factory = 'shardwise.train:EarlyStopping', options = {patience = 0}}]"),
+        "a metric that is not there": run(
+            "train.callbacks=[{factory = 'shardwise.train:EarlyStopping', options = {metric = 'f1'}}]",
+            "mesh.dp_shard=2",
+        ),
+        "no callback": run("train.callbacks=[{factory = 'net.py:Stop'}]"),
+        "an empty prompt": run('generate.prompts=["7", ""]'),
+        "options of generate": run('generate.prompts=["7"]', "generate.options={do_sample = false}"),
+        "a schedule that is none": run("train.schedule=schedules.py:none", NO_WARMUP),
+        "a plateau of a callable": run("train.schedule=schedules.py:plateau", NO_WARMUP),
+        "options of a plateau": run(
+            "train.schedule=reduce_lr_on_plateau", "train.schedule_options.factor=2.0", NO_WARMUP
+        ),
+        "a schedule that ends too soon": run(
+            f"train.schedule={SCHEDULE}:OneCycleLR",
+            "train.schedule_options={max_lr=0.05, total_steps=4}",
+            NO_WARMUP,
+            "mesh.dp_shard=2",
+        ),
+        "a setting of a configuration class": run(
+            *("model.factory=transformers:LlamaForCausalLM", "model.loss=null"),
+            "model.config={vocab_size=256, hiden_size=16, colour=1}",
+        ),
+        "modules that do not initialise": run(
+            'model.initialise="by module"', "model.factory=net.py:Bare", "model.config={}", "model.loss=null"
+        ),
+        # Rows
+        **{case: rows(*words) for case, words in ROW_SETTINGS.items()},
+        "an empty file of rows": lines(""),
+        "blank lines": lines("\n \n"),
+        "JSON that ends": lines(GOOD * 2 + '{"text": "go'),
+        "a list": lines(GOOD + "\n[1]\n" + GOOD),
+        "bytes that are no UTF-8": lines(GOOD.encode() + b'{"text": "\xff"}'),
+        "JSON nested too deeply": lines(GOOD + "[" * 100_000),
+        "another column": lines('{"txt": "good", "stars": "a"}'),
+        "a column that lacks": lines(GOOD + '{"text": "good"}'),
+        "a number for a text": lines(GOOD + '{"text": 3, "stars": "a"}'),
+        "an unknown class": lines(GOOD + '{"text": "", "stars": "d"}'),
+        "half of a character": lines(GOOD + '{"text": "\\ud800", "stars": "a"}'),
+        "a null": lines(GOOD + '{"text": "", "stars": null}'),
+        "many lines": lines(GOOD + "x\n" * 9),
+        "no folders of images": with_folders("images", "data.source=empty"),
+        "no images": with_folders("images", "data.source=empty", files=("empty/cats",)),
+        "no files of rows": with_folders("parquet", "data.source=empty"),
+        "no folder of save_to_disk": with_folders("saved", "data.source=empty"),
+        "a file that is no parquet": with_folders("parquet", files=("c.parquet",), made=b"PAR1 not really"),
+        "a folder that is no class": with_folders("images", "data.classes=['a', 'b', 'c']", files=("pictures/d",)),
+        "an image that is empty": with_folders("images", files=("pictures/a/void.png",)),
+        "an image that is torn": with_folders(
+            *("images", "mesh.dp_shard=2", "train.evaluate_batches=9"),
+            files=("pictures/a/torn.png",),
+            made=b"\x89PNG\r\n\x1a\n torn",
+        ),
+        "a folder that is not pretrained": rows("words", "model.pretrained=nowhere", "model.config={}"),
+        "no class of transformers": pretrained("model.factory=net.py:Net"),
+        "a setting of a pretrained model": pretrained("model.config={hiden_size=3}"),
+        "a pretrained model by module": pretrained('model.initialise="by module"'),
+    },
+    kind=(Exception,),
 )
-def test_a_key_that_takes_several_types_is_named_as_it_is_in_the_file(
-    tmp_path: Path, override: str, problem: str
-) -> None:
-    found = problems_of(tmp_path, MINIMAL, override)
-    assert any(each.startswith(problem) for each in found), found
-    assert not any("float]" in each or ".float" in each for each in found)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_words_with_every_problem(case: str) -> None:
+    REFUSED.check(case)
+
+
+def test_the_table_of_refusals_refuses_in_errors_of_ours() -> None:
+    said = json.loads(REFUSED.path.read_text(encoding="utf-8"))
+    kinds = {each.partition(":")[0] for each in said.values()}
+    assert kinds == {"ConfigError", "DataError", "ModelError", "OptimizerError", "PlanError", "BatchError"}
+
+
+def test_files_that_raise_are_said_to_and_raise_again(tmp_path: Path) -> None:
+    (tmp_path / "raising.py").write_text("1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"raising.py cannot be imported: ZeroDivisionError"):
+            check_references(small_run(tmp_path, "model.factory=raising.py:Net"))
+
+
+def test_a_stream_is_not_read_by_workers_which_would_get_other_rows(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"set\s+num_workers=0 \(data\.num_workers\)"):
+        finished(run_of(tmp_path, "stream", "data.num_workers=2"))

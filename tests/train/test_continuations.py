@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.errors import ConfigError
-from shardwise.train import read_config
+from shardwise.train.continuations import continued
 from tests.train.runs import finished, laid_out, small_run
 
 LLAMA = (
@@ -87,30 +87,6 @@ def test_a_model_without_generate_goes_on_by_its_logits_and_takes_no_options(tmp
     done = finished(laid_out(tmp_path, *PROMPTS, "mesh.pp=2"))
     assert [each["step"] for each in samples(tmp_path)] == [2, 2, 4, 4, 6, 6]
     assert done.printed.count("prompt:") == 6
-    with pytest.raises(ConfigError, match="a Net has no generate method that takes them"):
-        finished(small_run(tmp_path, *PROMPTS, GREEDY))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (['generate.prompts=["7", ""]'], r"generate\.prompts: the text of number 1 has no tokens"),
-        (["generate.options={seed = 3}"], r"generate\.options\.seed: given twice; give generate\.seed"),
-        (["generate.every=0"], r"generate\.every: 0 given"),
-        (["generate.prompt=x"], r"generate\.prompt"),
-    ],
-)
-def test_a_table_that_cannot_hold_is_explained(tmp_path: Path, words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        finished(small_run(tmp_path, *words))
-
-
-def test_data_that_are_no_text_have_nothing_to_go_on_with(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text(
-        '[model]\nfactory = "net.py:Net"\n[data]\ndataset = "net.py:Net"\n[train]\nsteps = 2\n[generate]\nevery = 1\n'
-    )
-    with pytest.raises(ConfigError, match="generate: the data are no text"):
-        read_config(tmp_path / "own.toml")
 
 
 def test_a_larger_vocabulary_and_few_positions_end_no_run(tmp_path: Path) -> None:
@@ -128,3 +104,27 @@ def test_a_larger_vocabulary_and_few_positions_end_no_run(tmp_path: Path) -> Non
     first, second = samples(tmp_path)
     assert len(first["text"]) <= 14
     assert "\ufffd" in first["text"] + second["text"]
+
+
+class Next(nn.Module):
+    """Says that the token after t is t + 1, without a doubt; or, without a doubt of it, nothing."""
+
+    def __init__(self, sure: float = 1e4) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.sure = sure
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.seen.append(input_ids.tolist())
+        return self.sure * nn.functional.one_hot((input_ids + 1) % 10, 10).float()
+
+
+def test_a_continuation_draws_by_its_seed_from_the_last_tokens_that_the_model_was_trained_on() -> None:
+    model = Next()
+    assert continued(lambda inputs, output_of: output_of(inputs), model, [2, 3, 4], num_tokens=3, seed=0) == [5, 6, 7]
+    assert model.seen == [[[2, 3, 4]], [[3, 4, 5]], [[4, 5, 6]]]
+    one, same, other = (
+        continued(lambda inputs, output_of: output_of(inputs), Next(0.0), [1], num_tokens=20, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert one == same != other

@@ -2,7 +2,9 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from shardwise.errors import DataError
-from shardwise.train.corpus import Corpus, evaluation_rows, frequency_loss, read_corpus, split
+from shardwise.train.corpus import Corpus, SampleOrder, evaluation_rows, frequency_loss, read_corpus, split
 from shardwise.train.data_settings import DataTable
 from tests.properties import tried
+from tests.refusals import Refusals
 
 
 def corpus_of(folder: Path, source: str, *, window: int = 4, held_out: float = 0.25) -> Corpus:
@@ -73,29 +76,6 @@ def test_rows_are_windows_of_the_training_text(tmp_path: Path) -> None:
         assert any(doubled[start : start + 4] == row for start in range(len(training)))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.txt", b"", "holds no text"),
-        ("short.txt", b"abcdefg", "7 tokens are too few. With held_out = 0.25, 7 are left to train on and 0 for"),
-        ("binary.txt", b"abc\xff\xfe" * 9, "is not UTF-8 text"),
-        ("none/*.txt", None, r"holds no text \(0 files found\)"),
-    ],
-)
-def test_text_that_cannot_be_trained_on_is_refused(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        corpus_of(tmp_path, name)
-
-
-def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no text"):
-        corpus_of(tmp_path, ".")
-
-
 def test_a_tokenizer_file_makes_the_tokens(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "?": 3}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -106,13 +86,6 @@ def test_a_tokenizer_file_makes_the_tokens(tmp_path: Path) -> None:
     assert corpus.vocabulary_size == 4
     assert corpus.training[:5].tolist() == [0, 1, 2, 3, 0]
     assert corpus.text([0, 2]) == "one three"
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("one two three four " * 10)
-    (tmp_path / "words.json").write_text("{}")
-    with pytest.raises(DataError, match=r"words\.json is not the JSON of a tokenizer"):
-        read_corpus(DataTable(source="text.txt", tokenizer="words.json"), tmp_path)
 
 
 def test_the_default_corpus_is_the_text_inside_cpython() -> None:
@@ -142,3 +115,80 @@ def test_frequency_loss_is_the_cross_entropy_of_counted_tokens(training: list[in
     losses = [-math.log((counts[token] + 1) / (len(training) + 6)) for row in held_out for token in row[1:]]
     found = frequency_loss(np.array(training), np.array(held_out), 6)
     assert found == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+
+
+@tried(60)
+@given(
+    seed=st.integers(0, 2**63 - 1), num_windows=st.integers(1, 70), window=st.integers(2, 9), extra=st.integers(0, 8)
+)
+def test_every_epoch_visits_each_window_once_and_no_token_twice(
+    seed: int, num_windows: int, window: int, extra: int
+) -> None:
+    num_tokens = num_windows * window + min(extra, window - 1)
+    order = SampleOrder(seed=seed, num_tokens=num_tokens, window=window)
+    assert order.num_windows == num_windows
+    for epoch in range(3):
+        starts = order.starts(np.arange(epoch * num_windows, (epoch + 1) * num_windows))
+        read = [(int(start) + offset) % num_tokens for start in starts for offset in range(window)]
+        assert len(read) == len(set(read)) == num_windows * window
+
+
+def test_a_sample_does_not_depend_on_what_is_asked_with_it() -> None:
+    order = SampleOrder(seed=7, num_tokens=1000, window=8)
+    together = order.starts(np.arange(400))
+    one_by_one = [int(order.starts(np.array([sample]))[0]) for sample in range(400)]
+    assert together.tolist() == one_by_one
+
+
+def test_seeds_and_epochs_give_different_orders_that_look_random() -> None:
+    num_windows, window = 500, 4
+    orders = {
+        (seed, epoch): tuple(
+            SampleOrder(seed=seed, num_tokens=num_windows * window, window=window)
+            .starts(np.arange(epoch * num_windows, (epoch + 1) * num_windows))
+            .tolist()
+        )
+        for seed in (0, 1, 2)
+        for epoch in (0, 1)
+    }
+    assert len(set(orders.values())) == len(orders)
+    for order in orders.values():
+        steps = np.diff(np.array(order)) % (num_windows * window)
+        # Neighbours stay neighbours about once in a permutation of any length.
+        assert (steps == window).sum() <= 8
+        correlation = np.corrcoef(np.arange(num_windows), np.array(order))[0, 1]
+        assert abs(correlation) < 0.2
+
+
+def test_the_order_of_a_seed_is_the_same_in_every_version() -> None:
+    order = SampleOrder(seed=3, num_tokens=170, window=10)
+    assert order.starts(np.arange(6)).tolist() == [17, 127, 47, 37, 97, 107]
+    assert order.starts(np.array([10**9])).tolist() == [27]
+
+
+def text(name: str, content: bytes | None = None, **settings: Any) -> Callable[[Path], object]:
+    def refused(folder: Path) -> None:
+        if content is not None:
+            (folder / name).write_bytes(content)
+        (folder / "words.json").write_text("{}")
+        read_corpus(DataTable(**{"source": name, "sequence_length": 4, "held_out": 0.25, **settings}), folder)
+
+    return refused
+
+
+REFUSED = Refusals(
+    "train.corpus",
+    {
+        "an empty file": text("empty.txt", b""),
+        "a short text": text("short.txt", b"abcdefg"),
+        "no UTF-8": text("binary.txt", b"abc\xff\xfe" * 9),
+        "no files": text("none/*.txt"),
+        "no tokenizer": text("text.txt", b"one two three " * 10, tokenizer="words.json"),
+    },
+    kind=DataError,
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_text_that_cannot_be_trained_on_is_refused(case: str) -> None:
+    REFUSED.check(case)

@@ -2,31 +2,26 @@
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.plan.timeline import TimeSpan
-from shardwise.train.run_trace import unit_bars
+from shardwise.plan.timeline import Timeline, TimeSpan
+from shardwise.train.run_trace import clock_offset, stage_times, unit_bars
 from tests.train.runs import finished, laid_out, without_times
 
-FEW = ["train.steps=3", "train.global_batch=4", "train.evaluate_every=2"]
+FEW = ["train.steps=3", "train.global_batch=4", "train.evaluate_every=2", "train.trace=true"]
 UNITS = ["embedding", "norm", "head"]
-
+SHARDED = {"wait for reduce_scatter", "wait for all_gather"}
 LAYOUTS: dict[str, tuple[list[str], set[str]]] = {
-    "stage 0": (["mesh.dp_replicate=2", "sharding.stage=0"], {"wait for reduce_scatter", "wait for all_gather"}),
-    "stage 1": (["mesh.dp_shard=2"], {"wait for reduce_scatter", "wait for all_gather"}),
-    "stage 2": (["mesh.dp_shard=2", "sharding.stage=2"], {"wait for reduce_scatter", "wait for all_gather"}),
-    "stage 3": (["mesh.dp_shard=2", "sharding.stage=3"], {"wait for reduce_scatter", "wait for all_gather"}),
+    "stage 0": (["mesh.dp_replicate=2", "sharding.stage=0"], SHARDED),
+    "stage 1": (["mesh.dp_shard=2"], SHARDED),
+    "stage 3": (["mesh.dp_shard=2", "sharding.stage=3"], SHARDED),
     "tp": (["mesh.tp=2", 'tensor.rules={head="colwise_gather_output"}'], {"wait for all_gather"}),
     "pp and dp": (["mesh.pp=2", "mesh.dp_shard=2"], {"wait for receive", "wait for reduce_scatter"}),
 }
-
-
-def bars_of(path: Path) -> list[dict[str, Any]]:
-    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
 
 
 def assert_nested(bars: Sequence[Mapping[str, Any]]) -> None:
@@ -41,38 +36,84 @@ def assert_nested(bars: Sequence[Mapping[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_trace_has_calls_passes_and_updates_of_every_rank_under_every_layout(tmp_path: Path, name: str) -> None:
+def test_a_trace_has_calls_passes_and_updates_of_every_rank_under_every_layout(tmp_path: Any, name: str) -> None:
     layout, expected = LAYOUTS[name]
-    config = laid_out(tmp_path, *FEW, *layout, "train.trace=true")
+    config = laid_out(tmp_path, *FEW, *layout)
     done = finished(config)
-    size, steps = config.plan.mesh.size, config.train.steps
-    bars = bars_of(config.output / "trace.json")
-    for rank in range(size):
+    mesh, steps = config.plan.mesh, config.train.steps
+    num_microbatches = config.plan.merge.microbatches
+    trace = json.loads((config.output / "trace.json").read_text())["traceEvents"]
+    bars = [event for event in trace if event["ph"] == "X"]
+    for rank in range(mesh.size):
         own = [bar for bar in bars if bar["tid"] == rank]
         assert_nested(own)
         names = [bar["name"] for bar in own]
         assert (names.count("step"), names.count("optimizer")) == (steps, steps)
         assert expected <= {name.partition(":")[0] for name in names}
         assert names.count("exchange: losses and norms") == steps
-        if config.plan.mesh.pp == 1:
-            num_microbatches = config.plan.merge.microbatches
+        if mesh.pp == 1:
             for way in ("forward", "backward"):
                 assert [names.count(f"{way} {unit}") for unit in UNITS] == [steps * num_microbatches] * 3
+        else:
+            stage = mesh.coordinates(rank)["pp"]
+            passes = [bar["name"] for bar in own if bar.get("cat") in ("F", "B")]
+            wanted = {f"{kind}{number}.{stage}" for kind in "FB" for number in range(num_microbatches)}
+            assert (set(passes), len(passes)) == (wanted, steps * len(wanted))
     # No rank leaves an exchange before all have come to it: on one clock, all of its bars overlap.
-    closes = [[bar for bar in bars if bar["tid"] == rank and "losses and norms" in bar["name"]] for rank in range(size)]
+    closes = [
+        [bar for bar in bars if bar["tid"] == rank and "losses and norms" in bar["name"]] for rank in range(mesh.size)
+    ]
     for together in zip(*(sorted(each, key=lambda bar: float(bar["ts"])) for each in closes), strict=True):
         assert max(bar["ts"] for bar in together) <= min(bar["ts"] + bar["dur"] for bar in together)
     assert "the last update on all ranks, as it was measured" in done.printed
-    assert (config.output / "timeline.png").exists()
+    assert (config.output / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    if mesh.pp > 1:
+        shown = re.findall(r"^rank (\d)  (\S+)$", done.printed, re.MULTILINE)
+        assert [int(rank) for rank, _ in shown] == list(range(mesh.size))
+        assert len(re.findall(r"bubble \d+\.\d%$", done.printed, re.MULTILINE)) == 2
+        assert f"{config.plan.pipeline.schedule} simulated with these times of stages" in done.printed
 
 
-def test_a_trace_changes_no_number(tmp_path: Path) -> None:
-    layout = ["mesh.dp_shard=2", "sharding.stage=3", "precision.compute=bfloat16"]
-    traced, plain = (
-        finished(laid_out(tmp_path, *FEW, *layout, f"train.trace={word}", f"train.output={tmp_path / word}"))
-        for word in ("true", "false")
-    )
+def test_a_trace_changes_no_number_and_stays_where_a_run_is_over(tmp_path: Any) -> None:
+    layout = ["mesh.dp_shard=2", "sharding.stage=3", "precision.compute=bfloat16", "checkpoint.every=3"]
+    config = laid_out(tmp_path, *FEW, *layout, f"train.output={tmp_path / 'traced'}")
+    traced = finished(config)
+    plain = finished(laid_out(tmp_path, *FEW, *layout, "train.trace=false"))
     assert without_times(traced.metrics) == without_times(plain.metrics)
+    before = (config.output / "trace.json").read_bytes()
+    again = finished(config, resume="auto")
+    assert "nothing is left to do" in again.printed
+    assert "as it was measured" not in again.printed
+    assert (config.output / "trace.json").read_bytes() == before
+
+
+def test_the_times_of_stages_are_means_without_waits() -> None:
+    spans = [
+        TimeSpan(0, "F", 0, 0, 1.0, 2.0),
+        TimeSpan(0, "F", 1, 0, 2.0, 6.0),
+        TimeSpan(0, "wait", 1, 0, 3.0, 4.0),
+        TimeSpan(1, "F", 0, 0, 0.0, 2.0),
+        TimeSpan(1, "B", 0, 1, 5.0, 5.5),
+        TimeSpan(1, "other", 0, 1, 6.0, 9.0),
+    ]
+    assert stage_times(Timeline(2, tuple(spans))) == {("F", 0): 2.0, ("B", 1): 0.5}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_offset_of_a_clock_is_found_as_well_as_exchanges_take_time(seed: int) -> None:
+    chance = random.Random(seed)
+    ahead = chance.uniform(-1e6, 1e6)
+    mine, reference, longest = [], [], []
+    now = 0.0
+    for _ in range(5):
+        entered = [now + chance.uniform(0, 1e-3) for _ in range(2)]
+        left = [max(entered) + chance.uniform(0, 1e-3) for _ in range(2)]
+        now = max(left)
+        mine.append((entered[0] + ahead, left[0] + ahead))
+        reference.append((entered[1], left[1]))
+        longest.append(max(left) - min(entered))
+    assert clock_offset(mine, reference) == pytest.approx(ahead, abs=min(longest) + 1e-9)
+    assert clock_offset([(before - ahead, after - ahead) for before, after in mine], reference) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(10))

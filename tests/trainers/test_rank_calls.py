@@ -1,32 +1,25 @@
 """What accelerate's Accelerator says of processes, in both adapters: of the data ranks, by any call, tree and plan."""
 
-import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict
-from torch import nn
+from accelerate.state import PartialState
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise as sw
 from shardwise.accelerate import Accelerator
-from shardwise.errors import BatchError, ModelError, PlanError
 from shardwise.hf.rank_accelerator import ArgumentsState, PlanAccelerator
 from shardwise.trainers.data_ranks import DataRanks
-
-
-@pytest.fixture(autouse=True)
-def each_rank_has_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate keeps its settings for the process: simulated ranks are threads."""
-    for kind in (AcceleratorState, GradientState, PartialState):
-        monkeypatch.setattr(kind, "_shared_state", ThreadLocalSharedDict())
-
+from tests.accelerate.accelerate_loops import settings_of_threads
+from tests.contracts.adapter_cases import refused_on_all
+from tests.refusals import Refusals
 
 PLANS = {
     "one rank": sw.Plan(),
@@ -63,7 +56,8 @@ def on_ranks(adapter: str, plan: str, ask: Callable[[Any], Any]) -> list[tuple[i
     def run(channel: sw.Channel) -> tuple[int, Any]:
         return made.mesh.data_rank(channel.rank), ask(ADAPTERS[adapter](made, channel))
 
-    return sw.simulate(made.mesh.size, run)
+    with settings_of_threads():
+        return sw.simulate(made.mesh.size, run)
 
 
 both = pytest.mark.parametrize("adapter", ADAPTERS)
@@ -131,24 +125,6 @@ def test_reductions_are_those_of_the_values_of_data_ranks(adapter: str, plan: st
             for got, parts in zip(leaves_of(one), together, strict=True):
                 assert_same(got, expected_of(how, list(parts)))
             assert type(one) is type(trees[0])
-
-
-@both
-@pytest.mark.parametrize("plan", ["dp 2", "pp 2 x dp 2"])
-def test_what_cannot_be_reduced_is_refused_alike(adapter: str, plan: str) -> None:
-    def ask(accelerator: Any) -> list[str]:
-        words = []
-        for tensor, how in ((torch.ones(1), "median"), (torch.ones(1 + accelerator.process_index), "sum")):
-            with pytest.raises(BatchError) as raised:
-                accelerator.reduce(tensor, how)
-            words.append(str(raised.value))
-        with pytest.raises(TypeError):
-            accelerator.reduce([1.0])
-        return words
-
-    for _, (unknown, unlike) in on_ranks(adapter, plan, ask):
-        assert "give one of sum, mean, max, min" in unknown
-        assert "of the shapes [(1,), (2,)]" in unlike
 
 
 @both
@@ -308,58 +284,42 @@ def test_rows_that_a_loader_gave_twice_are_dropped(adapter: str) -> None:
         assert sorted(found) == list(range(7))
 
 
-@both
-def test_uneven_inputs_are_for_even_batches_alone(adapter: str) -> None:
-    def ask(accelerator: Any) -> str:
-        accelerator.even_batches = True
-        with accelerator.join_uneven_inputs([nn.Linear(1, 1)]):
-            pass
-        with pytest.raises(ModelError) as raised, accelerator.join_uneven_inputs([], even_batches=False):
-            pass
-        return str(raised.value)
-
-    assert all("Leave even_batches out" in words for _, words in on_ranks(adapter, "dp 2", ask))
+# What is refused ----------------------------------------------------------------------------------------------------
 
 
-def test_objects_that_no_rank_may_unpickle_are_refused() -> None:
-    def ask(accelerator: Any) -> str:
-        with pytest.raises(PlanError) as raised:
-            accelerator.gather_for_metrics([object()])
-        return str(raised.value)
-
-    assert all("sw.exchange takes" in words for _, words in on_ranks("accelerate", "dp 2", ask))
+def reduce_of_unlike_shapes(accelerator: Any) -> None:
+    accelerator.reduce(torch.ones(1 + accelerator.process_index), "sum")
 
 
-SPEAK_OF_PROCESSES = (
-    "PartialState()", "self.state.", "self.num_processes", "self.process_index", "self.use_distributed",
-    "gather(", "reduce(", "pad_across_processes(", "wait_for_everyone(", "self.distributed_type", "self.multi_device",
-    "self.is_main_process",
-)  # fmt: skip
-TO_OTHERS = frozenset({
-    # Of FSDP, DeepSpeed, Megatron, XLA, mixed precision: Plans say so, and `Accelerator(plan=...)` refuses those.
-    "deepspeed_plugin", "is_fsdp2", "parallelism_config", "torch_device_mesh", "mixed_precision", "no_sync",
-    "multi_device", "distributed_type", "use_distributed", "is_composable_parallelism_enabled", "unscale_gradients",
-    "maybe_context_parallel", "fp8_backend", "backward", "clip_grad_norm_", "clip_grad_value_", "prepare_model",
-    "prepare_optimizer", "prepare_scheduler", "prepare", "prepare_data_loader", "accumulate", "save_state",
-    "load_state", "save_model", "get_state_dict", "free_memory", "deepspeed_ulysses_dl_adapter", "lomo_backward",
-    "verify_device_map", "clear", "autocast", "set_trigger", "skip_first_batches",
-})  # fmt: skip
-BY_THE_STATE = frozenset({
-    "num_processes", "process_index", "local_process_index", "device", "is_main_process", "is_local_main_process",
-    "should_save_model", "main_process_first", "local_main_process_first", "print", "end_training",
-})  # fmt: skip
+def uneven_inputs(accelerator: Any) -> None:
+    with accelerator.join_uneven_inputs([], even_batches=False):
+        pass
 
 
-def methods_that_speak_of_processes() -> Iterator[str]:
-    for name, member in vars(accelerate.Accelerator).items():
-        function = inspect.unwrap(getattr(member, "fget", member))
-        function = getattr(function, "__func__", function)
-        is_text = not name.startswith("_") and inspect.isfunction(function)
-        if is_text and any(words in inspect.getsource(function) for words in SPEAK_OF_PROCESSES):
-            yield name
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "an unknown reduction": lambda accelerator: accelerator.reduce(torch.ones(1), "median"),
+    "unlike shapes": reduce_of_unlike_shapes,
+    "uneven inputs": uneven_inputs,
+}
 
 
-def test_every_method_that_speaks_of_processes_is_known_here() -> None:
-    """A new version of accelerate may bring others, which would speak of the processes of torch."""
-    ours = {name for kind in Accelerator.__mro__[:-1] if kind.__module__.startswith("shardwise") for name in vars(kind)}
-    assert set(methods_that_speak_of_processes()) - ours - BY_THE_STATE - TO_OTHERS == set()
+def refused(adapter: str, ask: Callable[[Any], Any]) -> None:
+    plan = PLANS["pp 2 x dp 2"]
+    with settings_of_threads():
+        refused_on_all(plan, lambda channel: ask(ADAPTERS[adapter](plan, channel)))
+
+
+REFUSED = Refusals(
+    "trainers.rank_calls",
+    {
+        **{f"{name}, {adapter}": partial(refused, adapter, ask) for name, ask in CALLS.items() for adapter in ADAPTERS},
+        "objects that no rank may unpickle": partial(
+            refused, "accelerate", lambda accelerator: accelerator.gather_for_metrics([sw.Plan()])
+        ),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_ranks_cannot_do_together_is_refused_alike(case: str) -> None:
+    REFUSED.check(case)

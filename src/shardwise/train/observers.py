@@ -192,7 +192,7 @@ class LossCurve(Callback):
         axes = figure.subplots()
         steps, losses = zip(*self._training, strict=True)
         axes.plot(steps, losses, color=_TRAINING, linewidth=0.8, alpha=0.6)
-        axes.plot(*_smoothed(steps, losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
+        axes.plot(*smoothed(steps, losses), color=_SMOOTHED, linewidth=1.8, label="training (smoothed)")
         if self._held_out:
             at, values = zip(*self._held_out.items(), strict=True)
             axes.plot(at, values, "o-", color=_HELD_OUT, linewidth=1.6, markersize=4.5, label="held-out")
@@ -218,7 +218,7 @@ class LossCurve(Callback):
         figure.savefig(self.path)
 
 
-def _smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[int], list[float]]:
+def smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[list[int], list[float]]:
     """Means over the neighbours on both sides, about a thirtieth of the run, at as many places as a picture shows.
 
     Losses that are not finite do not count.

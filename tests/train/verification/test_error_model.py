@@ -1,0 +1,127 @@
+"""The arithmetic of verification: bounds, closeness of tensors, the notation of layouts."""
+
+import math
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.errors import ConfigError, PlanError
+from shardwise.train.verification.error_model import CONFIDENCE, ELEMENT_FACTOR, ErrorModel, Path, by_element, by_size
+from shardwise.train.verification.layout_words import layout_overrides, read_layout, split_words
+from shardwise.train.verification.run_recording import SAMPLED_ELEMENTS, places
+from tests.train.verification.verified import plan
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_a_path_takes_the_coarsest_dtype_that_lies_on_it() -> None:
+    path = Path.beginning().after(length=32, dtypes=["float32"])
+    assert path.deviation == CONFIDENCE * 2**-24 * (1 + math.sqrt(32))
+    further = path.after(length=17, dtypes=["bfloat16", "int64"]).after(length=32, dtypes=["float32"])
+    assert further == Path(num_calls=3, length=81, roundoff=2**-8)
+    assert further.deviation == CONFIDENCE * (2**-8 * math.sqrt(3) + 2**-24 * 9)
+    assert further.there_and_back() == Path(num_calls=6, length=162, roundoff=2**-8)
+
+
+def test_what_a_plan_has_in_common_with_one_process() -> None:
+    assert ErrorModel.of(plan(dp_shard=4)).same_forward
+    stages = ErrorModel.of(plan(pp=2))
+    assert (stages.same_forward, stages.same_up_to_order, stages.wire_roundoff) == (False, True, 0)
+    assert not ErrorModel.of(plan(tp=2)).same_up_to_order
+    model = ErrorModel.of(plan(dp_shard=2, precision=sw.Precision(compute="bfloat16", reduce="bfloat16")))
+    assert model.of_sum(4) == 12 * 2**-24 + 2**-8
+
+
+def test_sums_in_any_order_are_within_the_bound_of_sums_and_a_factor_is_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(16, 4096, generator=generator)
+    exact, sizes = terms.double().sum(0), terms.double().abs().sum(0)
+    allowed = ErrorModel.of(plan(16)).of_sum(16) * sizes
+    for order in (torch.arange(16), torch.randperm(16, generator=generator)):
+        added = torch.zeros(4096)
+        for at in order:
+            added += terms[at]
+        assert 0 < by_element(exact, added.double(), allowed).ratio < 1
+    found = by_element(exact, exact * 1.00001, allowed)
+    assert found.ratio > 1
+    assert found.theirs == exact[found.at].item() * 1.00001
+
+
+def test_sizes_are_compared_as_a_whole_and_element_by_element() -> None:
+    ours = torch.ones(10_000, dtype=torch.float64)
+    assert by_size(ours, ours + 0.9e-3, 1e-3).ratio == pytest.approx(0.9)
+    theirs = ours.clone()
+    theirs[77] += 3 * ELEMENT_FACTOR * 1e-3  # a hundredth of that in the root mean square
+    found = by_size(ours, theirs, 1e-3)
+    assert found.at == 77
+    assert found.ratio == pytest.approx(1.5)
+    assert by_size(ours * 1e-9, ours * 2e-9, 1e-3).ratio > 1
+    assert by_size(ours * 1e-9, ours * 2e-9, 1e-3, least_size=1e-3).ratio < 1
+
+
+def test_what_is_not_finite_has_to_be_so_on_both_sides() -> None:
+    ours = wide(math.nan, math.inf, 1, 0)
+    assert by_element(ours, ours.clone(), wide(0, 0, 0, 0)).ratio == 0
+    assert by_element(ours, wide(math.nan, -math.inf, 1, 0), wide(9, 9, 9, 9)).ratio == math.inf
+    assert by_size(ours, wide(1, math.inf, 1, 0), 1.0).ratio == math.inf
+    assert by_size(wide(0, 0), wide(0, 0), 0.0).ratio == 0
+    assert by_size(wide(1e200, 1e200), wide(1e200, 2e200), 1e-6).ratio > 1  # whose squares are infinite
+    assert by_size(wide(), wide(), 0.0).ratio == 0
+
+
+@pytest.mark.parametrize("one", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("other", [0.0, math.inf, -math.inf, math.nan])
+def test_a_bound_that_is_not_finite_allows_nothing_and_hides_nothing(one: float, other: float) -> None:
+    is_same = one == other or (math.isnan(one) and math.isnan(other))
+    found = by_element(wide(one, 1), wide(other, 1), wide(abs(one), 0.5))
+    assert (found.ratio, found.is_far) == ((0, False) if is_same else (math.inf, True))
+    hidden = by_element(wide(one, 1), wide(one, 2), wide(abs(one), 0.5))
+    assert (hidden.at, hidden.ratio, hidden.is_far) == (1, 2, True)
+    assert by_element(wide(1, 1), wide(1, 1 + 1e-9), wide(abs(one), abs(one))).is_far
+    assert by_size(wide(1), wide(1.5), 1.0, least_size=abs(one)).is_far == math.isinf(one)
+
+
+def test_samples_are_spread_and_depend_on_the_number_of_elements_alone() -> None:
+    assert torch.equal(places(SAMPLED_ELEMENTS), torch.arange(SAMPLED_ELEMENTS))
+    kept = places(1 << 20)
+    assert torch.equal(kept, places(1 << 20))
+    assert SAMPLED_ELEMENTS * 0.98 < len(kept) <= SAMPLED_ELEMENTS
+    columns = torch.bincount(kept % 1024, minlength=1024)
+    assert (columns > 0).float().mean() > 0.9  # not one column of a matrix
+
+
+def test_a_layout_is_a_mesh_and_settings() -> None:
+    assert read_layout("pp=2,tp=2") == (sw.Mesh(pp=2, tp=2), [])
+    assert read_layout("single") == (sw.Mesh(), [])
+    assert read_layout("dp_shard=2 sharding.stage=3, sharding.units=['a.*', 'b']") == (
+        sw.Mesh(dp_shard=2),
+        ["sharding.stage=3", "sharding.units=['a.*', 'b']"],
+    )
+    assert split_words("""tensor.rules={a = "x,y", b='"'},pp=2""") == ["""tensor.rules={a = "x,y", b='"'}""", "pp=2"]
+
+
+def test_every_problem_of_a_layout_is_told() -> None:
+    with pytest.raises(PlanError) as caught:
+        read_layout("pp=0,train.steps=3,dq=2")
+    assert len(caught.value.problems) == 3
+    with pytest.raises(PlanError, match="says nothing"):
+        read_layout(" , ")
+
+
+def test_the_rules_of_the_model_are_taken_where_nobody_gives_rules(tmp_path: FilePath) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[mesh]\npp = 8\n")
+    mesh, overrides = layout_overrides(config, "tp=2", ["train.seed=1"])
+    assert mesh == sw.Mesh(tp=2)
+    sizes = ["mesh.pp=1", "mesh.dp_replicate=1", "mesh.dp_shard=1", "mesh.tp=2"]
+    assert overrides == ["train.seed=1", *sizes, "tensor.rules=auto"]
+    assert layout_overrides(config, "tp=2,tensor.rules={a='row'}", [])[1][-1] == "tensor.rules={a='row'}"
+    config.write_text("[tensor]\nrules = {a = 'row'}\n")
+    assert layout_overrides(config, "tp=2", [])[1] == sizes
+    config.write_text("[")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        layout_overrides(config, "tp=2", [])
