@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -117,36 +116,6 @@ def test_a_rank_that_stops_early_makes_the_others_raise_an_error() -> None:
     assert zero == two
     assert zero.startswith("rank 1 stopped taking full tensors before the last one, and this rank goes on")
     sw.full({"a": torch.ones(1)}, to=3).close()  # type: ignore[attr-defined]  # nothing happens before the first
-
-
-class Planned:
-    """Rows of a fused tensor, of which an engine's plan tells that tensor parallelism cuts them."""
-
-    def __init__(self, whole: torch.Tensor, rank: int) -> None:
-        rows = whole.shape[0] // 2
-        piece = Piece(
-            name="gu", dtype="float32", global_shape=tuple(whole.shape), offset=(rank * rows, 0), shape=(rows, 2)
-        )
-        self._held = {piece: whole[rank * rows : (rank + 1) * rows].clone()}
-
-    def state(self) -> dict[Piece, torch.Tensor]:
-        return self._held
-
-    def settings(self) -> dict[str, Any]:
-        return {"plan": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"gu": "column"})).text()}
-
-
-@pytest.mark.parametrize("optimizer", [False, True])
-def test_the_degree_of_a_planned_layout_is_known_with_and_without_the_state_of_optimizers(optimizer: bool) -> None:
-    whole = torch.arange(16.0).view(8, 2)
-
-    def run(channel: Channel) -> dict[str, torch.Tensor]:
-        state = Planned(whole, channel.rank)
-        return dict(sw.full(state, sw.Rewrite("gu -> g, u, fused_ffn, axis=0"), channel=channel, optimizer=optimizer))
-
-    for found in sw.simulate(2, run):
-        assert torch.equal(found["g"], whole[[0, 1, 4, 5]])
-        assert torch.equal(found["u"], whole[[2, 3, 6, 7]])
 
 
 # Out of devices: copies are queued, and the host waits once for each buffer of a window.

@@ -79,25 +79,6 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) ->
     return losses
 
 
-@pytest.mark.parametrize("num_before", [0, 4])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_goes_on_to_the_bit(optimizer: str, num_before: int) -> None:
-    model, trainer = model_and_optimizer(OPTIMIZERS[optimizer])
-    steps(model, trainer, range(2))
-    checkpoint = saved_of(TorchState(model, trainer))
-    losses = steps(model, trainer, range(2, 5))
-
-    other, its_trainer = model_and_optimizer(OPTIMIZERS[optimizer], seed=1)
-    steps(other, its_trainer, range(7, 7 + num_before))
-    its_trainer.param_groups[0]["lr"] = 7.0
-    take(TorchState(other, its_trainer), checkpoint)
-    assert steps(other, its_trainer, range(2, 5)) == losses
-    assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))
-    ours, theirs = saved_of(TorchState(model, trainer)), saved_of(TorchState(other, its_trainer))
-    assert_same_bits(ours.tensors, theirs.tensors)
-    assert ours.settings == theirs.settings
-
-
 def without_masters(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Masters in the place of working copies; nobody owns what has no elements."""
     named = {name: value for name, value in tensors.items() if not name.endswith("/master")}
