@@ -165,6 +165,25 @@ def read_step(path: Path, channel: sw.Channel) -> float:
     return target["optimizer/w/step"].item()
 
 
+def test_parameters_may_have_padding_behind_them(tmp_path: Path) -> None:
+    """As DeepSpeed says it where it aligns them (`param_alignment_paddings`)."""
+    weight, bias = torch.arange(6.0).view(2, 3), torch.tensor([7.0, 8.0, 9.0])
+    state = {"step": 1, "exp_avg": torch.arange(11.0), "exp_avg_sq": torch.ones(11)}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bias_correction": True, "params": [0]}
+    parts = {
+        "base_optimizer_state": {"state": {0: state}, "param_groups": [group]},
+        "single_partition_of_fp32_groups": [torch.cat([weight.flatten(), torch.zeros(2), bias])],
+        **{"partition_count": [1], "param_alignment_paddings": [[2, 0]]},
+    }
+    shapes = [{"w": weight.shape, "b": bias.shape}]
+    model = {"module": {"w": weight, "b": bias}, "buffer_names": [], "param_shapes": shapes, "global_steps": 1}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": parts}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    check_tensors(
+        tmp_path, {"w": weight, "b": bias, "optimizer/b/exp_avg": torch.tensor([8.0, 9.0, 10.0])}, has_more=True
+    )
+
+
 def test_the_kind_of_the_optimizer_follows_from_groups_and_configuration() -> None:
     own = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "params": [0]}
 
