@@ -23,11 +23,11 @@ from tests.checkpoint.stored_values import random_state, same_bytes
 
 def test_parameters_that_no_step_has_changed_are_in_the_groups_that_torch_gathers(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2, bias=False), "idle": torch.nn.Linear(2, 2, bias=False)})
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW([*model.named_parameters()])
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    checkpoint.save(tmp_path / "ours", checkpoint.TorchState(model, optimizer))
-    checkpoint.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    checkpoint.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp")
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "gathered.pt")
     (group,) = torch.load(tmp_path / "gathered.pt")["optim"]["param_groups"]
     assert group["params"] == ["used.weight", "idle.weight"]
