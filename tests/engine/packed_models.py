@@ -1,13 +1,10 @@
-"""Models with adapters on frozen weights that are packed in the ways that packages pack them, without the packages."""
+"""Frozen weights that are packed in ways that packages pack them, without the packages."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-
-WIDTH = 16
 
 
 def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,14 +68,6 @@ class Scales:
         self.inner["scale"] = self.inner["scale"].to(device)
 
 
-class KernelState:
-    """To which the first forward moves what the weight had, as 8-bit layers of bitsandbytes do."""
-
-    CB: torch.Tensor | None = None
-    SCB: torch.Tensor | None = None
-    outliers: torch.Tensor | None = None
-
-
 class StatefulLinear(nn.Module):
     """Codes that are stored as bfloat16; in evaluation mode its kernel packs them in another way, for good."""
 
@@ -106,48 +95,6 @@ class StatefulLinear(nn.Module):
         return F.linear(x, codes.to(x.dtype) * state.inner["scale"].to(x.dtype), self.bias.to(x.dtype))
 
 
-class MovingLinear(nn.Module):
-    """Its first forward moves scales, and a view of the codes, to a state of the module."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        codes, scale = packed(weight)
-        self.weight = torch.Tensor._make_subclass(Int8Weight, codes, False)
-        self.weight.CB, self.weight.SCB = self.weight.data, scale
-        self.state = KernelState()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.CB is not None:
-            self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
-            self.weight.CB = self.weight.SCB = None
-        assert self.state.CB is not None
-        assert self.state.SCB is not None
-        self.state.outliers = (x.abs() > 2).sum().reshape(1)
-        out: torch.Tensor = _Matmul.apply(x, self.state)  # type: ignore[no-untyped-call]
-        self.weight.data = self.state.CB
-        return out
-
-
-class Int8Weight(nn.Parameter):
-    """See `MovingLinear`."""
-
-    CB: torch.Tensor | None
-    SCB: torch.Tensor | None
-
-
-class _Matmul(torch.autograd.Function):
-    """Reads the state again in its backward, and saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, state: Any) -> torch.Tensor:
-        ctx.state = state
-        return F.linear(x, state.CB.to(x.dtype) * state.SCB.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient @ (ctx.state.CB.to(gradient.dtype) * ctx.state.SCB.to(gradient.dtype)), None
-
-
 class Float8Linear(nn.Module):
     """Frozen float8 with scales that are parameters, and codes as buffers, of another part."""
 
@@ -167,55 +114,3 @@ class Float8Linear(nn.Module):
         assert isinstance(self.scales, torch.Tensor)
         second = self.qweight.view(torch.int8).to(x.dtype) * self.scales.to(x.dtype)
         return F.linear(x, torch.cat([first, second]))
-
-
-def shell(weight: torch.Tensor) -> nn.Module:
-    linear = nn.Linear(weight.shape[1], weight.shape[0])
-    linear.weight = nn.Parameter(Codes(*packed(weight), torch.float32), requires_grad=False)
-    return linear
-
-
-KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
-    "a tensor around others": shell,
-    "attributes": StatefulLinear,
-    "a state of the module": MovingLinear,
-    "float8 and buffers": Float8Linear,
-}
-
-
-class Adapted(nn.Module):
-    """A frozen map with an adapter; the batch's rows stay apart."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.Linear(WIDTH, 4, bias=False)
-        self.b = nn.Linear(4, WIDTH, bias=False)
-        nn.init.normal_(self.b.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.base(x)
-        assert isinstance(out, torch.Tensor)
-        added: torch.Tensor = self.b(self.a(x.to(self.a.weight.dtype)))
-        return x + torch.tanh(out + added.to(out.dtype))
-
-
-class PackedNet(nn.Module):
-    """One block of each kind; among its frozen parameters one of whole numbers, and one in float64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Adapted(make(torch.randn(WIDTH, WIDTH) / 4)) for make in KINDS.values())
-        self.head = nn.Linear(WIDTH, 4)
-        self.steps = nn.Parameter(torch.arange(3), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-def packed_net(seed: int = 0) -> PackedNet:
-    torch.manual_seed(seed)
-    return PackedNet()

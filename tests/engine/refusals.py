@@ -55,3 +55,8 @@ def refusal(
         )
 
     return same_error_everywhere(3, run)
+
+
+def raise_of_all(world_size: int, fn: Callable[[sw.Channel], object]) -> None:
+    """For tables of refusals: raise what all ranks raise."""
+    raise same_error_everywhere(world_size, fn)

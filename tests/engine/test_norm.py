@@ -1,127 +1,265 @@
-"""Norms and clips that stay on the device are those that the host reads: run here on the CPU, where both can be."""
+"""Clips by norm of all, by norms of parts and by value, and the norms of a report: as torch has them in one process."""
 
 import math
 import random
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.kept_numbers import KeptNumbers
-from shardwise.engine.norm import (
-    clip,
-    divide_and_square,
-    norm_of,
-    norm_on_device,
-    norms_of,
-    total_of_each,
-    total_of_norms,
+import shardwise as sw
+from shardwise.comm import alone
+from shardwise.engine.norm import divide_and_square
+from tests.covering import pairwise
+from tests.engine.refusals import raise_of_all
+from tests.engine.tower import DATA
+from tests.oracle.program import seeded
+from tests.refusals import Refusals
+
+GROUPS = {"body": ("first", "middle.*"), "ends": "last"}
+TP = sw.Tensor(rules={"first": "column", "middle": "row"}, prove=False)
+STAGES = sw.Pipeline(stages={"first": 0, "norm": 0, "middle": 1, "last": 1, "idle": 1, "still": 1})
+Found = tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
+
+
+class Net(nn.Module):
+    """`last` is tied to `first`; `idle` is used by nothing, `still` is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.Identity()
+        self.middle = nn.Linear(8, 4)
+        self.last = nn.Linear(4, 8, bias=False)
+        self.idle = nn.ParameterList([nn.Parameter(torch.ones(3))])
+        self.still = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.middle(torch.tanh(self.norm(self.first(x)))))
+        return out
+
+
+def net(*, is_tied: bool = False) -> Net:
+    made = seeded(Net)()
+    if is_tied:
+        made.last.weight = made.first.weight
+    return made
+
+
+def batch_of(step: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(device)}
+
+
+def loss_of(output: torch.Tensor, _: object) -> torch.Tensor:
+    return output.square().mean() * 10
+
+
+def plain(plan: sw.Plan, *, is_tied: bool = False, k: int = 1) -> Found:
+    """What torch's own functions do on one process, for the rows of all ranks."""
+    model = net(is_tied=is_tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    parts = {"body": [model.first, model.middle], "ends": [model.last]}
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in batch_of(step)["x"].chunk(k):
+            (loss_of(model(part), None) / k if k > 1 else loss_of(model(part), None)).backward()
+
+        def total(named: Any) -> float:
+            return nn.utils.get_total_norm([each.grad for each in named if each.grad is not None]).item()
+
+        layers = {name: total(each.parameters(recurse=False)) for name, each in model.named_children()}
+        layers.pop("norm")
+        if is_tied:  # it has no other parameter than that of `first`
+            layers.pop("last")
+        groups = {name: total(p for each in modules for p in each.parameters()) for name, modules in parts.items()}
+        found.append({"all": total(model.parameters()), "layers": layers, "groups": groups})
+        if isinstance(plan.clip_grad_norm, Mapping):
+            for name, most in plan.clip_grad_norm.items():
+                nn.utils.clip_grad_norm_([p for each in parts[name] for p in each.parameters()], most)
+        elif plan.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), plan.clip_grad_norm)
+        if plan.clip_grad_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), plan.clip_grad_value)
+        optimizer.step()
+    return found, {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def engine_of(channel: sw.Channel, plan: sw.Plan, *, is_tied: bool = False, **settings: Any) -> sw.Engine[Net]:
+    model = net(is_tied=is_tied)
+    given: dict[str, Any] = {"loss": loss_of, "groups": GROUPS, **settings}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return sw.parallelize(model, plan, optimizer=optimizer, channel=channel, **given)
+
+
+def ours(channel: sw.Channel, plan: sw.Plan, *, is_tied: bool = False) -> Found:
+    engine = engine_of(channel, plan, is_tied=is_tied)
+    rank, ranks = plan.mesh.data_rank(channel.rank), plan.mesh.num_data_ranks
+    found, exchanges = [], []
+    asked: list[Any] = ["layers", "groups", None]
+    for step in range(3):
+        before = engine.counters.exchanges
+        mine = {"x": batch_of(step)["x"].chunk(ranks)[rank].to(channel.device)}
+        report = engine.step(mine, norms=asked[step])
+        exchanges.append(engine.counters.exchanges - before)
+        found.append({"all": report.grad_norm, asked[step] or "none": report.norms})
+    assert exchanges[2] == exchanges[1]  # as many with norms as without
+    return found, {name: values.cpu().clone() for name, values in sw.full(engine)}
+
+
+def compare(one: Found, other: Found, *, exactly: bool) -> None:
+    for step, (expected, found) in enumerate(zip(one[0], other[0], strict=True)):
+        assert found.pop("none", None) is None
+        for what, shown in found.items():
+            assert shown == (expected[what] if exactly else pytest.approx(expected[what], rel=2e-6)), (step, what)
+    for name, values in one[1].items():
+        torch.testing.assert_close(other[1][name], values, rtol=0, atol=0 if exactly else 3e-7)
+
+
+CLIPS: list[Mapping[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.7},
+    {"clip_grad_value": 0.05},
+    {"clip_grad_norm": 0.7, "clip_grad_value": 0.05},
+    {"clip_grad_norm": {"body": 0.3, "ends": 1e3}},
+    {"clip_grad_norm": {"ends": 0.2}, "clip_grad_value": 0.1},
+]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("clips", CLIPS)
+def test_one_rank_clips_and_reports_as_torch_does_to_the_bit(
+    fake: str, clips: Mapping[str, Any], on_device: bool
+) -> None:
+    plan = sw.Plan(**clips)
+    (found,) = sw.simulate(1, lambda channel: ours(channel, plan), device=fake if on_device else "cpu")
+    compare(plain(plan), found, exactly=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "k", "clips", "on_device", "is_tied"),
+    pairwise(
+        ["dp_shard=2", "pp=2", "tp=2", "pp=2,dp_shard=2", "dp_replicate=2,tp=2"],
+        [0, 1, 2, 3],
+        [1, 2],
+        CLIPS[1:],
+        [False, True],
+        [False, True],
+    ),
+)
+def test_ranks_clip_and_report_as_torch_does(
+    fake: str, mesh: str, stage: int, k: int, clips: Mapping[str, Any], on_device: bool, is_tied: bool
+) -> None:
+    is_tied = is_tied and "clip_grad_norm" not in clips and "tp" not in mesh
+    plan = sw.Plan(
+        mesh=sw.Mesh.parse(mesh),
+        sharding=sw.Sharding(stage=stage, bucket_bytes=160),
+        merge=sw.Merge(microbatches=k),
+        pipeline=STAGES if "pp" in mesh else sw.Pipeline(),
+        tensor=TP if "tp" in mesh else sw.Tensor(),
+        **clips,
+    )
+    device = fake if on_device else "cpu"
+    found = sw.simulate(plan.mesh.size, lambda channel: ours(channel, plan, is_tied=is_tied), device=device)
+    assert all(repr(each[0]) == repr(found[0][0]) for each in found)
+    expected = plain(plan, is_tied=is_tied, k=k * plan.mesh.num_data_ranks)
+    compare(expected, found[0], exactly=False)
+
+
+def test_a_report_has_the_norms_of_parts_by_globs_and_those_of_a_turn_only_what_it_trains() -> None:
+    def run(channel: sw.Channel) -> list[Any]:
+        engine = engine_of(channel, sw.Plan(mesh=DATA))
+        parts = {"weights": "*.weight", "first": ("first", "middle.bias"), "still": "still"}
+        one = engine.step(batch_of(0), norms=parts)
+        two = engine.step(batch_of(0), norms="parameters", only="ends")
+        three = engine.step(batch_of(0), norms="groups", only="ends")
+        assert two.norms == {"last.weight": two.grad_norm}
+        assert three.norms == {"ends": three.grad_norm}
+        return [one.norms, one.grad_norm]
+
+    first, second = sw.simulate(2, run)
+    assert first == second
+    model = net()
+    loss_of(model(batch_of(0)["x"]), None).backward()
+    gradient = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+    def norm_of(*names: str) -> float:
+        return nn.utils.get_total_norm([gradient[name] for name in names]).item()
+
+    weights = norm_of(*(name for name in gradient if "weight" in name))
+    assert first[0] == pytest.approx(
+        {"weights": weights, "first": norm_of("first.weight", "first.bias", "middle.bias")}
+    )
+    assert first[1] == pytest.approx(norm_of(*gradient))
+
+
+def test_norms_of_a_step_that_is_not_finite_are_nan() -> None:
+    plan = sw.Plan(clip_grad_norm={"first": 1.0, "middle": 1.0})
+    engine = engine_of(alone(), plan, loss=lambda output, _: output.square().sum() * math.inf)
+    report = engine.step(batch_of(0), norms="layers")
+    assert report.skipped
+    assert report.norms is not None
+    assert all(map(math.isnan, (report.norms["first"], report.norms["last"])))
+    assert all(map(torch.equal, engine.model.parameters(), net().parameters()))
+
+
+def clipped(clip: Any) -> Callable[[], None]:
+    def call() -> None:
+        engine_of(alone(), sw.Plan(clip_grad_norm=clip))
+
+    return call
+
+
+def asked(norms: Any, *, on_all: bool = True) -> Callable[[], None]:
+    def run(channel: sw.Channel) -> None:
+        engine = engine_of(channel, sw.Plan(mesh=DATA), groups=None)
+        try:
+            engine.step(batch_of(0), norms=norms if channel.rank or on_all else None)
+        finally:
+            engine.step(batch_of(0))
+
+    return lambda: raise_of_all(2, run)
+
+
+REFUSED = Refusals(
+    "engine.norm",
+    {
+        "a clip of no part": clipped({"firts": 1.0}),
+        "clips that overlap": clipped({"body": 1.0, "first.weight": 1.0}),
+        "norms of everything": asked("everything"),
+        "norms of nothing": asked({"a": "nothing.*"}),
+        "norms of a number": asked({"a": 3}),
+        "norms on one rank": asked("layers", on_all=False),
+    },
 )
 
-CPU = torch.device("cpu")
-BLOCK = 256
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_clips_and_norms_of_parts_that_are_none_are_refused(case: str) -> None:
+    REFUSED.check(case)
 
 
-def total_of(found: list[torch.Tensor], kept: KeptNumbers) -> float:
-    return float(total_of_each(norms_of(found), kept))
-
-
-def gradients(*dtypes: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(3 + 7 * at, 5, generator=generator, dtype=torch.complex64 if dtype.is_complex else None).to(dtype)
-        for at, dtype in enumerate(dtypes)
-    ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norm_of_parts_is_that_of_sums_of_squares(dtype: torch.dtype) -> None:
-    found = gradients(dtype, dtype, dtype)
-    squares = divide_and_square([(each.clone().view(-1), True) for each in found], 1, CPU)
-    got = torch.full((), math.nan, dtype=torch.float64)
-    norm_on_device(found, KeptNumbers(CPU), out=got)
-    assert got.dtype == torch.float64
-    assert float(got) == pytest.approx(math.sqrt(squares), rel=1e-14)
-    assert float(got.to(torch.float32)) == norm_of([squares], torch.float32)
-    norm_on_device([], KeptNumbers(CPU), out=got)
-    assert float(got) == 0.0
-
-
-def divided_and_squared_one_by_one(runs: list[tuple[torch.Tensor, bool]], divisor: int) -> float:
-    """The plain version."""
-    squares = []
-    for run, counts in runs:
-        for block in run.split(BLOCK // 2 if run.is_complex() else BLOCK):
-            block.div_(divisor)
-            real = torch.view_as_real(block).view(-1) if block.is_complex() else block
-            squares += [float(torch.dot(real.double(), real.double()))] if counts else []
-    return sum(squares, 0.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_small_runs_are_divided_and_squared_together_as_one_by_one(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardwise.engine.norm._BLOCK_ELEMENTS", BLOCK)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_runs_are_divided_and_squared_together_as_one_by_one_and_nothing_between_them(dtype: torch.dtype) -> None:
     places = random.Random(1)
     for _ in range(20):
-        memory = gradients(*[dtype] * 9)[8].view(-1).repeat(9)[: 40 * 64].contiguous()
+        memory = torch.randn(2560, generator=torch.Generator().manual_seed(0)).to(dtype)
         spans, at = [], 0
         while (stop := at + places.choice([0, 1, 5, 16, 24, 70, 600])) <= len(memory):
             spans.append((at, stop, places.random() < 0.8))
             # Up to the next slot, and sometimes beyond: what is in between belongs to others then.
             at = -(-stop // 16) * 16 + places.choice([0, 0, 0, 16, 32])
-        mine, plain = memory.clone(), memory.clone()
-        got = divide_and_square([(mine[start:stop], counts) for start, stop, counts in spans], 3, CPU)
-        assert got == divided_and_squared_one_by_one([(plain[start:stop], counts) for start, stop, counts in spans], 3)
-        for start, stop, _ in spans:
-            assert torch.equal(mine[start:stop], plain[start:stop])
+        mine, expected = memory.clone(), memory.clone()
+        got = divide_and_square([(mine[start:stop], counts) for start, stop, counts in spans], 3, torch.device("cpu"))
+        squares = []
+        for start, stop, counts in spans:
+            run = expected[start:stop].div_(3)
+            real = torch.view_as_real(run).view(-1) if run.is_complex() else run
+            squares += [float(real.double().square().sum())] if counts else []
+            assert torch.equal(mine[start:stop], run)
+        assert got == pytest.approx(sum(squares), rel=1e-14)
         for (_, stop, _), (start, _, _) in zip(spans, [*spans[1:], (len(memory), 0, False)], strict=True):
             if start - stop >= 16:
                 assert torch.equal(mine[stop:start], memory[stop:start])
-    # Neighbours in another memory are no neighbours.
-    apart = [(each.view(-1), True) for each in gradients(dtype, dtype)]
-    copies = [(each.clone(), counts) for each, counts in apart]
-    assert divide_and_square(apart, 3, CPU) == divided_and_squared_one_by_one(copies, 3)
-
-
-@pytest.mark.parametrize(
-    "dtypes",
-    [[torch.float32] * 5, [torch.float32, torch.bfloat16] * 3, [torch.bfloat16, torch.float64, torch.float32] * 2],
-    ids=["one", "two", "three"],
-)
-def test_norms_of_stages_make_the_norm_of_one_process_in_every_bit(dtypes: list[torch.dtype]) -> None:
-    found = gradients(*dtypes)
-    there = {at: norm.double() for at, norm in norms_of(found).items()}
-    kept = KeptNumbers(CPU)
-    got = float(total_of_norms(there, kept, dtypes=dtypes))
-    assert got == float(nn.utils.get_total_norm(found)) == total_of(found, kept)
-    assert float(total_of_norms({}, kept, dtypes=dtypes)) == 0.0
-    assert total_of([], kept) == 0.0
-
-
-@pytest.mark.parametrize("norm", [0.0, 0.5, 3.7])
-def test_a_clip_has_the_bits_of_torch(norm: float) -> None:
-    masters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(9))]
-    flat = gradients(torch.float32)[0].view(-1)[:13].clone()
-    for master, part in zip(masters, flat.clone().split([4, 9]), strict=True):
-        master.grad = part
-    nn.utils.clip_grads_with_norm_(masters, 1.0, torch.tensor(norm))
-    clip([flat], torch.tensor(norm), 1.0, KeptNumbers(CPU))
-    assert torch.equal(flat, torch.cat([master.grad for master in masters if master.grad is not None]))
-
-
-def test_gradients_of_a_step_that_is_skipped_stay_as_they_are() -> None:
-    flat = torch.tensor([1.0, math.inf, math.nan])
-    clip([flat], torch.tensor(math.nan), 1.0, KeptNumbers(CPU))
-    assert torch.equal(flat.nan_to_num(nan=-7.0), torch.tensor([1.0, math.inf, -7.0]).nan_to_num(nan=-7.0))
-
-
-def test_a_number_of_the_next_step_is_where_the_last_one_was() -> None:
-    kept = KeptNumbers(CPU)
-    first = kept.place("table", 3, dtype=torch.float64)
-    assert kept.place("table", 3, dtype=torch.float64) is first
-    assert kept.place("row", 3, dtype=torch.float64) is not first
-    assert kept.place("table", 4, dtype=torch.float64).shape == (4,)
-    assert kept.place("table", 4, dtype=torch.float32).dtype == torch.float32

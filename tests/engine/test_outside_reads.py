@@ -1,7 +1,6 @@
 """Stage 3: parameters that a forward reads outside of their module are gathered for that, and change no bit."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,15 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from tests.engine.expected import adamw
-from tests.engine.models import word_loss
-from tests.engine.oracle import Trained, share_of
-from tests.engine.ranks import assert_same_bits
-from tests.engine.sharded_nets import BATCHES, plan_of
-from tests.engine.stages import assert_at_rest, gathering_of, train_sharded
-from tests.engine.test_stage_sizes import sent_by
+from tests.engine.tower import squares
+from tests.oracle.batches import share_of, word_batch, word_loss
+from tests.oracle.comparison import assert_same, assert_trains_like_one_process
+from tests.oracle.places import train
+from tests.oracle.program import Program, plan_of, seeded
 
 WIDTH = 6
+BATCHES = [word_batch(seed, 24) for seed in range(2)]
 
 
 class Scale(torch.autograd.Function):
@@ -118,18 +116,6 @@ class Net(nn.Module):
         return x
 
 
-def net(kind: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Net(kind)
-
-    return make
-
-
-def trained(kind: str, stage: int, *, loss: Any = word_loss, after: Any = lambda *_: None, **settings: Any) -> Trained:
-    return train_sharded(net(kind), plan_of(stage, **settings), BATCHES, optimizer=adamw, loss=loss, after=after)
-
-
 KINDS = (
     *(
         "",
@@ -148,84 +134,62 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_reads_outside_of_a_module_change_no_bit(kind: str) -> None:
-    """Of stage 1 with one microbatch, and of stage 2 with several."""
-    assert_alike(trained(kind, 3), trained(kind, 1))
-    if kind != "checkpointed reentrant":  # which gives gradients several times in one backward: not for stage 2
-        assert_alike(trained(kind, 3, k=3), trained(kind, 2, k=3))
-
-
 OF_ONE_STAGE = ("function", "checkpointed", "checkpointed reentrant")
 """Refused between stages, whatever they read."""
 
 
+def program(kind: str, **settings: Any) -> Program:
+    return Program(make=seeded(lambda: Net(kind)), batches=BATCHES, **{"loss": word_loss, **settings})
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "kept": {"keep_gathered": True},
+    "whole": {"partition": "whole"},
+    "blocks": {"units": ("blocks.*",)},
+    "nested": {"units": (".", "blocks.*", "blocks.*.up")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("kind", "settings", "k"), [(kind, each, k) for kind in KINDS for at, each in enumerate(SETTINGS) for k in (1, 3)
+    if at == 0 or (k == 1) == ((at + KINDS.index(kind)) % 2 == 0)]
+)  # fmt: skip
+def test_reads_outside_of_a_module_change_no_bit(kind: str, settings: str, k: int) -> None:
+    made = program(kind)
+    if kind == "checkpointed reentrant" and k > 1:  # which gives gradients several times in one backward
+        k = 1
+    assert_trains_like_one_process(made, plan_of(made, "dp_shard=2", stage=3, k=k, clip=0.3, **SETTINGS[settings]))
+
+
 @pytest.mark.parametrize("kind", [each for each in KINDS if each not in OF_ONE_STAGE])
 def test_reads_between_stages_change_no_bit_in_steps_and_evaluations(kind: str) -> None:
-    def run(channel: sw.Channel, stage: int) -> list[float]:
-        plan = sw.Plan(
-            mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=stage), merge=sw.Merge(microbatches=2)
-        )
-        engine = sw.parallelize(net(kind)(), plan, optimizer=adamw, loss=word_loss, channel=channel)
-        return [number for each in BATCHES for number in (engine.step(each).loss, engine.evaluate(each).loss)]
-
-    assert sw.simulate(4, lambda channel: run(channel, 3)) == sw.simulate(4, lambda channel: run(channel, 2))
+    made = program(kind)
+    two, three = (train(made, plan_of(made, "pp=2,dp_shard=2", stage=stage, k=2)) for stage in (2, 3))
+    assert_same(three, two)
 
 
-def assert_alike(got: Trained, expected: Trained) -> None:
-    assert_same_bits(got, expected)
-    assert (got.losses, got.grad_norms) == (expected.losses, expected.grad_norms)
+def test_microbatches_that_only_some_ranks_compute_may_read() -> None:
+    batches = [{name: value.clone() for name, value in batch.items()} for batch in BATCHES]
+    for batch in batches:
+        batch["targets"][:4] = -100
+        batch["targets"][20:] = -100
+    weight = lambda batch: float((batch["targets"] != -100).sum())  # noqa: E731
+    made = Program(make=seeded(lambda: Net("slice")), batches=batches, loss=word_loss, loss_weight=weight)
+    assert_trains_like_one_process(made, plan_of(made, "dp_shard=2", stage=3, k=3))
 
 
-@pytest.mark.parametrize("kind", ["slice", "neighbour", "checkpointed"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"keep_gathered": True},
-        {"partition": "whole"},
-        {"units": ("blocks.*",)},
-        {"units": (".", "blocks.*", "blocks.*.up")},
-        {"precision": sw.Precision(compute="bfloat16", keep=("*norm*",))},
-    ],
-    ids=["kept", "whole", "blocks", "nested", "bfloat16"],
-)
-def test_reads_are_right_under_every_setting(kind: str, settings: dict[str, Any]) -> None:
-    others = {key: value for key, value in settings.items() if key not in ("keep_gathered", "units")}
-    assert_alike(trained(kind, 3, k=2, **settings), trained(kind, 2, k=2, **others))
+def decayed(model: nn.Module) -> Callable[[Mapping[str, Any]], torch.Tensor]:
+    """A loss that reads all parameters."""
+    return lambda batch: (
+        word_loss(model(batch["words"]), batch) + 1e-2 * sum(each.square().sum() for each in model.parameters())
+    )
 
 
-def test_the_loss_may_read_all_parameters_and_gathers_one_unit_at_a_time() -> None:
-    models: dict[int, nn.Module] = {}
-
-    def loss(output: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        model = models[int(batch["words"].shape[0])]
-        return word_loss(output, batch) + 1e-2 * sum(each.square().sum() for each in model.parameters())
-
-    most: list[int] = []
-
-    def run(channel: sw.Channel, stage: int) -> list[float]:
-        rows = 4 + channel.rank  # tells the ranks apart
-        model = models[rows] = net("")()
-        engine = sw.parallelize(model, plan_of(stage), optimizer=adamw, loss=loss, channel=channel)
-        batch = {name: value[:rows] for name, value in BATCHES[0].items()}
-        losses = []
-        for _ in range(3):
-            losses += [engine.step(batch).loss, engine.evaluate(batch).loss]
-        if stage == 3:
-            gathering = gathering_of(engine)
-            fill = gathering._fill
-
-            def counted(unit: Any) -> None:
-                fill(unit)
-                most.append(len(gathering._resident))
-
-            gathering._fill = counted  # type: ignore[method-assign]
-            engine.step(batch)
-            assert_at_rest(engine)
-        return losses
-
-    assert sw.simulate(2, lambda channel: run(channel, 3)) == sw.simulate(2, lambda channel: run(channel, 1))
-    assert max(most) == 2, "the bias of the head beside the weight of the embedding"
+def test_the_loss_may_read_all_parameters() -> None:
+    made = program("", loss=None, loss_with=decayed)
+    assert_trains_like_one_process(made, plan_of(made, "dp_shard=2", stage=3))
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -234,54 +198,20 @@ def test_the_loss_may_read_all_parameters_and_gathers_one_unit_at_a_time() -> No
 def test_the_traffic_that_is_foretold_counts_reads(kind: str, keeps: bool, k: int) -> None:
     def run(channel: sw.Channel) -> None:
         recorded = sw.Recorded(channel)
-        plan = plan_of(3, k=k, keep_gathered=keeps, bucket_bytes=1 << 20)
-        engine = sw.parallelize(net(kind)(), plan, optimizer=adamw, loss=word_loss, channel=recorded)
-        share = share_of(BATCHES[0], channel.rank, channel.size)
-        engine.step(share)
+        made = program(kind)
+        plan = plan_of(made, "dp_shard=2", stage=3, k=k, keep_gathered=keeps, bucket_bytes=1 << 20)
+        engine = made.engine(plan, recorded)
+        rows = share_of(BATCHES[0], channel.rank, channel.size)
+        engine.step(rows)
         foretold = engine.traffic()
         recorded.clear()
         before = engine.counters.all_gathers
-        engine.step(share)
-        assert sent_by(recorded) == {"parameters": foretold.gather_bytes, "gradients": foretold.reduce_bytes}
+        engine.step(rows)
+        assert recorded.bytes_sent("all_gather") == foretold.gather_bytes
+        assert recorded.bytes_sent("reduce_scatter") == foretold.reduce_bytes
         assert engine.counters.all_gathers - before == sum(each.operation == "all_gather" for each in recorded.calls)
 
     sw.simulate(2, run)
-
-
-def test_microbatches_that_only_some_ranks_compute_may_read() -> None:
-    batches = [{name: value.clone() for name, value in batch.items()} for batch in BATCHES]
-    for batch in batches:
-        batch["targets"][:4] = -100
-        batch["targets"][20:] = -100
-
-    def run(stage: int) -> Trained:
-        return train_sharded(
-            net("slice"),
-            plan_of(stage, k=3),
-            batches,
-            optimizer=adamw,
-            loss=word_loss,
-            loss_weight=lambda batch: float((batch["targets"] != -100).sum()),
-        )
-
-    assert_alike(run(3), run(2))
-
-
-@pytest.mark.parametrize("kind", ["slice", "checkpointed"])
-def test_evaluations_and_predictions_read(kind: str) -> None:
-    def run(channel: sw.Channel, stage: int) -> list[Any]:
-        model: Any = net(kind)()
-        engine = sw.parallelize(model, plan_of(stage), optimizer=adamw, loss=word_loss, channel=channel)
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-        loss = engine.evaluate(share_of(BATCHES[1], channel.rank, channel.size)).loss
-        predicted = engine.predict(
-            {"words": BATCHES[1]["words"][:2]},
-            lambda inputs: model(inputs["words"]) @ model.embedding.weight,
-        )
-        assert stage == 1 or all(unit.num_uses == 0 for unit in gathering_of(engine).units)
-        return [loss, predicted.tolist()]
-
-    assert sw.simulate(2, lambda channel: run(channel, 3)) == sw.simulate(2, lambda channel: run(channel, 1))
 
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -303,59 +233,13 @@ def test_writes_and_what_reaches_memory_unseen_are_refused(way: str) -> None:
             return super().forward(words)
 
     def run(channel: sw.Channel) -> None:
-        engine = sw.parallelize(Writes("slice"), plan_of(3), optimizer=adamw, loss=word_loss, channel=channel, seed=1)
+        made = program("")
+        engine = made.engine(plan_of(made, "dp_shard=2", stage=3), channel)
         engine.step(share_of(BATCHES[0], channel.rank, channel.size))
 
-    torch.manual_seed(0)
+    made = Program(make=seeded(lambda: Writes("slice")), batches=BATCHES, loss=word_loss)
     with pytest.raises(ModelError, match=r"'norm.weight'.* (the values are lost|after detach)"):
-        sw.simulate(2, run)
-
-
-class Readme(nn.Module):
-    """The model of README's section on pipeline stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        states = start = self.embed(words)
-        for block in self.blocks:
-            states = states + torch.tanh(block(states))
-        return nn.functional.linear(states + start, self.embed.weight)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize(
-    "mesh", [sw.Mesh(dp_shard=2), sw.Mesh(pp=2, dp_shard=2), sw.Mesh(dp_shard=2, tp=2)], ids=["data", "pp", "tp"]
-)
-def test_the_model_of_the_readme_trains_under_stage_3(mesh: sw.Mesh, k: int) -> None:
-    rules = {"blocks.*": "colwise_gather_output"} if mesh.tp > 1 else None
-
-    def run(channel: sw.Channel, stage: int, schedule: str = "1f1b") -> list[float]:
-        torch.manual_seed(0)
-        plan = sw.Plan(
-            mesh=mesh,
-            merge=sw.Merge(microbatches=k),
-            sharding=sw.Sharding(stage=stage),
-            tensor=sw.Tensor(rules=rules),
-            pipeline=sw.Pipeline(schedule=schedule),
-        )
-        engine = sw.parallelize(
-            Readme(),
-            plan,
-            optimizer=adamw,
-            loss=lambda output, batch: nn.functional.cross_entropy(output, batch["words"].roll(1)),
-            channel=channel,
-        )
-        first = 4 * plan.mesh.coordinates(channel.rank)["dp_shard"]
-        words = torch.arange(first, first + 4) % 11
-        return [engine.step({"words": words + step}).loss for step in range(3)]
-
-    for schedule in ("1f1b", "interleaved") if mesh.pp > 1 else ("1f1b",):
-        wanted = sw.simulate(mesh.size, partial(run, stage=2, schedule=schedule))
-        assert sw.simulate(mesh.size, partial(run, stage=3, schedule=schedule)) == wanted
+        train(made, plan_of(made, "dp_shard=2", stage=3))
 
 
 class Mapped(nn.Module):
@@ -373,13 +257,8 @@ class Mapped(nn.Module):
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_parameters_inside_of_a_transformation_change_no_bit(*, is_read: bool) -> None:
-    def run(channel: sw.Channel, stage: int, **settings: Any) -> float:
-        torch.manual_seed(0)
-        plan, model = plan_of(stage, **settings), Mapped(is_read=is_read)
-        engine = sw.parallelize(model, plan, optimizer=adamw, loss=lambda y, _: y.square().mean(), channel=channel)
-        return [engine.step({"x": torch.ones(2, WIDTH)}).loss for _ in range(2)][-1]
-
-    expected = sw.simulate(2, lambda channel: run(channel, 1))
-    assert sw.simulate(2, lambda channel: run(channel, 3)) == expected
-    assert sw.simulate(2, lambda channel: run(channel, 3, units=(".",))) == expected
+@pytest.mark.parametrize("units", [None, (".",)])
+def test_parameters_inside_of_a_transformation_change_no_bit(*, is_read: bool, units: Any) -> None:
+    batches = [{"x": torch.ones(2, WIDTH)}] * 2
+    made = Program(make=seeded(lambda: Mapped(is_read=is_read)), batches=batches, loss=squares)
+    assert_trains_like_one_process(made, plan_of(made, "dp_shard=2", stage=3, units=units))

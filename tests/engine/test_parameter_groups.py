@@ -10,14 +10,17 @@ from torch.nn import functional as F  # noqa: N812
 
 import shardwise as sw
 from shardwise.comm import alone
-from shardwise.errors import MismatchError, ModelError, PlanError
 from tests.covering import pairwise
-from tests.engine.refusals import same_error_everywhere
+from tests.engine.refusals import raise_of_all
+from tests.engine.tower import DATA, on_ranks, squares
+from tests.oracle.program import seeded
+from tests.refusals import Refusals
 
 Batch = Mapping[str, torch.Tensor]
 Figures = list[tuple[float, float]]
 GROUPS: Mapping[str, Any] = {"generator": "g.*", "critic": ("d", "nothing.[a-z]*")}
-RULES = {"g.0": "column", "g.2": "row", "d.0": "column", "d.2": "row"}
+RULES = sw.Tensor(rules={"g.0": "column", "g.2": "row", "d.0": "column", "d.2": "row"})
+STAGES = sw.Pipeline(stages={"g": 0, "d": 1, "nothing": 1})
 
 
 class Gan(nn.Module):
@@ -34,9 +37,7 @@ class Gan(nn.Module):
         return made
 
 
-def gan() -> Gan:
-    torch.manual_seed(0)
-    return Gan()
+gan = seeded(Gan)
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -69,10 +70,16 @@ def optimizers_of(model: Gan) -> list[torch.optim.Optimizer]:
     ]
 
 
-def plain_rounds(rounds: int, *, ranks: int = 1, k: int = 1, one: bool = False) -> tuple[Figures, dict[str, Any]]:
+def one_optimizer(model: Gan) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
+def plain_rounds(
+    rounds: int, *, ranks: int = 1, k: int = 1, optimizers: Any = optimizers_of
+) -> tuple[Figures, dict[str, Any]]:
     """The plain loop in one process, in which the others' `requires_grad` is off."""
     model = gan()
-    opt = [torch.optim.AdamW(model.parameters(), lr=0.01)] if one else optimizers_of(model)
+    opt = optimizers(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in opt]
     parts: dict[str, tuple[list[nn.Parameter], int]] = {
         "generator": ([*model.g.parameters()], 0),
@@ -88,11 +95,9 @@ def plain_rounds(rounds: int, *, ranks: int = 1, k: int = 1, one: bool = False) 
             total = 0.0
             for rank in range(ranks):
                 for part in range(k):
-                    rows = {
-                        name: each[rank::ranks].chunk(k)[part] for name, each in batch_of(3 * number + step).items()
-                    }
-                    given = (rows,) if step == 1 else (model(rows["z"]), rows)
-                    value = loss(*given)
+                    batch = batch_of(3 * number + step).items()
+                    rows = {name: each[rank::ranks].chunk(k)[part] for name, each in batch}
+                    value = loss(rows) if step == 1 else loss(model(rows["z"]), rows)
                     (value / (k * ranks) if k * ranks > 1 else value).backward()
                     total += value.item() / (k * ranks)
             norm = nn.utils.get_total_norm([each.grad for each in mine if each.grad is not None])
@@ -102,33 +107,28 @@ def plain_rounds(rounds: int, *, ranks: int = 1, k: int = 1, one: bool = False) 
     return figures, {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
-def broken(*_: object) -> torch.Tensor:
-    raise ZeroDivisionError
+class Run:
+    """An engine with the schedules of its optimizers."""
 
+    def __init__(self, channel: sw.Channel, plan: sw.Plan, optimizers: Any = optimizers_of) -> None:
+        model = gan()
+        opt = optimizers(model)
+        self.engine = sw.parallelize(model, plan, optimizer=opt, loss=squares, channel=channel, groups=GROUPS)
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in opt]
+        self.figures: Figures = []
 
-def engine_of(channel: sw.Channel, plan: sw.Plan, *, one: bool = False) -> tuple[sw.Engine[Gan], list[Any]]:
-    model = gan()
-    opt = [torch.optim.AdamW(model.parameters(), lr=0.01)] if one else optimizers_of(model)
-    engine = sw.parallelize(
-        model, plan, optimizer=opt, loss=lambda output, _: output.square().mean(), channel=channel, groups=GROUPS
-    )
-    return engine, [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in opt]
+    def rounds(self, count: int, *, first: int = 0) -> None:
+        mesh = self.engine.plan.mesh
+        rank, ranks = mesh.data_rank(self.engine.channel.rank), mesh.num_data_ranks
+        for number in range(first, first + count):
+            for step, (group, loss) in enumerate(losses_of(self.engine.model)):
+                rows = {name: each[rank::ranks] for name, each in batch_of(3 * number + step).items()}
+                report = self.engine.step(rows, only=group, loss=loss)
+                self.schedulers[-1 if group == "critic" else 0].step()
+                self.figures.append((report.loss, report.grad_norm))
 
-
-def rounds_of(engine: sw.Engine[Gan], schedulers: list[Any], rounds: int, *, first: int = 0) -> Figures:
-    figures = []
-    rank, ranks = engine.plan.mesh.data_rank(engine.channel.rank), engine.plan.mesh.num_data_ranks
-    for number in range(first, first + rounds):
-        for step, (group, loss) in enumerate(losses_of(engine.model)):
-            rows = {name: each[rank::ranks] for name, each in batch_of(3 * number + step).items()}
-            report = engine.step(rows, only=group, loss=loss)
-            schedulers[-1 if group == "critic" else 0].step()
-            figures.append((report.loss, report.grad_norm))
-    return figures
-
-
-def whole(engine: sw.Engine[Gan]) -> dict[str, torch.Tensor]:
-    return {name: values.clone() for name, values in sw.full(engine)}
+    def found(self) -> tuple[Figures, dict[str, torch.Tensor]]:
+        return self.figures, {name: values.cpu().clone() for name, values in sw.full(self.engine)}
 
 
 def is_close(one: tuple[Figures, dict[str, Any]], other: tuple[Figures, dict[str, Any]]) -> None:
@@ -137,81 +137,92 @@ def is_close(one: tuple[Figures, dict[str, Any]], other: tuple[Figures, dict[str
         torch.testing.assert_close(other[1][name], values, rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize("one", [False, True])
-def test_one_rank_alternates_as_a_plain_loop_does_to_the_bit(one: bool) -> None:
-    expected, values = plain_rounds(3, one=one)
-    engine, schedulers = engine_of(alone(), sw.Plan(), one=one)
-    assert rounds_of(engine, schedulers, 3) == expected
-    for name, each in whole(engine).items():
-        assert torch.equal(each, values[name]), name
+@pytest.mark.parametrize("optimizers", [optimizers_of, one_optimizer])
+def test_one_rank_alternates_as_a_plain_loop_does_to_the_bit(optimizers: Any) -> None:
+    run = Run(alone(), sw.Plan(), optimizers)
+    run.rounds(3)
+    (figures, values), (expected, wanted) = run.found(), plain_rounds(3, optimizers=optimizers)
+    assert figures == expected
+    assert [name for name, each in values.items() if not torch.equal(each, wanted[name])] == []
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stage", "k", "bucket_bytes"),
-    pairwise(["dp_shard=2", "pp=2", "tp=2", "pp=2,dp_shard=2", "dp_shard=2,tp=2"], [0, 1, 2, 3], [1, 2], [64, 1 << 20]),
+    ("mesh", "stage", "k", "bucket_bytes", "on_device"),
+    pairwise(
+        ["dp_shard=2", "pp=2", "tp=2", "pp=2,dp_shard=2", "dp_shard=2,tp=2"],
+        [0, 1, 2, 3],
+        [1, 2],
+        [64, 1 << 20],
+        [False, True],
+    ),
 )
-def test_ranks_alternate_as_a_plain_loop_does(mesh: str, stage: int, k: int, bucket_bytes: int) -> None:
+def test_ranks_alternate_as_a_plain_loop_does(
+    mesh: str, stage: int, k: int, bucket_bytes: int, on_device: bool, fake: str
+) -> None:
     plan = sw.Plan(
         mesh=sw.Mesh.parse(mesh),
         sharding=sw.Sharding(stage=stage, bucket_bytes=bucket_bytes),
         merge=sw.Merge(microbatches=k),
-        pipeline=sw.Pipeline(stages={"g": 0, "d": 1, "nothing": 1}) if "pp" in mesh else sw.Pipeline(),
-        tensor=sw.Tensor(rules=RULES) if "tp" in mesh else sw.Tensor(),
+        pipeline=STAGES if "pp" in mesh else sw.Pipeline(),
+        tensor=RULES if "tp" in mesh else sw.Tensor(),
     )
 
-    def run(channel: sw.Channel) -> tuple[Figures, dict[str, torch.Tensor]]:
-        engine, schedulers = engine_of(channel, plan)
-        return rounds_of(engine, schedulers, 2), whole(engine)
+    def run(channel: sw.Channel) -> Any:
+        made = Run(channel, plan)
+        made.rounds(2)
+        return made.found()
 
-    found = sw.simulate(plan.mesh.size, run)
+    found = on_ranks(plan, run, device=fake) if on_device else on_ranks(plan, run)
     assert all(each[0] == found[0][0] for each in found)
     is_close(plain_rounds(2, ranks=plan.mesh.num_data_ranks, k=k), found[0])
 
 
-def counts_of(engine: sw.Engine[Gan], *args: Any, **kwargs: Any) -> tuple[int, int, int]:
-    before = engine.counters.reduce_scatters, engine.counters.all_gathers, engine.counters.cast_elements
+def counts_of(engine: sw.Engine[Gan], *args: Any, **kwargs: Any) -> list[int]:
+    before, counters = [getattr(engine.counters, name) for name in COUNTED], engine.counters
     engine.step(*args, **kwargs)
-    after = engine.counters.reduce_scatters, engine.counters.all_gathers, engine.counters.cast_elements
-    return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+    return [getattr(counters, name) - count for name, count in zip(COUNTED, before, strict=True)]
+
+
+COUNTED = ("reduce_scatters", "all_gathers", "cast_elements")
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_buckets_without_a_trained_parameter_are_neither_reduced_nor_cast_nor_sent(stage: int) -> None:
     plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=2),
+        mesh=DATA,
         sharding=sw.Sharding(stage=stage, bucket_bytes=1),  # a bucket for each parameter
         precision=sw.Precision(compute="bfloat16"),
     )
 
-    def run(channel: sw.Channel) -> list[tuple[int, int, int]]:
-        engine, _ = engine_of(channel, plan)
+    def run(channel: sw.Channel) -> list[list[int]]:
+        engine = Run(channel, plan).engine
         (_, critic), _, (_, generator) = losses_of(engine.model)
         batch = {name: each.bfloat16() for name, each in batch_of(channel.rank).items()}
-        return [
-            counts_of(engine, batch, only="critic", loss=critic),
-            counts_of(engine, batch, only="generator", loss=generator),
-            counts_of(engine, batch, only=("generator", "critic"), loss=critic),
-        ]
+        turns: list[tuple[Any, Any]] = [
+            ("critic", critic), ("generator", generator), (("generator", "critic"), critic)
+        ]  # fmt: skip
+        return [counts_of(engine, batch, only=only, loss=loss) for only, loss in turns]
 
     counts = sw.simulate(2, run)
     # Four parameters in each part, and one that nothing uses in the critic's group.
-    assert [each[:2] for each in counts[0]] == [(5, 5), (4, 4), (9, 9)]
+    assert [each[:2] for each in counts[0]] == [[5, 5], [4, 4], [9, 9]]
     elements = [sum(each[at][2] for each in counts) for at in range(3)]
     of_g, of_d = 4 * 8 + 8 + 8 * 6 + 6, 6 * 8 + 8 + 8 + 1
     assert elements == [of_d + 3, of_g, of_d + 3 + of_g]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_a_step_leaves_out_does_not_move(stage: int) -> None:
+def test_what_a_step_leaves_out_does_not_move_and_predictions_follow(stage: int) -> None:
+    """What a step counts on masters of the other groups is its own, and no write from outside."""
     plan = sw.Plan(
-        mesh=sw.Mesh(dp_shard=2),
+        mesh=DATA,
         sharding=sw.Sharding(stage=stage),
         precision=sw.Precision(compute="bfloat16"),
         clip_grad_norm=0.1,
     )
 
     def run(channel: sw.Channel) -> None:
-        engine, _ = engine_of(channel, plan)
+        engine = Run(channel, plan).engine
         losses = [loss for _, loss in losses_of(engine.model)]
         batch = {name: each.bfloat16() for name, each in batch_of(channel.rank).items()}
         for _ in range(2):
@@ -220,12 +231,13 @@ def test_what_a_step_leaves_out_does_not_move(stage: int) -> None:
         for group, loss, letter in (("critic", losses[1], "d"), ("generator", losses[2], "g")):
             before = {piece: values.clone() for piece, values in engine.state().items()}
             engine.step(batch, only=group, loss=loss)
+            engine.predict({"z": batch["z"]})
             moved = {
-                piece.name.removeprefix("optimizer/").split("/")[0]
+                piece.name.removeprefix("optimizer/")[0]
                 for piece, values in engine.state().items()
                 if not torch.equal(values, before[piece])
             }
-            assert {name[0] for name in moved} <= {letter}
+            assert moved <= {letter}
             assert {piece.name[0] for piece in engine.gradients()} <= {letter, "n" if letter == "d" else letter}
             assert all(each.requires_grad for each in engine.model.parameters())
 
@@ -246,202 +258,102 @@ def test_only_optimizers_and_groups_with_something_trained_step() -> None:
         model = gan()
         critic: list[Any] = [*model.d.parameters(), *model.nothing.parameters()]
         optimizer = Counting([{"params": [*model.g.parameters()]}, {"params": critic}], lr=0.1)
-        engine = sw.parallelize(
-            model, sw.Plan(mesh=sw.Mesh(dp_shard=2)), optimizer=optimizer, channel=channel, groups=GROUPS
-        )
+        engine = sw.parallelize(model, sw.Plan(mesh=DATA), optimizer=optimizer, channel=channel, groups=GROUPS)
         for group, loss in losses_of(model):
             engine.step(batch_of(channel.rank), only=group, loss=loss)
         counts = [group["count"] for group in optimizer.param_groups]
         model.d.requires_grad_(False)  # not left out by `only`: the plain loop goes on to step it
-        engine.step(batch_of(channel.rank), loss=lambda fake, _: fake.square().mean())
+        engine.step(batch_of(channel.rank), loss=squares)
         return counts + [group["count"] for group in optimizer.param_groups]
 
-    assert sw.simulate(2, run) == [[1, 2, 2, 3], [1, 2, 2, 3]]
-
-
-def test_a_save_between_two_losses_goes_on_in_another_layout(tmp_path: Any) -> None:
-    expected = plain_rounds(4, ranks=2)
-
-    def begin(channel: sw.Channel) -> Figures:
-        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3))
-        engine, schedulers = engine_of(channel, plan)
-        figures = rounds_of(engine, schedulers, 2)
-        sw.save(tmp_path / "save", engine)
-        return figures
-
-    def go_on(channel: sw.Channel) -> tuple[Figures, dict[str, torch.Tensor]]:
-        plan = sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2), pipeline=sw.Pipeline(stages={"g": 0, "d": 1, "nothing": 1}))
-        engine, schedulers = engine_of(channel, plan)
-        sw.load(tmp_path / "save", engine)
-        for each, steps in zip(schedulers, (2, 4), strict=True):
-            each.last_epoch = steps
-        return rounds_of(engine, schedulers, 2, first=2), whole(engine)
-
-    first, rest = sw.simulate(2, begin)[0], sw.simulate(4, go_on)[0]
-    is_close(expected, ([*first, *rest[0]], rest[1]))
+    assert sw.simulate(2, run) == [[1, 2, 2, 3]] * 2
 
 
 def test_groups_and_frozen_parameters_go_on_after_a_relayout() -> None:
     def run(channel: sw.Channel, *, moves: bool) -> tuple[Figures, dict[str, torch.Tensor]]:
-        engine, schedulers = engine_of(channel, sw.Plan(mesh=sw.Mesh(dp_shard=channel.size)))
-        figures = rounds_of(engine, schedulers, 1)
-        engine.model.d[0].requires_grad_(False)
-        figures += rounds_of(engine, schedulers, 1, first=1)
+        made = Run(channel, sw.Plan(mesh=sw.Mesh(dp_shard=channel.size)))
+        made.rounds(1)
+        made.engine.model.d[0].requires_grad_(False)
+        made.rounds(1, first=1)
         if moves:
-            stages = sw.Pipeline(stages={"g": 0, "d": 1, "nothing": 1})
-            engine = sw.relayout(engine, sw.Plan(mesh=sw.Mesh(pp=2), pipeline=stages))
-            assert not any(each.requires_grad for each in engine.model.d[0].parameters())
-        figures += rounds_of(engine, schedulers, 1, first=2)
-        engine.model.d[0].requires_grad_(True)
-        return figures + rounds_of(engine, schedulers, 1, first=3), whole(engine)
+            made.engine = sw.relayout(made.engine, sw.Plan(mesh=sw.Mesh(pp=2), pipeline=STAGES))
+            assert not any(each.requires_grad for each in made.engine.model.d[0].parameters())
+        made.rounds(1, first=2)
+        made.engine.model.d[0].requires_grad_(True)
+        made.rounds(1, first=3)
+        return made.found()
 
     is_close(run(alone(), moves=False), sw.simulate(2, lambda channel: run(channel, moves=True))[0])
 
 
-def test_a_loss_of_the_call_without_a_group_trains_everything() -> None:
+def test_groups_may_overlap_a_step_may_name_several_and_its_loss_is_that_of_the_call() -> None:
     model, plain = gan(), gan()
-    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    groups = {"first": ("g.0", "d.0"), "middle": ("g.2", "d.0.bias")}
     engine = sw.parallelize(
-        model, sw.Plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), channel=alone(), loss=broken
-    )
-    for step in range(2):
-        batch = batch_of(step)
-        opt.zero_grad()
-        loss = plain.d(plain(batch["z"])).square().mean()
-        loss.backward()
-        opt.step()
-        assert engine.step(batch, loss=lambda fake, _: model.d(fake).square().mean()).loss == loss.item()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_groups_may_overlap_and_a_step_may_name_several() -> None:
-    model, plain = gan(), gan()
-    engine = sw.parallelize(
-        model,
-        sw.Plan(),
-        optimizer=torch.optim.AdamW(model.parameters()),
-        channel=alone(),
-        loss=lambda fake, _: model.d(fake).square().mean(),
-        groups={"first": ("g.0", "d.0"), "middle": ("g.2", "d.0.bias")},
+        model, sw.Plan(), optimizer=torch.optim.AdamW(model.parameters()), channel=alone(), loss=broken, groups=groups
     )
     opt = torch.optim.AdamW(plain.parameters())
-    for only, frozen in (("first", ("2.",)), ("middle", ("g.0", "d.0.w", "d.2")), (("first", "middle"), ("d.2",))):
+    turns: list[tuple[Any, tuple[str, ...]]] = [
+        (None, ()), ("first", ("2.",)), ("middle", ("g.0", "d.0.w", "d.2")), (("first", "middle"), ("d.2",))
+    ]  # fmt: skip
+    for only, frozen in turns:
         for name, each in plain.named_parameters():
             each.requires_grad_(not any(part in name for part in frozen))
         opt.zero_grad()
-        plain.d(plain(batch_of(0)["z"])).square().mean().backward()
+        loss = plain.d(plain(batch_of(0)["z"])).square().mean()
+        loss.backward()
         opt.step()
-        engine.step(batch_of(0), only=only)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one, other)
+        assert (
+            engine.step(batch_of(0), only=only, loss=lambda fake, _: model.d(fake).square().mean()).loss == loss.item()
+        )
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    with pytest.raises(ZeroDivisionError):
+        engine.step(batch_of(0), only="first")
+    assert all(each.requires_grad for each in model.parameters())
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_the_next_one_goes_on() -> None:
-    def run(channel: sw.Channel) -> list[bool]:
-        engine, _ = engine_of(channel, sw.Plan(mesh=sw.Mesh(dp_shard=2)))
-        reports = []
-        for factor in (1.0, float("inf"), 1.0):
-            loss: Any = lambda fake, _, factor=factor: (fake * factor).square().mean()  # noqa: E731
-            reports.append(engine.step(batch_of(channel.rank), only="generator", loss=loss).skipped)
-        return reports
-
-    assert sw.simulate(2, run) == [[False, True, False]] * 2
+def broken(*_: object) -> torch.Tensor:
+    raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(
-    ("step", "words", "kind"),
-    [
-        ({"only": "painter"}, "no such group; the groups are 'generator', 'critic'", ModelError),
-        ({"only": ()}, "trains nothing; name a group", ModelError),
-        ({"only": 3}, "is neither the name of a group nor several", ModelError),
-        ({"only": ["critic", ["generator"]]}, "is neither the name of a group nor several", ModelError),
-        ({"loss": 3}, "loss: 3 is no function; give f(output, batch)", ModelError),
-        ({"only": "generator"}, "rank 0 trains all, and rank 1 trains only 'generator'", MismatchError),
-    ],
-)
-def test_what_no_step_can_train_is_refused_on_all_ranks(step: Any, words: str, kind: type) -> None:
+def stepping(on_all: bool = True, **step: Any) -> Callable[[], None]:
     def run(channel: sw.Channel) -> None:
-        engine, _ = engine_of(channel, sw.Plan(mesh=sw.Mesh(dp_shard=2)))
-        given = step if channel.rank or kind is ModelError else {}
+        engine = Run(channel, sw.Plan(mesh=DATA)).engine
         try:
-            engine.step(batch_of(0), **given)
+            engine.step(batch_of(0), **(step if channel.rank or on_all else {}))
         finally:
             assert all(each.requires_grad for each in engine.model.parameters())
             engine.step(batch_of(0))
 
-    error = same_error_everywhere(2, run)
-    assert type(error) is kind
-    assert words in str(error)
+    return lambda: raise_of_all(2, run)
 
 
-def test_an_error_in_a_loss_leaves_the_flags_of_all_parameters_on() -> None:
-    engine, _ = engine_of(alone(), sw.Plan())
-    with pytest.raises(ZeroDivisionError):
-        engine.step(batch_of(0), only="generator", loss=broken)
-    assert all(each.requires_grad for each in engine.model.parameters())
+def grouped(groups: Any, **step: Any) -> Callable[[], None]:
+    def call() -> None:
+        model = gan()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sw.parallelize(model, sw.Plan(), optimizer=optimizer, channel=alone(), groups=groups).step(batch_of(0), **step)
+
+    return call
 
 
-@pytest.mark.parametrize(
-    ("groups", "words"),
-    [
-        ({"painter": "brush.*"}, r"groups\['painter'\]: 'brush.\*' matches none of the 9 parameters; the nearest"),
-        ({"painter": []}, "groups: 'painter' names no parameter; give it names or globs, or leave it out"),
-        ({"painter": 3}, "is not a name with globs of parameters; write groups="),
-    ],
+REFUSED = Refusals(
+    "engine.parameter_groups",
+    {
+        "no such group": stepping(only="painter"),
+        "no group": stepping(only=()),
+        "a number": stepping(only=3),
+        "nested names": stepping(only=["critic", ["generator"]]),
+        "a loss that is no function": stepping(loss=3),
+        "a group on one rank": stepping(False, only="generator"),
+        "no such parameter": grouped({"painter": "brush.*"}),
+        "no names": grouped({"painter": []}),
+        "a number for names": grouped({"painter": 3}),
+        "an engine without groups": grouped(None, only="generator"),
+    },
 )
-def test_groups_without_a_parameter_are_refused(groups: Any, words: str) -> None:
-    model = gan()
-    with pytest.raises(PlanError, match=words):
-        sw.parallelize(
-            model, sw.Plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), channel=alone(), groups=groups
-        )
 
 
-def test_a_step_with_a_group_and_an_engine_without_groups_says_where_they_are_named() -> None:
-    model = gan()
-    engine = sw.parallelize(model, sw.Plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), channel=alone())
-    with pytest.raises(ModelError, match="parallelize was given no groups"):
-        engine.step(batch_of(0), only="generator")
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", ["dp_shard=2", "pp=2", "tp=2"])
-def test_turns_on_a_device_are_those_on_the_host(fake: str, mesh: str, stage: int) -> None:
-    plan = sw.Plan(
-        mesh=sw.Mesh.parse(mesh),
-        sharding=sw.Sharding(stage=stage, bucket_bytes=64),
-        merge=sw.Merge(microbatches=2),
-        pipeline=sw.Pipeline(stages={"g": 0, "d": 1, "nothing": 1}) if "pp" in mesh else sw.Pipeline(),
-        tensor=sw.Tensor(rules=RULES) if "tp" in mesh else sw.Tensor(),
-        clip_grad_norm=0.5,
-    )
-
-    def run(channel: sw.Channel) -> tuple[Figures, dict[str, torch.Tensor]]:
-        engine, schedulers = engine_of(channel, plan)
-        return rounds_of(engine, schedulers, 2), {name: each.cpu() for name, each in whole(engine).items()}
-
-    on_host, on_device = sw.simulate(2, run)[0], sw.simulate(2, run, device=fake)[0]
-    is_close(on_host, on_device)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_predictions_follow_a_step_of_some_groups(stage: int) -> None:
-    """What a step counts on masters of the other groups is its own, and no write from outside."""
-
-    def run(channel: sw.Channel) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
-        engine = sw.parallelize(
-            model,
-            sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=stage)),
-            optimizer=[torch.optim.SGD(each.parameters(), lr=0.1) for each in model],
-            loss=lambda output, batch: output.square().mean(),
-            groups={"0": ["0.*"], "1": ["1.*"]},
-            channel=channel,
-        )
-        batch = {"input": torch.randn(4, 4) + channel.rank}
-        for only in (None, "1", "0", None):
-            engine.step(batch, only=only)
-            engine.predict(batch)
-
-    sw.simulate(2, run)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_step_can_train_is_refused(case: str) -> None:
+    REFUSED.check(case)

@@ -1,289 +1,225 @@
-"""Masters in float32, working copies in the compute dtype, one cast per update: to the bit, on any number of ranks."""
+"""Masters, working copies, one cast per update, and parameters of any dtype: to the bit, on any number of ranks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.plan.dtypes import ITEMSIZE_BYTES, promote
 from tests.covering import covering
-from tests.engine.expected import adamw, sgd
-from tests.engine.models import (
-    curve,
-    curve_batch,
-    curve_loss,
-    loss_of_words,
-    word_batch,
-    word_loss,
-    words,
-    words_with_kept_norm,
-)
-from tests.engine.oracle import Optimizers, RankOrder, Trained, share_of
-from tests.engine.ranks import assert_same_bits, largest_difference, train_on_ranks
+from tests.engine.tower import on_ranks
+from tests.oracle.batches import points, share_of, square_loss
+from tests.oracle.comparison import assert_same
+from tests.oracle.one_process import expected
+from tests.oracle.places import train
+from tests.oracle.program import Program, adamw, plan_of, seeded, sgd
+from tests.oracle.programs import PROGRAMS
+from tests.oracle.rank_order import in_rank_order
+from tests.oracle.words import words
 
-BATCHES = [word_batch(seed, 48) for seed in range(3)]
-BF16 = sw.Precision(compute="bfloat16")
+KEPT = PROGRAMS["words"]
+WORDS = replace(KEPT, make=words, name="")
+FLOATING = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A precision, and the same written into a model by hand."""
-
-    precision: sw.Precision
-    by_hand: Callable[[], nn.Module] = words
-    kept: str | None = None
-
-    def working(self, name: str) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, str(self.precision.compute))
-        return torch.float32 if self.kept and self.kept in name else dtype
+def test_promotion_and_sizes_of_names_are_those_of_torchs_dtypes() -> None:
+    for first in FLOATING:
+        for second in FLOATING:
+            both = torch.promote_types(getattr(torch, first), getattr(torch, second))
+            assert promote(first, second) == str(both).removeprefix("torch.")
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE_BYTES} == dict(ITEMSIZE_BYTES)
 
 
-CASES = {
-    "bfloat16": Case(precision=BF16),
-    "accumulated in bfloat16": Case(precision=sw.Precision(compute="bfloat16", accumulate="bfloat16")),
-    "reduced in bfloat16": Case(precision=sw.Precision(compute="bfloat16", reduce="bfloat16")),
-    "norm kept": Case(
-        precision=sw.Precision(compute="bfloat16", keep=("*norm*",)), by_hand=words_with_kept_norm, kept="norm"
-    ),
-    "norm kept, reduced in bfloat16": Case(
-        precision=sw.Precision(compute="bfloat16", reduce="bfloat16", keep=("norm",)),
-        by_hand=words_with_kept_norm,
-        kept="norm",
-    ),
-    "float16": Case(precision=sw.Precision(compute="float16")),
-    "float32 reduced in bfloat16": Case(precision=sw.Precision(compute="float32", reduce="bfloat16")),
+def precision(compute: str | None = "bfloat16", **settings: Any) -> sw.Precision:
+    return sw.Precision(compute=compute, **settings)
+
+
+PRECISIONS = {
+    "bfloat16": precision(),
+    "accumulated in bfloat16": precision(accumulate="bfloat16"),
+    "reduced in bfloat16": precision(reduce="bfloat16"),
+    "norm kept": precision(keep=("*norm*",)),
+    "norm kept, reduced in bfloat16": precision(reduce="bfloat16", keep=("norm",)),
+    "float16": precision("float16"),
+    "float32 reduced in bfloat16": precision("float32", reduce="bfloat16"),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "two": {"mesh": "dp_shard=2"},
+    "eight": {"mesh": "dp_shard=8"},
+    "stage 0": {"mesh": "dp_shard=3", "stage": 0},
+    "stage 2": {"mesh": "dp_shard=2", "stage": 2},
+    "stage 3": {"mesh": "dp_shard=3", "stage": 3},
+    "whole": {"mesh": "dp_shard=3", "partition": "whole"},
+    "two axes": {"mesh": "dp_replicate=2,dp_shard=2"},
+    "replicas": {"mesh": "dp_replicate=2,dp_shard=2", "owners": "dp_shard", "bucket_bytes": 300},
+    "replicas alone": {"mesh": "dp_replicate=2", "owners": "dp_shard", "partition": "whole"},
 }
 
 
-def by_hand(
-    case: Case, optimizer: Optimizers, *, ranks: int, k: int, clip: float | None = 0.3, group: int | None = None
-) -> Trained:
-    return RankOrder(
-        model=case.by_hand(),
-        make_optimizer=optimizer,
-        loss_of=loss_of_words,
-        num_ranks=ranks,
-        ranks_per_sum=group,
-        num_microbatches=k,
-        clip=clip,
-        working=case.working,
-        accumulate=getattr(torch, case.precision.accumulate),
-        reduce=getattr(torch, case.precision.reduce),
-    ).train(BATCHES)
-
-
-def ours(
-    precision: sw.Precision,
-    optimizer: Optimizers,
-    *,
-    mesh: sw.Mesh,
-    k: int,
-    clip: float | None = 0.3,
-    sharding: sw.Sharding | None = None,
-    model: Callable[[], nn.Module] = words,
-) -> Trained:
-    sharding = sharding or sw.Sharding(bucket_bytes=600)
-    plan = sw.Plan(
-        mesh=mesh, sharding=sharding, merge=sw.Merge(microbatches=k), precision=precision, clip_grad_norm=clip
-    )
-    return train_on_ranks(model, plan, BATCHES, optimizer=optimizer, loss=word_loss)
-
-
 @pytest.mark.parametrize(
-    ("name", "layout", "optimizer"),
-    covering(list(CASES), ((1, 1), (1, 3), (1, 4), (2, 1), (3, 4), (8, 2)), (sgd, adamw), strength=2),
+    ("name", "layout", "k", "clip"), covering(list(PRECISIONS), list(LAYOUTS), (1, 2, 3), (None, 0.3), strength=2)
 )
-def test_a_step_is_the_one_written_by_hand(name: str, layout: tuple[int, int], optimizer: Optimizers) -> None:
-    case, (ranks, k) = CASES[name], layout
-    got = ours(case.precision, optimizer, mesh=sw.Mesh(dp_shard=ranks), k=k)
-    expected = by_hand(case, optimizer, ranks=ranks, k=k)
-    assert_same_bits(got, expected)
-    assert got.grad_norms == expected.grad_norms
-    assert got.losses == pytest.approx(expected.losses, rel=1e-12)
+def test_a_step_rounds_where_it_is_written_by_hand(name: str, layout: str, k: int, clip: float | None) -> None:
+    made = KEPT if "kept" in name else WORDS
+    plan = plan_of(made, **LAYOUTS[layout], k=k, clip=clip, precision=PRECISIONS[name])
+    assert_same(train(made, plan), in_rank_order(made, plan))
 
 
-LAYOUTS: dict[str, tuple[sw.Mesh, sw.Sharding, int | None]] = {
-    "stage 0": (sw.Mesh(dp_shard=3), sw.Sharding(stage=0), None),
-    "whole": (sw.Mesh(dp_shard=3), sw.Sharding(partition="whole", bucket_bytes=600), None),
-    "two axes": (sw.Mesh(dp_replicate=2, dp_shard=2), sw.Sharding(), None),
-    "replicas": (sw.Mesh(dp_replicate=2, dp_shard=2), sw.Sharding(owners="dp_shard", bucket_bytes=300), 2),
-    "replicas alone": (sw.Mesh(dp_replicate=2), sw.Sharding(owners="dp_shard", partition="whole"), None),
-}
-"""The last: how many ranks are summed first."""
+class Adapted(nn.Module):
+    """A base that does not train, and an adapter that does, or of it one parameter."""
+
+    def __init__(self, *, one: bool = False) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6)).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(6, 2), requires_grad=not one)
+        self.up = nn.Parameter(torch.ones(2, 1))
+        self.head = nn.Linear(6, 1).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.base(x.to(self.down.dtype))
+        y: torch.Tensor = self.head(hidden) + hidden @ self.down @ self.up
+        return y.float()
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "k"),
-    covering(("bfloat16", "reduced in bfloat16", "norm kept"), list(LAYOUTS), (1, 2), strength=2),
-)
-def test_every_layout_rounds_in_the_same_places(name: str, layout: str, k: int) -> None:
-    mesh, sharding, group = LAYOUTS[layout]
-    got = ours(CASES[name].precision, adamw, mesh=mesh, k=k, sharding=sharding)
-    assert_same_bits(got, by_hand(CASES[name], adamw, ranks=mesh.size, k=k, group=group))
-
-
-def test_gradients_of_ranks_lose_no_more_than_those_of_microbatches() -> None:
-    """Both travel in bfloat16 as backward left them and are added in float32, in the same order."""
-    four_ranks = ours(BF16, adamw, mesh=sw.Mesh(dp_shard=4), k=1, clip=None)
-    four_microbatches = ours(BF16, adamw, mesh=sw.Mesh(), k=4, clip=None)
-    assert_same_bits(four_ranks, four_microbatches)
-
-
-def test_masters_carry_what_the_working_copies_cannot_hold() -> None:
-    """With updates below half a step of bfloat16, training without masters would stand still."""
-
-    def tiny_steps(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=2e-4, weight_decay=0.0)
-
-    batches = [word_batch(0, 8)] * 60
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), precision=BF16)
-    low = train_on_ranks(words, plan, batches, optimizer=tiny_steps, loss=word_loss)
-    full = train_on_ranks(words, sw.Plan(mesh=plan.mesh), batches, optimizer=tiny_steps, loss=word_loss)
-    for name, value in low.parameters.items():
-        step = 2.0**-8 * full.parameters[name].abs()
-        # One rounding to bfloat16, and the few updates whose sign differs because gradients were rounded.
-        assert bool(((value - full.parameters[name]).abs() <= step + 60 * 2e-4 / 3).all()), name
-    assert low.losses[-1] == pytest.approx(full.losses[-1], rel=2e-2)
-    assert low.losses[-1] < low.losses[0] - 0.1
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_a_model_in_float64_stays_in_float64(ranks: int, k: int, clip: float | None) -> None:
-    got = ours(sw.Precision(), adamw, mesh=sw.Mesh(dp_shard=ranks), k=k, clip=clip, model=lambda: words().double())
-    oracle = RankOrder(
-        model=words().double(),
-        make_optimizer=adamw,
-        loss_of=loss_of_words,
-        num_ranks=ranks,
-        num_microbatches=k,
-        clip=clip,
-        working=lambda _: torch.float64,
-    )
-    expected = oracle.train(BATCHES)
-    if ranks == 1 or clip is None:
-        assert_same_bits(got, expected)
-    else:  # nothing is wider than float64 to add the ranks' shares of the norm in: its last bit follows the cut
-        assert largest_difference(got, expected) <= 8 * 2.0**-52
-    assert all(value.dtype == torch.float64 for value in got.parameters.values())
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_built_in_bfloat16_gets_masters_without_being_asked(ranks: int) -> None:
-    got = ours(sw.Precision(), adamw, mesh=sw.Mesh(dp_shard=ranks), k=3, model=lambda: words().bfloat16())
-    oracle = RankOrder(
-        model=words().bfloat16(),
-        make_optimizer=adamw,
-        loss_of=loss_of_words,
-        num_ranks=ranks,
-        num_microbatches=3,
-        clip=0.3,
-        working=lambda _: torch.bfloat16,
-    )
-    assert_same_bits(got, oracle.train(BATCHES))
-
-
-@pytest.mark.parametrize("precision", [sw.Precision(), sw.Precision(compute="float32")])
-def test_float32_runs_hold_no_second_copy(precision: sw.Precision) -> None:
-    def run(channel: sw.Channel) -> None:
-        model = words()
-        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), precision=precision)
-        engine = sw.parallelize(model, plan, optimizer=sgd, loss=word_loss, channel=channel)
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
-        buffers = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        masters = [master for group in engine.optimizer.param_groups for master in group["params"]]
-        assert masters
-        assert {master.untyped_storage().data_ptr() for master in masters} <= buffers
-        assert engine.footprint().master_bytes == 0
-        assert engine.counters.cast_elements == 0
-
-    sw.simulate(2, run)
-
-
-class Casts(TorchDispatchMode):
-    """Records the ops that give the values of watched memory in another dtype."""
+class MixedDtypes(nn.Module):
+    """float32, bfloat16 and float64 in one model."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watched: dict[int, str] = {}
-        self.seen: list[tuple[str, str, int]] = []
-        """(whose memory, op, elements)"""
+        super().__init__()
+        self.single = nn.Linear(4, 5)
+        self.narrow = nn.Linear(5, 5).bfloat16()
+        self.exact = nn.Linear(5, 3).double()
+        self.last = nn.Linear(3, 1)
 
-    def watch(self, label: str, tensor: torch.Tensor) -> None:
-        self._watched[tensor.untyped_storage().data_ptr()] = label
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        inputs = [each for each in args if isinstance(each, torch.Tensor)]
-        source = inputs[1] if func is torch.ops.aten.copy_.default else inputs[0] if inputs else None
-        if func in _CASTS and source is not None and source.dtype != out.dtype:
-            label = self._watched.get(source.untyped_storage().data_ptr())
-            if label is not None:
-                self.seen.append((label, str(func), source.numel()))
-        return out
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.narrow(torch.tanh(self.single(x)).bfloat16())
+        y: torch.Tensor = self.last(torch.tanh(self.exact(hidden.double())).float())
+        return y
 
 
-_CASTS = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+class KeptHere(nn.Module):
+    """Layers that compute in bfloat16 with ones in float32 between, small and large by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (4, 4, 40, 4, 4, 30, 4)
+        self.layers = nn.ModuleList(nn.Linear(one, two) for one, two in pairwise(widths))
+        self.kept = nn.ModuleList(nn.Linear(width, width) for width in widths[1:])
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        compute, master = self.last.weight.dtype, self.kept[0].get_parameter("weight").dtype
+        for layer, kept in zip(self.layers, self.kept, strict=True):
+            x = kept(torch.tanh(layer(x.to(compute))).to(master))
+        y: torch.Tensor = self.last(x.to(compute))
+        return y.float()
 
 
-def test_the_record_of_casts_sees_those_of_autocast() -> None:
-    model = words()
-    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
-        for name, parameter in model.named_parameters():
-            casts.watch(name, parameter)
-        loss_of_words(model, BATCHES[0]).backward()
-    assert {label for label, _, _ in casts.seen} == {
-        "wide.weight", "wide.bias", "narrow.weight", "narrow.bias", "embedding.weight",
-    }  # fmt: skip
+class WholeNumbers(nn.Module):
+    """Frozen parameters that are no floating-point numbers: look-up tables, masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([3, 1, 0, 2]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True, True]), requires_grad=False)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear((x[:, self.order] * self.mask).to(self.linear.weight.dtype))
+        return y.float()
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
-@pytest.mark.parametrize("keep", [(), ("*norm*",)])
-def test_no_parameter_is_cast_in_forward_or_backward_and_each_owned_element_once_per_update(
-    k: int, keep: tuple[str, ...]
+def program(make: Any, compute: str | None = None, *, keep: tuple[str, ...] = ()) -> tuple[Program, sw.Precision]:
+    batches = [points(seed, 12) for seed in range(3)]
+    made = Program(make=seeded(make), batches=batches, loss=square_loss, rounds_by_hand=True)
+    return made, sw.Precision(compute=compute, keep=keep)
+
+
+ODD: dict[str, tuple[Program, sw.Precision]] = {
+    "a frozen base": program(Adapted),
+    "a frozen base in bfloat16": program(Adapted, "bfloat16"),
+    "a narrow model in float32": program(lambda: Adapted().bfloat16(), "float32"),
+    "all but one frozen": program(lambda: Adapted(one=True)),
+    "several dtypes": program(MixedDtypes),
+    "two dtypes by turns": program(KeptHere, "bfloat16", keep=("kept",)),
+    "whole numbers": program(WholeNumbers),
+    "whole numbers beside bfloat16": program(WholeNumbers, "bfloat16"),
+    "float64": (WORDS.in_float64(), sw.Precision()),
+    "built in bfloat16": (replace(WORDS, make=lambda: words().bfloat16()), sw.Precision()),
+}
+"""Frozen, narrow, wide and whole numbers: several in one model."""
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "k", "bucket_bytes"),
+    covering(list(ODD), [each for each in LAYOUTS if each != "eight"], (1, 2), (1, 100, 500, 1 << 20), strength=2),
+)
+def test_parameters_train_in_their_own_dtypes_and_frozen_ones_stay(
+    name: str, layout: str, k: int, bucket_bytes: int
 ) -> None:
+    made, asked = ODD[name]
+    plan = plan_of(made, **{**LAYOUTS[layout], "bucket_bytes": bucket_bytes}, k=k, precision=asked)
+    got = train(made, plan)
+    for state in got.states:
+        for key, each in made.make().named_parameters():
+            master = None if each.requires_grad else state.pop(f"optimizer/{key}/master", None)
+            assert master is None or torch.equal(master, each.to(master.dtype)), key
+    assert_same(got, in_rank_order(made, plan))
+
+
+class Complex(nn.Module):
+    """Complex parameters beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(4, 5, dtype=torch.complex64))
+        self.linear = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear((x.to(torch.complex64) @ self.turn).abs())
+        return y
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "k"),
+    covering((adamw, sgd), ("one", "two", "stage 0", "stage 2", "stage 3", "whole"), (1, 2), strength=2),
+)
+def test_complex_parameters_train_as_in_one_process(optimizer: Any, layout: str, k: int) -> None:
+    batches = [points(seed, 12) for seed in range(3)]
+    made = Program(make=seeded(Complex), batches=batches, loss=square_loss, optimizer=optimizer)
+    plan = plan_of(made, **LAYOUTS[layout], k=k, clip=0.5)
+    got, wanted = train(made, plan), expected(made, k * plan.mesh.num_data_ranks, clip=0.5)
+    assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=1e-5)
+    for state, other in zip(got.states, wanted.states, strict=True):
+        torch.testing.assert_close(state, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compute", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("keep", [(), ("*norm*",)])
+def test_each_owned_element_is_cast_once_per_update_and_nothing_where_all_is_float32(
+    compute: str | None, keep: tuple[str, ...]
+) -> None:
+    made = KEPT if keep else WORDS
+    plan = plan_of(made, "dp_shard=2", k=3, precision=sw.Precision(compute=compute, keep=keep))
+
     def run(channel: sw.Channel) -> tuple[int, int]:
-        model = words()
-        plan = sw.Plan(
-            mesh=sw.Mesh(dp_shard=2),
-            merge=sw.Merge(microbatches=k),
-            precision=sw.Precision(compute="bfloat16", keep=keep),
-        )
-        engine = sw.parallelize(model, plan, optimizer=adamw, loss=word_loss, channel=channel)
-        masters = [master for group in engine.optimizer.param_groups for master in group["params"]]
-        with Casts() as casts:
-            for parameter in model.parameters():
-                casts.watch("working copy", parameter)
-            for master in masters:
-                if master.untyped_storage().data_ptr() not in casts._watched:
-                    casts.watch("master", master)
-            for batch in BATCHES:
-                engine.step(share_of(batch, channel.rank, channel.size))
-        assert {label for label, _, _ in casts.seen} == {"master"}
-        assert len(casts.seen) == len(BATCHES)  # one bucket has masters apart
-        kept = sum(master.numel() for master in masters if master.untyped_storage().data_ptr() in _storages(model))
-        apart = sum(master.numel() for master in masters) - kept
-        assert engine.counters.cast_elements == len(BATCHES) * apart
-        return apart, kept
+        engine = made.engine(plan, channel)
+        for batch in WORDS.batches:
+            engine.step(share_of(batch, channel.rank, channel.size))
+        masters = [each for group in engine.optimizer.param_groups for each in group["params"]]
+        copies = {each.untyped_storage().data_ptr() for each in engine.model.parameters()}
+        apart = sum(each.numel() for each in masters if each.untyped_storage().data_ptr() not in copies)
+        assert engine.counters.cast_elements == len(WORDS.batches) * apart
+        assert (engine.footprint().master_bytes > 0) == (compute == "bfloat16")
+        return apart, sum(each.numel() for each in masters)
 
-    owned = sw.simulate(2, run)
+    owned = on_ranks(plan, run)
     num_kept = 2 * 37 if keep else 0
-    assert sum(kept for _, kept in owned) == num_kept
-    assert sum(apart for apart, _ in owned) == sum(each.numel() for each in words().parameters()) - num_kept
-
-
-def _storages(model: nn.Module) -> set[int]:
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-
-def test_a_regression_in_bfloat16_falls_as_in_float32() -> None:
-    batches = [curve_batch(seed, 32) for seed in range(30)]
-    plans = [sw.Plan(mesh=sw.Mesh(dp_shard=2), precision=each) for each in (BF16, sw.Precision())]
-    low, full = (train_on_ranks(curve, plan, batches, optimizer=adamw, loss=curve_loss) for plan in plans)
-    assert full.losses[-1] < 0.6 * full.losses[0]
-    assert low.losses[-1] == pytest.approx(full.losses[-1], rel=0.05)
+    of_all = sum(each.numel() for each in WORDS.make().parameters())
+    assert sum(each for _, each in owned) == of_all
+    assert sum(each for each, _ in owned) == (of_all - num_kept if compute == "bfloat16" else 0)

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.randomness import KeyedRandom
-from tests.engine.expected import points, seeded, square_loss
-from tests.engine.oracle import share_of
+from shardwise.errors import MismatchError
+from tests.engine.refusals import same_error_everywhere
+from tests.engine.tower import SGD, on_ranks, squares, train
+from tests.oracle.batches import points, square_loss
+from tests.oracle.one_process import train_in_one_process
+from tests.oracle.program import seeded
 
 CPU = torch.device("cpu")
 ONES = torch.ones(64)
@@ -75,37 +80,43 @@ def test_a_seed_a_step_and_a_microbatch_have_masks_of_their_own_and_have_them_ag
     assert not any(torch.equal(one, other) for at, one in enumerate(drawn) for other in drawn[:at])
 
 
-def test_what_a_call_draws_does_not_depend_on_what_calls_before_it_drew() -> None:
-    class Modes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), nn.Sequential(nn.Identity(), Block()), nn.Dropout(0.5)])
+class Calls(nn.Module):
+    """Calls what it is given, and draws at the end."""
+
+    def __init__(self, *inner: nn.Module, act: Callable[..., object] = lambda *_: None) -> None:
+        super().__init__()
+        self.inner, self.act = nn.ModuleList(inner), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.act(self, x)
+        outputs = []
+        for each in self.inner:
+            with contextlib.suppress(ArithmeticError):
+                outputs.append(each(x))
+        return torch.stack([*outputs, nn.functional.dropout(x, 0.5)])
+
+
+def test_what_a_call_draws_depends_neither_on_calls_before_it_nor_on_what_happens_inside() -> None:
+    class Failing(nn.Module):
+        runs = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                block(x)
-            out: torch.Tensor = nn.functional.dropout(self.blocks[2](x), 0.5)
-            return out
+            torch.rand(3)
+            if self.runs:
+                raise ArithmeticError
+            return x
 
-    model = Modes()
-    expected = masks(model)
-    for block in model.modules():
-        if isinstance(block, Block):
-            block.runs = False
-            assert torch.equal(masks(model), expected)
-
-
-def test_calls_of_one_module_draw_different_numbers() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([self.dropout(x), self.dropout(x)])
-
-    one, other = masks(Twice())
+    block, failing, dropout = Block(), Failing(), nn.Dropout(0.5)
+    compiled: Any = torch.compile(block, backend="eager", fullgraph=True)
+    one, other, _ = masks(Calls(dropout, dropout))
     assert not torch.equal(one, other)
+    assert torch.equal(masks(Calls(compiled, dropout))[-2:], masks(Calls(block, dropout))[-2:])
+    for inner in (block, failing):
+        model = Calls(nn.Sequential(nn.Identity(), inner), dropout)
+        inner.runs = True
+        expected = masks(model)[-2:]
+        inner.runs = False
+        assert torch.equal(masks(model)[-2:], expected)
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
@@ -127,82 +138,6 @@ def test_a_recompute_draws_what_the_forward_drew(where: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True))
 
 
-def test_a_stream_goes_on_where_it_was_left_even_in_the_middle_of_a_call() -> None:
-    class Parking(nn.Module):
-        """Leaves the stream between two draws, in the middle of a call, and lets another one draw."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.5)
-            self.park: Callable[[], None] = lambda: None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = nn.functional.dropout(x, 0.5)
-            self.park()
-            out: torch.Tensor = self.dropout(nn.functional.dropout(x, 0.1))
-            return out
-
-    parking = Parking()
-    model = nn.Sequential(parking, nn.Dropout(0.1))
-    expected = [masks(model, microbatch=0), masks(model, microbatch=1)]
-    random = KeyedRandom(model, CPU, 1)
-    first, second = random.stream(0, 0), random.stream(0, 1)
-    others: list[torch.Tensor] = []
-
-    def park() -> None:
-        parking.park = lambda: None
-        first.__exit__()
-        with second:
-            others.append(model(ONES))
-        first.__enter__()
-
-    parking.park = park
-    with first:
-        drawn = model(ONES)
-    assert torch.equal(drawn, expected[0])
-    assert torch.equal(others[0], expected[1])
-
-
-def test_a_call_that_fails_leaves_the_stream_as_one_that_ends() -> None:
-    class Failing(nn.Module):
-        fails = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            torch.rand(3)
-            if self.fails:
-                raise ArithmeticError
-            return x
-
-    class Trying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(Failing())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with contextlib.suppress(ArithmeticError):
-                self.inner(x)
-            return nn.functional.dropout(x, 0.5)
-
-    model = Trying()
-    failed = masks(model)
-    Failing.fails = False
-    assert torch.equal(masks(model), failed)
-
-
-def test_suspended_calls_draw_nothing() -> None:
-    model = nn.Sequential(Block(), nn.Dropout(0.5)).eval()
-    random = KeyedRandom(model, CPU, 1)
-    with random.stream(0, 0):
-        expected = torch.rand(4)
-    with random.stream(0, 0):
-        with random.suspended():
-            model[1](ONES)
-        assert torch.equal(torch.rand(4), expected)
-    with random.stream(0, 0):
-        model[0](ONES)
-        assert not torch.equal(torch.rand(4), expected)
-
-
 def test_the_generator_outside_of_a_stream_draws_as_if_there_were_none() -> None:
     model = Chain()
     torch.manual_seed(3)
@@ -220,57 +155,23 @@ def test_the_generator_outside_of_a_stream_draws_as_if_there_were_none() -> None
     assert torch.equal(one, Chain.forward(model, ONES))  # no hook acts there
 
 
-def test_torch_modules_that_draw_nothing_have_no_hooks() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.LayerNorm(2)), nn.Sequential(nn.Dropout(0.5)))
-    changed = nn.Linear(2, 2)
-    changed.forward = lambda x: nn.functional.dropout(x, 0.5)  # type: ignore[method-assign, assignment]
-    model.append(changed)
-    random = KeyedRandom(model, CPU, 1)
-    hooked = {name for name, module in model.named_modules() if module._forward_pre_hooks}
-    assert hooked == {"", "2", "2.0", "3"}
-    assert random.seed == 1
-
-
-def test_another_engine_over_a_model_takes_the_place_of_the_first() -> None:
-    model = Chain()
-    first = KeyedRandom(model, CPU, 1)
-    second = KeyedRandom(model, CPU, 1)
-    assert all(len(module._forward_hooks) <= 1 for module in model.modules())
-    with first.stream(0, 0), second.stream(0, 0):
-        one = model(ONES)
-    assert torch.equal(one, masks(model))
-
-
-def test_a_model_with_hooks_can_be_copied_pickled_and_saved_and_the_copy_acts_alone() -> None:
+def test_a_model_with_hooks_can_be_copied_pickled_and_saved_and_the_last_engine_over_it_acts() -> None:
     model = seeded(Chain)()
     expected = masks(model)
     random = KeyedRandom(model, CPU, 1)
+    second = KeyedRandom(model, CPU, 1)
+    with random.stream(0, 0), second.stream(0, 0):
+        assert torch.equal(model(ONES), expected)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
-    for each in copies:
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         torch.manual_seed(3)
         plain = Chain.forward(each, ONES)
         with random.stream(0, 0):
             torch.manual_seed(3)
             assert torch.equal(each(ONES), plain)
         assert torch.equal(masks(each), expected)
-        assert all(len(module._forward_hooks) <= 1 for module in each.modules())
-
-
-def test_a_compiled_module_is_one_call_whatever_happens_inside() -> None:
-    class Outer(nn.Module):
-        def __init__(self, block: Any) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.dropout(self.block(x).detach() * 0 + x, 0.5)
-
-    block = Block()
-    compiled = torch.compile(block, backend="eager", fullgraph=True)
-    assert torch.equal(masks(Outer(compiled)), masks(Outer(block)))
 
 
 # -- in an engine
@@ -290,34 +191,32 @@ class Dropping(nn.Module):
         return out
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+def engine_of(channel: sw.Channel, k: int = 1, seed: int | None = None, model: Any = Dropping) -> sw.Engine:
+    mesh, merge = sw.Mesh(dp_shard=channel.size), sw.Merge(microbatches=k)
+    plan = sw.Plan(mesh=mesh, merge=merge, sharding=sw.Sharding(stage=0))
+    return sw.parallelize(seeded(model)(), plan, optimizer=SGD, loss=square_loss, channel=channel, seed=seed)
 
 
 def losses(
     num_ranks: int, k: int, *, seed: int | None = None, restart: bool = False, model_seed: int = 0
 ) -> list[float]:
     """Of four steps on simulated ranks; `restart`: in two engines, of which the second takes over from the first."""
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=num_ranks), merge=sw.Merge(microbatches=k), sharding=sw.Sharding(stage=0))
 
     def run(channel: sw.Channel) -> list[float]:
-        def build() -> sw.Engine:
-            return sw.parallelize(seeded(Dropping)(), plan, optimizer=sgd, loss=square_loss, channel=channel, seed=seed)
-
         torch.manual_seed(model_seed + channel.rank)
-        engine = build()
+        engine = engine_of(channel, k, seed)
         reports = []
         for step in range(4):
             if restart and step == 2:
                 settings, state = engine.settings(), {piece: value.clone() for piece, value in engine.state().items()}
                 torch.manual_seed(99)
-                engine = build()
+                engine = engine_of(channel, k, seed)
                 restoration = engine.restore({piece.name: piece for piece in state}, settings)
                 for piece, tensor in restoration.wanted.items():
                     tensor.copy_(state[piece])
                 restoration.finish()
             before = torch.get_rng_state()
-            reports.append(engine.step(share_of(points(step, 12), channel.rank, num_ranks)).loss)
+            reports += train(engine, [points(step, 12)])
             engine.evaluate(points(step, 2))
             assert torch.equal(torch.get_rng_state(), before)
         return reports
@@ -347,29 +246,116 @@ def test_an_engine_that_is_restored_draws_what_the_saved_one_would_have_drawn() 
 def test_an_evaluation_draws_the_same_every_time_also_where_it_drops() -> None:
     class Always(Dropping):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.last(nn.functional.dropout(self.first(x), 0.5))
-            return out
+            return super().forward(nn.functional.dropout(x, 0.5))
 
-    def run(channel: sw.Channel) -> None:
-        engine = sw.parallelize(seeded(Always)(), sw.Plan(), optimizer=sgd, loss=square_loss, channel=channel)
-        first = engine.evaluate(points(0, 4))
-        torch.rand(3)
-        assert engine.evaluate(points(0, 4)) == first
-
-    sw.simulate(1, run)
+    engine = engine_of(sw.comm.alone(), model=Always)
+    first = engine.evaluate(points(0, 4))
+    torch.rand(3)
+    assert engine.evaluate(points(0, 4)) == first
 
 
 def test_ranks_with_different_seeds_refuse_together() -> None:
-    def run(channel: sw.Channel) -> str:
-        with pytest.raises(sw.errors.MismatchError) as caught:
-            sw.parallelize(
-                seeded(Dropping)(),
-                sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-                optimizer=sgd,
-                loss=square_loss,
-                channel=channel,
-                seed=channel.rank,
-            )
-        return str(caught.value)
+    assert isinstance(same_error_everywhere(2, lambda channel: engine_of(channel, seed=channel.rank)), MismatchError)
 
-    assert len(set(sw.simulate(2, run))) == 1
+
+# -- generators of a model's own
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+class Noise(nn.Module):
+    """Adds numbers of a generator that is kept in some way, or that it is given."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.draws_from = keep(self)
+
+    def forward(self, x: torch.Tensor, given: torch.Generator | None = None) -> torch.Tensor:
+        # Twice, and of no fixed number: a run more or less shows in every later call.
+        given = given or self.draws_from()
+        mask = torch.rand(4, generator=given) < 0.5 + 0.1 * torch.rand((), generator=given)
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x * mask)))
+        return out
+
+
+class Noisy(nn.Module):
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.first, self.noise, self.last = nn.Linear(4, 4), Noise(keep), nn.Linear(4, 1)
+        self.drawn = generator() if keep is as_argument else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        output: torch.Tensor = self.last(self.noise(hidden) if self.drawn is None else self.noise(hidden, self.drawn))
+        return output
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.source = {"of masks": [generator()]}
+
+    def given(self) -> torch.Generator:
+        return self.source["of masks"][0]
+
+
+def attribute(module: Any) -> Callable[[], torch.Generator]:
+    module.generator = generator()
+    return lambda: module.generator
+
+
+def in_containers(module: Any) -> Callable[[], torch.Generator]:
+    module.generators = {"masks": (generator(),)}
+    return lambda: module.generators["masks"][0]
+
+
+def in_closure(_: Any) -> Any:
+    kept = generator()
+    return lambda: kept
+
+
+def as_argument(_: Any) -> Any:
+    return None
+
+
+KEPT: dict[str, Any] = {
+    "attribute": attribute,
+    "containers": in_containers,
+    "object": lambda _: Sampler().given,
+    "closure": in_closure,
+    "partial": lambda _: partial(lambda kept: kept, generator()),
+    "argument": as_argument,
+}
+STAGES = sw.Pipeline(stages={"first": 0, "noise": 1, "last": 1})
+TENSOR = sw.Tensor(rules={"noise.up": "column", "noise.down": "row"})
+AGAIN, TWO = sw.Activations(checkpoint=("noise",)), sw.Merge(microbatches=2)
+PLANS = {
+    "plain": sw.Plan(),
+    "again": sw.Plan(activations=AGAIN, merge=TWO),
+    "tp, proof": sw.Plan(mesh=sw.Mesh(tp=2), tensor=TENSOR),
+    "tp, auto": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules="auto")),
+    "pp, k=2": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=STAGES, merge=TWO),
+    "pp, measured": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(balance="flops")),
+    "pp, again": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=STAGES, activations=AGAIN, merge=TWO),
+    "tp, stage 3, again": sw.Plan(mesh=sw.Mesh(tp=2), tensor=TENSOR, sharding=sw.Sharding(stage=3), activations=AGAIN),
+}
+TAKEN = [(keep, name) for keep in KEPT for name in PLANS if keep != "argument" or name in ("plain", "again")]
+
+
+@pytest.mark.parametrize(("keep", "name"), TAKEN)
+def test_a_generator_of_the_model_goes_on_as_in_a_plain_loop(keep: str, name: str) -> None:
+    plan, make = PLANS[name], seeded(lambda: Noisy(KEPT[keep]))
+    batches = [{"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(step))} for step in range(3)]
+
+    def run(channel: sw.Channel) -> list[float]:
+        engine = sw.parallelize(
+            make(), plan, optimizer=SGD, loss=squares, channel=channel, sample={"x": torch.ones(4, 4)}
+        )
+        return train(engine, batches)
+
+    model, k = make(), plan.merge.microbatches
+    expected = train_in_one_process(model, SGD(model.parameters()), batches, loss=squares, num_microbatches=k).losses
+    for found in on_ranks(plan, run):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -12,9 +12,11 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm import Recorded
 from shardwise.comm.rank_values import RankValues
-from shardwise.comm.tally import RankTally, tally_of
+from shardwise.comm.tally import tally_of
 from shardwise.engine.rank_times import RankTimes, rank_times, slowest
 from shardwise.errors import BatchError
+from tests.engine.tower import SGD, squares
+from tests.oracle.program import seeded
 
 PAUSE = 0.5
 STEPS = 3
@@ -52,29 +54,24 @@ class Block(nn.Module):
 def reports(
     plan: sw.Plan, pauses: Sequence[float], *, outside: Sequence[float] | None = None
 ) -> tuple[list[tuple[RankTimes, ...]], list[list[float]]]:
-    """The times of all ranks in each step, and what each rank paused in it. pauses: of each rank's blocks. outside: of
-    each rank between steps."""
+    """The times of all ranks in each step, and what each rank paused in it.
+
+    pauses: of each rank's blocks. outside: of each rank between steps.
+    """
     clock = Clock()
 
     def run(channel: sw.Channel) -> tuple[list[tuple[RankTimes, ...]], list[float]]:
         tally_of(channel).now_s = clock
-        torch.manual_seed(0)
         rank = channel.rank
         pause = partial(clock.pause, rank, pauses[rank])
-        engine = sw.parallelize(
-            nn.Sequential(Block(pause), Block(pause)),
-            plan,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            loss=lambda output, batch: output.square().mean(),
-            channel=channel,
-        )
+        model = seeded(lambda: nn.Sequential(Block(pause), Block(pause)))()
+        engine = sw.parallelize(model, plan, optimizer=SGD, loss=squares, channel=channel)
         found, paused = [], []
         for _ in range(STEPS):
             before_s = clock.paused_s[rank]
             found.append(engine.step({"input": torch.ones(4, 4)}).ranks)
             paused.append(clock.paused_s[rank] - before_s)
-            if outside is not None:
-                clock.now_s += outside[rank]
+            clock.now_s += outside[rank] if outside else 0.0
         return found, paused
 
     (first, _), *others = of_all = sw.simulate(plan.mesh.size, run)
@@ -83,6 +80,7 @@ def reports(
 
 
 TENSOR = sw.Tensor(rules={"*.up": "column", "*.down": "row"})
+
 
 PLANS = {
     "stage 0": sw.Plan(mesh=sw.Mesh(dp_replicate=3), sharding=sw.Sharding(stage=0)),
@@ -130,55 +128,48 @@ def test_all_time_is_compute_wait_or_outside() -> None:
             assert slowest(ranks) == (1,)
 
 
-def on_two(channel: sw.Channel) -> sw.Engine[nn.Module]:
-    return sw.parallelize(
-        nn.Linear(4, 4),
-        sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss=lambda output, batch: output.square().mean(),
-        channel=channel,
-    )
-
-
-def test_bytes_are_those_of_the_recorded_calls() -> None:
-    def run(channel: sw.Channel) -> tuple[list[int], list[int]]:
+def test_bytes_are_those_of_the_recorded_calls_and_times_cost_no_exchange_and_few_bytes() -> None:
+    def run(channel: sw.Channel) -> None:
         recorded = Recorded(channel)
-        engine = on_two(recorded)
-        report = engine.step({"input": torch.ones(2, 4)})
-        recorded.clear()
-        report = engine.step({"input": torch.ones(2, 4)})
-        mine = report.ranks[channel.rank]
-        tensors = ("all_gather", "reduce_scatter")
-        moved = [sum(map(count, tensors)) for count in (recorded.bytes_sent, recorded.bytes_received)]
-        return moved, [mine.sent_bytes, mine.received_bytes]
-
-    for (sent, received), (counted_sent, counted_received) in sw.simulate(2, run):
+        model, plan = nn.Linear(4, 4), sw.Plan(mesh=sw.Mesh(dp_shard=2))
+        engine = sw.parallelize(model, plan, optimizer=SGD, loss=squares, channel=recorded)
+        for _ in range(2):
+            recorded.clear()
+            mine = engine.step({"input": torch.ones(2, 4)}).ranks[channel.rank]
+        exchanges = [call for call in recorded.calls if call.operation == "exchange"]
+        assert [call.purpose for call in exchanges] == ["weights of a step", "losses and norms"]
+        # Of the message that closes a step: six lengths, ten flags, a loss and a norm, and the times.
+        assert exchanges[1].counts[channel.rank] == 6 * 4 + 2 + 16 + 18 + 20 + 8
         # Exchanges are counted too: two small messages, of some hundred bytes.
-        assert sent <= counted_sent <= sent + 400
-        assert received <= counted_received <= received + 400
+        for count, counted in ((recorded.bytes_sent, mine.sent_bytes), (recorded.bytes_received, mine.received_bytes)):
+            moved = sum(map(count, ("all_gather", "reduce_scatter")))
+            assert moved <= counted <= moved + 400
+
+    sw.simulate(2, run)
+
+
+TIMES = RankTimes(
+    rank=1,
+    compute_s=0.125,
+    waiting_s=0.75,
+    waited_for={3: 0.5, 0: 0.25},
+    outside_s=0.375,
+    sent_bytes=1 << 40,
+    received_bytes=7,
+    peak_bytes=1 << 41,
+    late_steps=0,
+)
 
 
 def test_a_message_has_all_but_the_rank() -> None:
-    times = RankTimes(
-        rank=1,
-        compute_s=0.125,
-        waiting_s=0.75,
-        waited_for={3: 0.5, 0: 0.25},
-        outside_s=0.375,
-        sent_bytes=1 << 40,
-        received_bytes=7,
-        peak_bytes=1 << 41,
-        late_steps=0,
-    )
-    assert through_a_message([times] * 4)[1] == times
-    assert through_a_message([times] * 4, late_steps=2)[1] == replace(times, late_steps=2)
-    assert rank_times([RankValues.of([value, b""]) for value in times.packed(num_ranks=2)]) == ()
-    many = replace(times, waited_for={rank: 0.5**rank for rank in range(20)})
+    assert through_a_message([TIMES] * 4)[1] == TIMES
+    assert through_a_message([TIMES] * 4, late_steps=2)[1] == replace(TIMES, late_steps=2)
+    assert rank_times([RankValues.of([value, b""]) for value in TIMES.packed(num_ranks=2)]) == ()
+    many = replace(TIMES, waited_for={rank: 0.5**rank for rank in range(20)})
     assert through_a_message([many] * 21)[0].waited_for == {rank: 0.5**rank for rank in range(4)}
     # Seconds as they travel have seven digits.
-    fine = replace(times, compute_s=123.456789, waited_for={3: 1e-9 / 3})
-    found = through_a_message([fine] * 2)[0]
-    assert found.compute_s == pytest.approx(fine.compute_s, rel=2**-24)
+    found = through_a_message([replace(TIMES, compute_s=123.456789, waited_for={3: 1e-9 / 3})] * 2)[0]
+    assert found.compute_s == pytest.approx(123.456789, rel=2**-24)
     assert found.waited_for[3] == pytest.approx(1e-9 / 3, rel=2**-24)
 
 
@@ -187,42 +178,10 @@ def through_a_message(times: Sequence[RankTimes], *, late_steps: int = 0) -> tup
     return rank_times([RankValues.of(part) for part in zip(*packed, strict=True)])
 
 
-def test_ranks_alike_are_not_slow() -> None:
-    times = through_a_message([RankTimes(
-        rank=0, compute_s=1.0, waiting_s=0.0, waited_for={}, outside_s=0.0, sent_bytes=0, received_bytes=0,
-        peak_bytes=0, late_steps=0,
-    )] * 4)  # fmt: skip
-    assert slowest(times) == ()
-    slower = [replace(each, outside_s=each.rank * 0.2) for each in times]
-    assert slowest(slower) == (3, 2)
-    assert slowest(times[:1]) == ()
-
-
-def test_what_a_step_that_failed_has_left_is_not_counted() -> None:
-    tally = RankTally()
-    tally.open()
-    tally.waited(1, 5.0)
-    tally.moved(sent_bytes=3, received_bytes=4)
-    tally.open()
-    counted = tally.take()
-    assert (counted.waited, counted.sent_bytes, counted.received_bytes) == ({}, 0, 0)
-    tally.waited(1, 0.5)
-    tally.close()
-    tally.waited(1, 0.5)  # of a save, or of another thread
-    tally.moved(sent_bytes=3, received_bytes=4)
-    assert (tally.take().waited, tally.take().sent_bytes) == ({1: 0.5}, 0)
-
-
 def test_time_outside_is_counted_once_where_a_step_is_refused() -> None:
     def run(channel: sw.Channel) -> float:
         tally_of(channel).now_s = clock = Clock()
-        engine = sw.parallelize(
-            nn.Linear(4, 1),
-            sw.Plan(),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            loss=lambda output, batch: output.square().mean(),
-            channel=channel,
-        )
+        engine = sw.parallelize(nn.Linear(4, 1), sw.Plan(), optimizer=SGD, loss=squares, channel=channel)
         engine.step({"input": torch.ones(4, 4)})
         for seconds in (2.0, 3.0):
             clock.now_s += seconds
@@ -232,18 +191,3 @@ def test_time_outside_is_counted_once_where_a_step_is_refused() -> None:
         return engine.step({"input": torch.ones(4, 4)}).ranks[0].outside_s
 
     assert sw.simulate(1, run) == [9.0]
-
-
-def test_times_cost_no_exchange_and_few_bytes() -> None:
-    def run(channel: sw.Channel) -> list[int]:
-        recorded = Recorded(channel)
-        engine = on_two(recorded)
-        for _ in range(2):
-            recorded.clear()
-            engine.step({"input": torch.ones(2, 4)})
-        exchanges = [call for call in recorded.calls if call.operation == "exchange"]
-        assert [call.purpose for call in exchanges] == ["weights of a step", "losses and norms"]
-        return [call.counts[channel.rank] for call in exchanges]
-
-    # Of the message that closes a step: six lengths, ten flags, a loss and a norm, and the times.
-    assert all(closing == 6 * 4 + 2 + 16 + 18 + 20 + 8 for _, closing in sw.simulate(2, run))

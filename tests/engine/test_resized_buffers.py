@@ -10,18 +10,11 @@ from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from tests.engine.expected import adamw
-from tests.engine.oracle import share_of
+from tests.engine.tower import DATA, on_ranks, share
+from tests.oracle.one_process import train_in_one_process
+from tests.oracle.program import adamw, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated", "ignore:.*reduce_range")
-
-PLANS = {
-    "one rank": sw.Plan(),
-    "two data ranks": sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-    "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
-    "checkpoint": sw.Plan(activations=sw.Activations(checkpoint=("0",))),
-    "pp": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"0": 0, "2": 1})),
-}
 
 
 class Observed(nn.Module):
@@ -31,7 +24,6 @@ class Observed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.map = nn.Linear(4, 8)
         self.out = nn.Linear(8, 2)
         self.register_buffer("largest", torch.tensor([]))
@@ -47,99 +39,65 @@ class Observed(nn.Module):
 
 
 def quantised(qconfig: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    if qconfig == "own":
+        return seeded(Observed)()
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))()
     model.qconfig = get_default_qat_qconfig(qconfig)
     prepared: nn.Module = prepare_qat(model.train())
     return prepared
 
 
-def batch_of(seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return {"input": torch.randn(8, 4), "y": torch.randn(8, 2)}
+def batch_of(seed: int, rows: int = 8) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(rows, width, generator=generator) for name, width in (("input", 4), ("y", 2))}
 
 
 def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(output, batch["y"])
 
 
-def plain(model: nn.Module, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    optimizer = adamw(list(model.parameters()))
-    losses = []
-    for seed in range(steps):
-        batch = batch_of(seed)
-        value = loss(model(batch["input"]), batch)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses, {name: each.clone() for name, each in model.state_dict().items()}
+PLANS = {
+    "one rank": sw.Plan(),
+    "two data ranks": sw.Plan(mesh=DATA),
+    "stage 3": sw.Plan(mesh=DATA, sharding=sw.Sharding(stage=3)),
+    "checkpoint": sw.Plan(activations=sw.Activations(checkpoint=("0",))),
+    "pp": sw.Plan(mesh=sw.Mesh(pp=2), pipeline=sw.Pipeline(stages={"0": 0, "2": 1})),
+    "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"map": "colwise_gather_output"})),
+}
+CASES = [(name, qconfig) for name in PLANS for qconfig in ("fbgemm", "qnnpack") if name != "tp"]
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
-@pytest.mark.parametrize("qconfig", ["fbgemm", "qnnpack"])
-def test_quantisation_aware_training_has_the_bits_of_one_process_also_after_a_load(
-    plan: str, qconfig: str, tmp_path: Path
-) -> None:
-    made = PLANS[plan]
+@pytest.mark.parametrize(("name", "qconfig"), [*CASES, ("one rank", "own"), ("two data ranks", "own"), ("tp", "own")])
+def test_observers_have_the_bits_of_one_process_also_after_a_load(name: str, qconfig: str, tmp_path: Path) -> None:
+    """Their memory can always be resized; a load into a plain module that has not run asks for its shapes."""
 
     def run(channel: sw.Channel, *, loads: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-        engine = sw.parallelize(quantised(qconfig), made, optimizer=adamw, loss=loss, channel=channel)
+        engine = sw.parallelize(quantised(qconfig), PLANS[name], optimizer=adamw, loss=loss, channel=channel)
+        if loads and qconfig == "own":
+            with pytest.raises(CheckpointError, match=r"largest: shape \[0\] in the target, \[8\] in"):
+                sw.load(tmp_path, engine)
+            engine.step(batch_of(9))
         if loads:
             sw.load(tmp_path, engine)
         # All data ranks get all rows, so that the model has the statistics of one process.
         losses = [engine.step(batch_of(seed)).loss for seed in ((2, 3) if loads else (0, 1))]
         if not loads:
             sw.save(tmp_path, engine)
-        return losses, sw.full_state_dict(engine)
+        state = sw.full_state_dict(engine)
+        with engine.whole():
+            pass
+        assert all(each.untyped_storage().resizable() for each in engine.model.buffers() if not each.is_meta)
+        return losses, state
 
-    losses, state = plain(quantised(qconfig), 4)
-    (begun, _), *_ = sw.simulate(made.mesh.size, lambda channel: run(channel, loads=False))
-    (ended, got), *_ = sw.simulate(made.mesh.size, lambda channel: run(channel, loads=True))
-    assert begun + ended == losses
-    for name, each in got.items():
-        assert torch.equal(each, state[name]), name
-
-
-@pytest.mark.parametrize(
-    ("mesh", "rules"), [(sw.Mesh(dp_shard=2), {}), (sw.Mesh(tp=2), {"map": "colwise_gather_output"})]
-)
-def test_an_observer_of_ones_own_is_right_and_its_memory_can_always_be_resized(
-    mesh: sw.Mesh, rules: dict[str, str], tmp_path: Path
-) -> None:
-    def run(channel: sw.Channel) -> tuple[list[float], torch.Tensor]:
-        model = Observed()
-        plan = sw.Plan(mesh=mesh, tensor=sw.Tensor(rules=rules))
-        engine = sw.parallelize(model, plan, optimizer=adamw, loss=loss, channel=channel)
-        losses = []
-        for seed in range(3):
-            losses.append(engine.step(batch_of(seed)).loss)
-            sw.save(tmp_path, engine)
-            sw.full_state_dict(engine)
-            with engine.whole():
-                pass
-            assert model.largest.untyped_storage().resizable()
-        sw.load(tmp_path, engine)
-        assert model.largest.untyped_storage().resizable()
-        return losses, model.largest.clone()
-
-    losses, state = plain(Observed(), 3)
-    for got, largest in sw.simulate(2, run):
-        assert got == pytest.approx(losses, rel=1e-6)  # tp adds partial sums in another order
-        assert torch.allclose(largest, state["largest"])
-
-
-def test_a_plain_module_keeps_its_shapes_in_a_load(tmp_path: Path) -> None:
-    """As `load_state_dict` does, which asks the module: only one that resizes its buffers takes another shape."""
-
-    def run(channel: sw.Channel) -> None:
-        engine = sw.parallelize(Observed(), sw.Plan(), optimizer=adamw, loss=loss, channel=channel)
-        engine.step(batch_of(0))
-        sw.save(tmp_path, engine)
-        with pytest.raises(CheckpointError, match=r"largest: shape \[0\] in the target, \[8\] in"):
-            sw.load(tmp_path, sw.parallelize(Observed(), sw.Plan(), optimizer=adamw, loss=loss, channel=channel))
-
-    sw.simulate(1, run)
+    model = quantised(qconfig)
+    batches = [batch_of(seed) for seed in range(4)]
+    losses = train_in_one_process(model, adamw(list(model.parameters())), batches, loss=loss).losses
+    (begun, _), *_ = on_ranks(PLANS[name], lambda channel: run(channel, loads=False))
+    (ended, got), *_ = on_ranks(PLANS[name], lambda channel: run(channel, loads=True))
+    # tp adds partial sums in another order.
+    assert begun + ended == (pytest.approx(losses, rel=1e-6) if name == "tp" else losses)
+    for key, each in got.items():
+        torch.testing.assert_close(each, model.state_dict()[key], rtol=0, atol=1e-5 if name == "tp" else 0)
 
 
 class Changing(nn.Module):
@@ -151,7 +109,6 @@ class Changing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.map = nn.Linear(4, 2)
         self.register_buffer("rows", torch.zeros(0, 4))
         self.register_buffer("kind", torch.zeros(2))
@@ -171,14 +128,12 @@ def test_ranks_that_have_other_shapes_take_those_of_data_rank_zero(mesh: sw.Mesh
     pipeline = sw.Pipeline(stages={"0": 0, "1": 1}) if mesh.pp > 1 else sw.Pipeline()
 
     def run(channel: sw.Channel) -> list[dict[str, torch.Tensor]]:
-        model = nn.Sequential(Changing(), nn.Linear(2, 2))
+        model = seeded(lambda: nn.Sequential(Changing(), nn.Linear(2, 2)))()
         plan = sw.Plan(mesh=mesh, pipeline=pipeline)
         engine = sw.parallelize(model, plan, optimizer=adamw, loss=loss, channel=channel)
         found = []
         for seed in range(4):
-            num_rows = 6 + seed  # 6 and 9 rows go up evenly
-            batch = {name: torch.cat([each, each])[:num_rows] for name, each in batch_of(seed).items()}
-            engine.step(share_of(batch, mesh.data_rank(channel.rank), 3))
+            engine.step(share(engine, batch_of(seed, 6 + seed)))  # 6 and 9 rows go up evenly
             found.append({name: each.clone() for name, each in model.named_buffers() if not each.is_meta})
         return found
 

@@ -1,18 +1,19 @@
 """What loops of reinforcement learning do between updates: lists of prompts and inputs, frozen engines, inner calls."""
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ModelError, OptimizerError
+from shardwise.errors import ModelError
 from tests.covering import covering
-from tests.engine.expected import seeded, sgd
-from tests.engine.refusals import same_error_everywhere
 from tests.engine.generating import SHORT, Apart, in_one_process, llama, mesh, named, prompts, under
+from tests.engine.tower import TP, on_ranks, squares, tower
+from tests.oracle.program import sgd
 
 PLANS = [
     mesh("single"),
@@ -21,8 +22,12 @@ PLANS = [
     mesh("pp=2,dp_shard=2", 3),
     mesh("tp=2", tp=True),
 ]
+
+
 SHARES = ([[0, 1, 2], [3]], [[0, 1, 2, 3], []])
 """Which of four prompts each of two data ranks has."""
+
+
 SAMPLING: dict[str, Any] = {"do_sample": True, "top_p": 0.9, "num_return_sequences": 2}
 
 
@@ -69,18 +74,15 @@ def test_data_ranks_have_unlike_numbers_of_prompts_and_of_inputs(
 
 
 def test_one_seed_goes_on_over_all_prompts() -> None:
-    model = llama().eval()
+    model: Any = llama().eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        expected = [model.generate(**prompt(number), **SHORT, **SAMPLING) for number in range(2)]  # type: ignore[operator]
+        expected = [model.generate(**prompt(number), **SHORT, **SAMPLING) for number in range(2)]
     engine = under(sw.Plan(), llama(), sw.comm.alone())
-    given = [prompt(0), None, prompt(1)]
-    first, none, last = engine.generate(given, seed=3, **SHORT, **SAMPLING)
+    first, none, last = engine.generate([prompt(0), None, prompt(1)], seed=3, **SHORT, **SAMPLING)
     assert torch.equal(first, expected[0])
     assert torch.equal(last, expected[1])
     assert none.shape == (0, 0)
-    again = engine.generate(given, **SHORT, **SAMPLING)
-    assert all(map(torch.equal, again, engine.generate(given, **SHORT, **SAMPLING)))
 
 
 @pytest.mark.parametrize("plan", [mesh("dp_shard=2", 3), mesh("pp=2"), mesh("dp_shard=2", 0)], ids=named)
@@ -89,25 +91,24 @@ def test_a_call_inside_of_a_loss_is_right_or_refused(plan: sw.Plan, call: str) -
     batch = {"input_ids": torch.arange(8).view(2, 4), "labels": torch.arange(8).view(2, 4)}
 
     def run(channel: sw.Channel, *, is_inside: bool = True) -> float:
+        calls: list[Any] = []
+
         def loss(output: Any, _: Any) -> torch.Tensor:
-            if is_inside and calls:
+            if calls:
                 calls.pop()()
             found: torch.Tensor = output.loss
             return found
 
         engine = sw.parallelize(llama(), plan, optimizer=sgd, loss=loss, channel=channel)
-        calls = [
-            lambda: (
-                engine.generate({"input_ids": batch["input_ids"]}, seed=1, **SHORT)
-                if call == "generate"
-                else getattr(engine, call)(batch)
-            )
-        ]
+        inner: dict[str, Any] = {
+            "generate": lambda: engine.generate({"input_ids": batch["input_ids"]}, seed=1, **SHORT)
+        }
+        calls += [inner.get(call, lambda: getattr(engine, call)(batch))] if is_inside else []
         engine.step(batch)
         return engine.evaluate(batch).loss
 
     if call != "step" and plan.sharding.stage == 0:
-        assert sw.simulate(2, run) == sw.simulate(2, lambda channel: run(channel, is_inside=False))
+        assert sw.simulate(2, run) == sw.simulate(2, partial(run, is_inside=False))
         return
     # By a fault of the program, as any error in a forward: it stops the ranks.
     with pytest.raises(ModelError, match=f"engine.{call} was called inside of engine.step.* make the inner call first"):
@@ -115,34 +116,17 @@ def test_a_call_inside_of_a_loss_is_right_or_refused(plan: sw.Plan, call: str) -
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=named)
-def test_a_frozen_model_needs_no_optimizer(plan: sw.Plan, tmp_path: Any) -> None:
+def test_a_frozen_model_needs_no_optimizer(plan: sw.Plan, tmp_path: Path) -> None:
     def run(channel: sw.Channel) -> None:
-        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))()
-        rules = {"0": "column", "1": "row"} if plan.mesh.tp > 1 else None
-        under_it = sw.Plan(mesh=plan.mesh, sharding=plan.sharding, tensor=sw.Tensor(rules=rules))
-        engine = sw.parallelize(
-            model.requires_grad_(False),
-            under_it,
-            optimizer=None,
-            loss=lambda output, _: output.square().mean(),
-            channel=channel,
-        )
+        asked = sw.Plan(mesh=plan.mesh, sharding=plan.sharding, tensor=TP if plan.mesh.tp > 1 else sw.Tensor())
+        model = tower().requires_grad_(False)
+        engine = sw.parallelize(model, asked, optimizer=None, loss=squares, channel=channel)
         assert engine.optimizers == ()
-        before = engine.predict({"input": torch.ones(2, 4)})
-        loss = engine.evaluate({"input": torch.ones(2, 4)}).loss
+        rows = {"input": torch.ones(2, 4)}
+        before, loss = engine.predict(rows), engine.evaluate(rows).loss
         sw.save(tmp_path / "save", engine)
         sw.load(tmp_path / "save", engine)
-        assert torch.equal(engine.predict({"input": torch.ones(2, 4)}), before)
-        assert engine.evaluate({"input": torch.ones(2, 4)}).loss == loss
+        assert torch.equal(engine.predict(rows), before)
+        assert engine.evaluate(rows).loss == loss
 
-    sw.simulate(plan.mesh.size, run)
-
-
-def test_a_model_that_trains_needs_one() -> None:
-    def run(channel: sw.Channel) -> None:
-        sw.parallelize(nn.Linear(2, 2), sw.Plan(mesh=sw.Mesh(dp_shard=2)), optimizer=None, channel=channel)
-
-    error = same_error_everywhere(2, run)
-    assert isinstance(error, OptimizerError)
-    assert "2 of the model's trainable parameters are in no group" in str(error)
-    assert "or freeze them (requires_grad_(False))" in str(error)
+    on_ranks(plan, run)

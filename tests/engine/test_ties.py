@@ -1,27 +1,20 @@
 """Ties: one storage under many names trains as one parameter; storages shared in part are refused by name."""
 
-import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import ModelError, OptimizerError
-from tests.engine.expected import (
-    SLICES,
-    WHOLE,
-    adamw,
-    assert_ranks_train_as_one_process,
-    points,
-    seeded,
-    sgd,
-    square_loss,
-)
-
-SHARDINGS = pytest.mark.parametrize("sharding", [SLICES, WHOLE, sw.Sharding(stage=0)], ids=["slice", "whole", "stage0"])
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2, 3])
+from tests.covering import covering
+from tests.engine.refusals import raise_of_all
+from tests.engine.tower import DATA
+from tests.oracle.batches import points, square_loss
+from tests.oracle.comparison import assert_trains_like_one_process
+from tests.oracle.program import Program, adamw, plan_of, seeded
+from tests.refusals import Refusals
 
 
 class Chain(nn.Module):
@@ -41,188 +34,99 @@ class Chain(nn.Module):
         return y
 
 
-def tied_as_one_object() -> Chain:
-    chain = Chain()
-    chain.second.weight = chain.first.weight
-    chain.third.weight = chain.first.weight
-    return chain
+def tied(second: str, third: str) -> Callable[[], Chain]:
+    """`second` and `third` say how their weights are the first one's."""
 
+    def make() -> Chain:
+        chain = Chain()
+        for name, how in (("second", second), ("third", third)):
+            if how == "module":
+                setattr(chain, name, chain.first)
+            elif how == "object":
+                getattr(chain, name).weight = chain.first.weight
+            elif how == "storage":
+                getattr(chain, name).weight = nn.Parameter(chain.first.weight.data)
+            elif how == "the second's":
+                getattr(chain, name).weight = chain.second.weight
+        return chain
 
-def tied_by_storage() -> Chain:
-    chain = Chain()
-    chain.second.weight = nn.Parameter(chain.first.weight.data)
-    chain.third.weight = nn.Parameter(chain.first.weight.data)
-    return chain
-
-
-def tied_both_ways() -> Chain:
-    chain = Chain()
-    chain.second.weight = nn.Parameter(chain.first.weight.data)
-    chain.third.weight = chain.second.weight
-    return chain
-
-
-def tied_as_one_module() -> Chain:
-    chain = Chain()
-    chain.second = chain.third = chain.first
-    return chain
-
-
-@RANKS
-@SHARDINGS
-@pytest.mark.parametrize("make", [tied_as_one_object, tied_by_storage, tied_both_ways, tied_as_one_module])
-def test_a_tie_trains_as_the_one_parameter_that_it_is(
-    make: Callable[[], Chain], sharding: sw.Sharding, num_ranks: int
-) -> None:
-    assert_ranks_train_as_one_process(
-        seeded(make),
-        num_ranks=num_ranks,
-        sharding=sharding,
-        num_microbatches=2,
-        make_oracle=seeded(tied_as_one_object),
-    )
-
-
-def tied_pair_apart() -> Chain:
-    chain = Chain()
-    chain.third.weight = chain.first.weight  # another parameter lies between the names
-    return chain
-
-
-@RANKS
-def test_a_tie_may_leave_out_a_parameter_between(num_ranks: int) -> None:
-    assert_ranks_train_as_one_process(seeded(tied_pair_apart), num_ranks=num_ranks, optimizer=sgd)
-
-
-@pytest.mark.parametrize("make", [tied_by_storage, tied_both_ways])
-def test_names_that_shared_a_storage_are_one_parameter_object_afterwards(make: Callable[[], Chain]) -> None:
-    def run(channel: sw.Channel) -> None:
-        chain = seeded(make)()
-        engine = sw.parallelize(
-            chain, sw.Plan(mesh=sw.Mesh(dp_shard=2)), optimizer=adamw, loss=square_loss, channel=channel
-        )
-        assert chain.first.weight is chain.second.weight is chain.third.weight
-        assert [name for name, _ in chain.named_parameters()] == ["first.weight", "out.weight", "out.bias"]
-        names = {piece.name for piece in engine.state()}
-        assert names <= {"first.weight", "out.weight", "out.bias"}
-        assert set(chain.state_dict()) == {
-            *names,
-            "first.weight",
-            "second.weight",
-            "third.weight",
-            "out.bias",
-            "out.weight",
-        }
-
-    sw.simulate(2, run)
-
-
-def test_an_optimizer_built_over_both_objects_of_one_storage_updates_it_once() -> None:
-    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        chain = seeded(tied_by_storage)()
-        built = adamw(list(chain.parameters()))
-        engine = sw.parallelize(
-            chain, sw.Plan(mesh=sw.Mesh(dp_shard=2)), optimizer=built, loss=square_loss, channel=channel
-        )
-        engine.step(points(channel.rank, 4))
-        assert sum(len(group["params"]) for group in built.param_groups) <= 3
-        return {name: each.detach().clone() for name, each in chain.named_parameters()}
-
-    def plain(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        chain = seeded(tied_as_one_object)()
-        engine = sw.parallelize(
-            chain, sw.Plan(mesh=sw.Mesh(dp_shard=2)), optimizer=adamw, loss=square_loss, channel=channel
-        )
-        engine.step(points(channel.rank, 4))
-        return {name: each.detach().clone() for name, each in chain.named_parameters()}
-
-    (got, _), (expected, _) = sw.simulate(2, run), sw.simulate(2, plain)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    return seeded(make)
 
 
 class Shared(nn.Module):
     """Two parameters in one storage."""
 
-    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+    def __init__(self, parts: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], *, copies: bool) -> None:
         super().__init__()
-        self.one = nn.Parameter(one)
-        self.other = nn.Parameter(other)
+        one, other = parts(torch.arange(48.0).reshape(8, 6) / 48)
+        self.one = nn.Parameter(one.clone().contiguous() if copies else one)
+        self.other = nn.Parameter(other.clone().contiguous() if copies else other)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum(1, keepdim=True) * self.one.sum() + self.other.square().sum()
 
 
-def refusal_of(make: Callable[[], nn.Module], optimizer: Callable[..., object] = adamw) -> str:
-    """The message with which every rank refuses the model."""
-    errors: list[str] = []
+def shared(parts: Any, *, copies: bool = False) -> Callable[[], nn.Module]:
+    return lambda: Shared(parts, copies=copies)
 
-    def run(channel: sw.Channel) -> None:
-        with pytest.raises((ModelError, OptimizerError)) as caught:
-            sw.parallelize(
-                make(),
-                sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-                optimizer=optimizer,  # type: ignore[arg-type]
-                loss=square_loss,
-                channel=channel,
-            )
-        errors.append(str(caught.value))
 
-    sw.simulate(2, run)
-    assert len(errors) == 2
-    assert errors[0] == errors[1]
-    return errors[0]
+APART: dict[str, Any] = {
+    "interleaved": lambda base: (base[:, 0::2], base[:, 1::2]),
+    "columns": lambda base: (base[:, :1], base[:, 1:]),
+    "neighbours": lambda base: (base[:3], base[3:]),
+}
+MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "one object": (tied("object", "object"), tied("object", "object")),
+    "one storage": (tied("storage", "storage"), tied("object", "object")),
+    "both ways": (tied("storage", "the second's"), tied("object", "object")),
+    "one module": (tied("module", "module"), tied("object", "object")),
+    "a parameter between": (tied("", "object"), tied("", "object")),
+    **{name: (shared(parts), shared(parts, copies=True)) for name, parts in APART.items()},
+}
+"""Models, and what they are: copies, whose sums are in the same order."""
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [
-        lambda base: (base[:5], base[3:]),  # rows that overlap
-        lambda base: (base, base[2:3]),  # one within the other
-        lambda base: (base, base.t()),  # the same elements, transposed
-        lambda base: (base, base.view(-1)),  # the same elements in another shape
-        lambda base: (base[:, ::2], base[:, 2:]),  # columns that meet here and there
-        lambda base: (base, base.view(torch.int32).view(torch.float32)[:, :2]),
-    ],
+    ("name", "ranks", "sharding"),
+    covering(list(MAKERS), (1, 2, 3), ({}, {"partition": "whole"}, {"stage": 0}, {"stage": 3}), strength=2),
 )
-def test_parameters_that_share_a_part_of_one_storage_are_refused_by_name(
-    parts: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    message = refusal_of(lambda: Shared(*parts(torch.ones(8, 6))))
-    assert re.search("'one' and 'other' share a part of one storage|'other' and 'one' share a part", message)
-    assert "make one of them a copy" in message
+def test_a_tie_trains_as_the_one_parameter_that_it_is(name: str, ranks: int, sharding: dict[str, Any]) -> None:
+    make, make_oracle = MAKERS[name]
+    batches = [points(seed, 12) for seed in range(3)]
+    program = Program(make=make, make_oracle=make_oracle, batches=batches, loss=square_loss)
+    plan = plan_of(program, f"dp_shard={ranks}", k=2, **{"bucket_bytes": 256, **sharding})
+    assert_trains_like_one_process(program, plan)
 
 
-@RANKS
-@pytest.mark.parametrize(
-    "parts",
-    [
-        lambda base: (base[:, 0::2], base[:, 1::2]),  # interleaved
-        lambda base: (base[:, :1], base[:, 1:]),
-        lambda base: (base[:3], base[3:]),  # neighbours
-    ],
-)
-def test_parts_of_one_matrix_that_do_not_meet_are_two_parameters(
-    parts: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], num_ranks: int
-) -> None:
-    base = torch.arange(48.0).reshape(8, 6) / 48
-    one, other = parts(base)
-    assert_ranks_train_as_one_process(
-        lambda: Shared(*parts(base.clone())),
-        num_ranks=num_ranks,
-        make_oracle=lambda: Shared(one.clone().contiguous(), other.clone().contiguous()),  # sums in the same order
-    )
+@pytest.mark.parametrize("third", ["storage", "the second's"])
+def test_names_that_shared_a_storage_are_one_parameter_afterwards_also_in_an_optimizer(third: str) -> None:
+    def run(channel: sw.Channel, make: Callable[[], Chain]) -> list[torch.Tensor]:
+        chain = make()
+        built = adamw(list(chain.parameters()))  # over all objects of the storage
+        engine = sw.parallelize(chain, sw.Plan(mesh=DATA), optimizer=built, loss=square_loss, channel=channel)
+        engine.step(points(channel.rank, 4))
+        assert sum(len(group["params"]) for group in built.param_groups) <= 3
+        assert chain.first.weight is chain.second.weight is chain.third.weight
+        names = {name for name, _ in chain.named_parameters()}
+        assert {each.name for each in engine.state() if "/" not in each.name} <= names
+        assert set(chain.state_dict()) == {*names, "second.weight", "third.weight"}
+        return [each.detach().clone() for each in chain.parameters()]
+
+    got = sw.simulate(2, lambda channel: run(channel, tied("storage", third)))
+    expected = sw.simulate(2, lambda channel: run(channel, tied("object", "object")))
+    assert all(map(torch.equal, got[0], expected[0]))
 
 
-class Expanded(nn.Module):
-    """A parameter of four elements in the memory of one."""
+def test_a_name_to_keep_may_be_any_name_of_a_tie() -> None:
+    def run(channel: sw.Channel) -> list[torch.dtype]:
+        precision = sw.Precision(compute="bfloat16", keep=("third", "second.weight"))
+        chain = tied("", "object")()
+        sw.parallelize(
+            chain, sw.Plan(mesh=DATA, precision=precision), optimizer=adamw, loss=square_loss, channel=channel
+        )
+        return [each.dtype for each in chain.parameters()]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 1).expand(4, 1))
-
-
-def test_a_parameter_that_was_expanded_is_refused_by_name() -> None:
-    assert "parameter 'weight' has several elements in one place of memory (it was expanded)" in refusal_of(Expanded)
+    assert sw.simulate(2, run) == [[torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]] * 2
 
 
 class Watched(nn.Module):
@@ -235,43 +139,55 @@ class Watched(nn.Module):
         self.register_buffer("last", self.weight.data[3:])
 
 
-def test_a_buffer_that_views_a_parameter_which_moves_is_refused_by_name() -> None:
-    assert "buffer 'last' and parameter 'weight' share a part of one storage" in refusal_of(Watched)
-
-
 def test_a_buffer_that_views_a_parameter_which_stays_goes_on_viewing_it() -> None:
     model = Watched(trained=False)
-    sw.simulate(1, lambda channel: sw.parallelize(model, sw.Plan(), optimizer=adamw, loss=square_loss, channel=channel))
+    sw.parallelize(model, sw.Plan(), optimizer=adamw, loss=square_loss)
     assert model.get_buffer("last").data_ptr() == model.weight[3:].data_ptr()
 
 
-def test_a_tie_of_which_one_name_only_is_trained_is_refused() -> None:
-    def make() -> Chain:
-        chain = tied_by_storage()
-        chain.second.weight.requires_grad_(False)
-        return chain
-
-    message = refusal_of(make)
-    assert "'first.weight' and 'second.weight' share one storage, and only one of them requires a gradient" in message
+def expanded() -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1, 1).expand(4, 1))
+    return model
 
 
-def test_a_tie_in_two_groups_is_refused_for_it_has_one_set_of_settings() -> None:
-    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        first, *others = parameters
-        return torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": others, "lr": 2.0}])
-
-    message = refusal_of(seeded(tied_by_storage), optimizer)
-    assert "these are in several groups: 'first.weight'; a parameter (or a tie) has one set of settings" in message
+def half_frozen() -> Chain:
+    chain = tied("storage", "storage")()
+    chain.second.weight.requires_grad_(False)
+    return chain
 
 
-def test_a_name_to_keep_may_be_any_name_of_a_tie() -> None:
-    def run(channel: sw.Channel) -> list[torch.dtype]:
-        chain = seeded(tied_pair_apart)()
-        plan = sw.Plan(
-            mesh=sw.Mesh(dp_shard=2), precision=sw.Precision(compute="bfloat16", keep=("third", "second.weight"))
-        )
-        sw.parallelize(chain, plan, optimizer=adamw, loss=square_loss, channel=channel)
-        return [each.dtype for each in chain.parameters()]
+def in_two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": parameters[:1], "lr": 1.0}, {"params": parameters[1:], "lr": 2.0}])
 
-    kept = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16]
-    assert sw.simulate(2, run) == [kept, kept]
+
+def refuses(make: Callable[[], nn.Module], optimizer: Any = adamw) -> Callable[[], None]:
+    def run(channel: sw.Channel) -> None:
+        sw.parallelize(make(), sw.Plan(mesh=DATA), optimizer=optimizer, loss=square_loss, channel=channel)
+
+    return lambda: raise_of_all(2, run)
+
+
+MEETING: dict[str, Any] = {
+    "rows that overlap": lambda base: (base[:5], base[3:]),
+    "one within the other": lambda base: (base, base[2:3]),
+    "the same elements, transposed": lambda base: (base, base.t()),
+    "the same elements in another shape": lambda base: (base, base.view(-1)),
+    "columns that meet here and there": lambda base: (base[:, ::2], base[:, 2:]),
+    "a view of other numbers": lambda base: (base, base.view(torch.int32).view(torch.float32)[:, :2]),
+}
+REFUSED = Refusals(
+    "engine.ties",
+    {
+        **{name: refuses(shared(parts)) for name, parts in MEETING.items()},
+        "a parameter that was expanded": refuses(expanded),
+        "a buffer that views a parameter which moves": refuses(Watched),
+        "a tie of which one name is trained": refuses(half_frozen),
+        "a tie in two groups": refuses(tied("storage", "storage"), in_two_groups),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_storages_that_are_shared_in_part_are_refused_by_name(case: str) -> None:
+    REFUSED.check(case)

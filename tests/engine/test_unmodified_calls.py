@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import shardwise as sw
+from tests.engine.tower import DATA, SGD, squares
 
 
 class Block(nn.Module):
@@ -29,19 +30,9 @@ class Block(nn.Module):
         return out
 
 
-class Net(nn.Module):
-    def __init__(self, seen: Counter[tuple[bool, int]]) -> None:
-        super().__init__()
-        self.one, self.two, self.last = Block(seen), Block(seen), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.two(self.one(x)))
-        return out
-
-
 PLANS = {
-    "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=2)),
-    "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
+    "stage 1": sw.Plan(mesh=DATA),
+    "stage 3": sw.Plan(mesh=DATA, sharding=sw.Sharding(stage=3)),
     "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=sw.Tensor(rules={"*.up": "column", "*.down": "row"}, prove=False)),
 }
@@ -51,15 +42,9 @@ PLANS = {
 def test_no_mode_is_active_around_a_module(name: str) -> None:
     def calls(channel: sw.Channel) -> Counter[tuple[bool, int]]:
         seen: Counter[tuple[bool, int]] = Counter()
-        model = Net(seen)
-        engine = sw.parallelize(
-            model,
-            PLANS[name],
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            loss=lambda output, batch: output.square().mean(),
-            channel=channel,
-        )
-        batch = {"x": torch.ones(2, 8)}
+        model = nn.Sequential(Block(seen), Block(seen), nn.Linear(8, 4))
+        engine = sw.parallelize(model, PLANS[name], optimizer=SGD, loss=squares, channel=channel)
+        batch = {"input": torch.ones(2, 8)}
         for _ in range(2):
             engine.step(batch)
         engine.evaluate(batch)

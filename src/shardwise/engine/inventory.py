@@ -277,6 +277,8 @@ def with_values(original: _T, values: torch.Tensor) -> _T:
     else:
         made = values.detach().requires_grad_(original.requires_grad)
     vars(made).update(vars(original))
+    for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on its engine
+        vars(made).pop(own, None)
     return cast("_T", made)
 
 

@@ -233,9 +233,7 @@ class _WholeModel:
             if is_shell(part):  # stays, and what is inside gets the whole content
                 self.parameters[name] = part
             elif name not in self.parameters:
-                self.parameters[name] = made = with_values(part, _values_of(specs[name], values))
-                for own in ("_unit_place", "_reader"):  # of a parameter at rest, with a hold on the engine
-                    vars(made).pop(own, None)
+                self.parameters[name] = with_values(part, _values_of(specs[name], values))
         self._carried = [replace(each, name=ties.get(each.name, each.name)) for each in all_carried(model)]
         self._contents = {each.name: _values_of(specs[each.name], values) for each in self._carried if not each.is_view}
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -27,27 +27,23 @@ def text(rank: int, *, lr: float = 0.1) -> bytes:
     return json.dumps(settings).encode()
 
 
-def test_they_are_merged() -> None:
-    settings = merged_settings([text(rank) for rank in range(8)], purpose="settings")
+merged = partial(merged_settings, purpose="settings")
+
+
+def test_they_are_merged_and_the_rank_that_differs_or_says_nothing_is_named() -> None:
+    settings = merged([text(rank) for rank in range(8)])
     assert settings["model_files"] == {}
     (optimizer,) = settings["optimizers"]
     assert (optimizer["plain"], optimizer["none"]) == ({"step": "int"}, {"buffer": True})
-
-
-@pytest.mark.parametrize("odd", [1, 6])
-def test_the_rank_that_differs_is_named(odd: int) -> None:
-    texts = [text(rank, lr=0.2 if rank == odd else 0.1) for rank in range(8)]
-    with pytest.raises(MismatchError, match=rf"0.1 on the ranks before rank {odd}, and 0.2 there"):
-        merged_settings(texts, purpose="settings")
-
-
-def test_the_rank_that_says_nothing_is_named() -> None:
+    for odd in (1, 6):
+        with pytest.raises(MismatchError, match=rf"0.1 on the ranks before rank {odd}, and 0.2 there"):
+            merged([text(rank, lr=0.2 if rank == odd else 0.1) for rank in range(8)])
     with pytest.raises(PeerError, match="rank 2"):
-        merged_settings([text(0), text(1), b"[]", b"[]"], purpose="settings")
+        merged([text(0), text(1), b"[]", b"[]"])
 
 
 def test_more_ranks_cost_little() -> None:
     few, many = ([text(rank) for rank in range(count)] for count in (12, 1200))
-    costs = [calls_in(partial(merged_settings, texts, purpose="settings")) for texts in (few, many)]
+    costs = [calls_in(partial(merged, texts)) for texts in (few, many)]
     assert costs[1] - costs[0] < 8 * len(many)  # to look each text up
     assert costs[0] > 100

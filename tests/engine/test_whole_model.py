@@ -3,7 +3,6 @@
 import copy
 import io
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,28 +10,26 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import CheckpointError, ModelError, PeerError
+from shardwise.errors import ModelError
 from tests.engine.expected import seeded
-from tests.engine.pipeline import transformers_models
 from tests.engine.refusals import same_error_everywhere
+from tests.engine.tower import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.SameRowsWarning")
 
 TP = sw.Tensor(rules={"layers.*.0": "column", "layers.*.2": "row"})
+TWO = sw.Mesh(dp_shard=2)
+STAGE3 = sw.Sharding(stage=3)
 PLANS = {
     "one": sw.Plan(),
-    "stage 0": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=0)),
+    "stage 0": sw.Plan(mesh=TWO, sharding=sw.Sharding(stage=0)),
     "stage 1": sw.Plan(mesh=sw.Mesh(dp_shard=3)),
-    "whole": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=2, partition="whole")),
-    "stage 3": sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3)),
-    "recomputed": sw.Plan(
-        mesh=sw.Mesh(dp_shard=2),
-        sharding=sw.Sharding(stage=3),
-        activations=sw.Activations(checkpoint=("layers.*",)),
-    ),
+    "whole": sw.Plan(mesh=TWO, sharding=sw.Sharding(stage=2, partition="whole")),
+    "stage 3": sw.Plan(mesh=TWO, sharding=STAGE3),
+    "recomputed": sw.Plan(mesh=TWO, sharding=STAGE3, activations=sw.Activations(checkpoint=("layers.*",))),
     "tp": sw.Plan(mesh=sw.Mesh(tp=2), tensor=TP),
     "pp": sw.Plan(mesh=sw.Mesh(pp=2)),
-    "all": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2, tp=2), tensor=TP, sharding=sw.Sharding(stage=3)),
+    "all": sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2, tp=2), tensor=TP, sharding=STAGE3),
 }
 EXACT = ("one", "stage 0", "whole", "stage 3", "recomputed", "pp")
 """Where the engine adds up as one process does: all data ranks, a power of two, have the same rows."""
@@ -167,19 +164,17 @@ def test_a_plain_program_goes_on_from_it_and_it_from_a_plain_program(layout: str
 @pytest.mark.parametrize("layout", ["one", "stage 3", "recomputed", "tp", "pp"])
 def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: str) -> None:
     def run(channel: sw.Channel) -> None:
-        engine = engine_on(PLANS[layout], channel)
-        engine.step(batch_of(0))
+        engine, other = (engine_on(PLANS[layout], channel) for _ in range(2))
+        for each in (engine, other):
+            each.step(batch_of(0))
         model: Any = engine.model
         words = batch_of(1)["words"]
-        other = engine_on(PLANS[layout], channel)
-        other.step(batch_of(0))
         plain = net()
         plain.load_state_dict(sw.full_state_dict(engine, rank0_only=False))
         before = model.state_dict(keep_vars=True)
         with engine.whole(optimizer=False):
             for name, parameter in plain.named_parameters():
-                assert_alike(parameter.detach(), model.get_parameter(name).detach())
-            assert not [key for key in vars(model.layers[0]) if key == "forward"]
+                assert torch.equal(parameter, model.get_parameter(name))
             copied = copy.deepcopy(model)
             file = io.BytesIO()
             torch.save(model, file)
@@ -188,14 +183,15 @@ def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: st
                 assert torch.equal(each.eval()(words), plain.eval()(words))
                 each.train()
             assert model.head.weight is model.embed.weight
-            for refused in (
+            refused: list[Callable[[], object]] = [
                 lambda: engine.step(batch_of(1)),
                 lambda: engine.predict(batch_of(1)),
                 engine.state,
                 lambda: engine.whole().__enter__(),
-            ):
+            ]
+            for call in refused:
                 with pytest.raises(ModelError, match=r"leave it before the engine goes on"):
-                    refused()
+                    call()
         after = model.state_dict(keep_vars=True)
         assert list(after) == list(before)
         assert all(after[name] is before[name] for name in before)
@@ -206,7 +202,7 @@ def test_inside_the_model_is_the_plain_one_and_afterwards_the_engines(layout: st
         assert_alike(sw.full_state_dict(engine), sw.full_state_dict(other))
         copied(words)  # of nobody: it runs without the other ranks
 
-    sw.simulate(PLANS[layout].mesh.size, run)
+    on_ranks(PLANS[layout], run)
 
 
 def test_only_what_was_written_changes_the_masters() -> None:
@@ -261,92 +257,62 @@ def test_state_of_what_is_left_out_has_shapes_alone(layout: str) -> None:
     assert all("engine.whole(only=...) leaves it out" in each for each in sw.simulate(PLANS[layout].mesh.size, run))
 
 
-def to_data(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.scale.data.fill_(2.0)
-    model.norm.running_mean.data.fill_(2.0)
-    next(iter(optimizer.state.values()))["exp_avg"].data.fill_(2.0)
+def to_data(tensor: torch.Tensor) -> None:
+    tensor.data.fill_(2.0)
 
 
-def through_numpy(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model.scale.detach().numpy()[...] = 2.0
-    model.norm.running_mean.numpy()[:] = 2.0
-    next(iter(optimizer.state.values()))["exp_avg"].numpy()[...] = 2.0
+def through_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[...] = 2.0
 
 
 @pytest.mark.parametrize("write", [to_data, through_numpy])
-def test_writes_that_torch_does_not_count_are_taken_in(write: Callable[[Any, torch.optim.Optimizer], None]) -> None:
-    def run(channel: sw.Channel) -> None:
-        engine = engine_on(PLANS["stage 3"], channel)
-        engine.step(batch_of(0))
-        engine.step(batch_of(1))
-        with engine.whole():
-            write(engine.model, engine.optimizers[0])
-        weights, moments = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
-        first = next(iter((moments[0] if isinstance(moments, list) else moments)["state"].values()))
-        assert {
-            each.unique().item() for each in (weights["scale"], weights["norm.running_mean"], first["exp_avg"])
-        } == {2}
-
-    sw.simulate(2, run)
-
-
-def test_freezing_inside_holds_afterwards() -> None:
+def test_writes_that_torch_does_not_count_and_a_freeze_are_taken_in(write: Callable[[torch.Tensor], None]) -> None:
     def run(channel: sw.Channel) -> None:
         engine = engine_on(PLANS["stage 3"], channel)
         model: Any = engine.model
+        for step in range(2):
+            engine.step(batch_of(step))
         with engine.whole():
+            for each in (model.scale, model.norm.running_mean, *first_of(engine.optimizers[0].state).values()):
+                write(each)
             model.layers.requires_grad_(False)
-        before = sw.full_state_dict(engine, rank0_only=False)
+        weights, moments = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
+        written = [weights["scale"], weights["norm.running_mean"], first_of(moments[0]["state"])["exp_avg"]]
+        assert {each.unique().item() for each in written} == {2}
         engine.step(batch_of(0))
         after = sw.full_state_dict(engine, rank0_only=False)
-        same = {name for name in before if torch.equal(before[name], after[name])}
-        assert {name for name in before if name.startswith("layers")} <= same
+        same = {name for name in weights if torch.equal(weights[name], after[name])}
+        assert {name for name in weights if name.startswith("layers")} <= same
         assert "scale" not in same
 
     sw.simulate(2, run)
 
 
-def test_a_write_on_some_ranks_is_refused_on_all() -> None:
-    def run(channel: sw.Channel) -> None:
-        engine = engine_on(PLANS["stage 3"], channel)
-        model: Any = engine.model
-        with engine.whole(), torch.no_grad():
-            if channel.rank:
-                model.scale.fill_(2.0)
-
-    assert "only the ranks [1] wrote" in str(same_error_everywhere(2, run))
+def first_of(state: Mapping[Any, Any]) -> dict[str, Any]:
+    return {key: each for key, each in next(iter(state.values())).items() if key == "exp_avg"}
 
 
-def test_ranks_that_ask_for_different_things_are_refused() -> None:
-    def run(channel: sw.Channel) -> None:
-        engine_on(PLANS["pp"], channel).whole(rank0_only=bool(channel.rank)).__enter__()
+def written_on_some(channel: sw.Channel) -> None:
+    engine = engine_on(PLANS["stage 3"], channel)
+    model: Any = engine.model
+    with engine.whole(), torch.no_grad():
+        if channel.rank:
+            model.scale.fill_(2.0)
 
-    assert "rank 1 calls engine.whole(optimizer=True, rank0_only=True" in str(same_error_everywhere(2, run))
+
+def asked_for_unlike(channel: sw.Channel) -> None:
+    engine_on(PLANS["pp"], channel).whole(rank0_only=bool(channel.rank)).__enter__()
 
 
-def test_a_write_keeps_the_record_of_the_rewrite_that_made_the_values(tmp_path: Path) -> None:
-    sw.checkpoint.save(tmp_path / "save", {"w": torch.ones(2, 4), "bias": torch.ones(2)})
-
-    def run(channel: sw.Channel) -> tuple[Any, Any]:
-        model = nn.Linear(4, 2)
-        plan = sw.Plan(mesh=sw.Mesh(dp_shard=2))
-        engine = sw.parallelize(
-            seeded(lambda: model)(),
-            plan,
-            optimizer=torch.optim.AdamW,
-            loss=lambda output, _: output.mean(),
-            channel=channel,
-        )
-        sw.load(tmp_path / "save", engine, rewrite=sw.Rewrite("w -> weight"))
-        before = engine.settings().get("loaded_by")
-        with engine.whole(), torch.no_grad():
-            model.bias.zero_()
-        return before, engine.settings().get("loaded_by")
-
-    torch.manual_seed(0)
-    (before, after), _ = sw.simulate(2, run)
-    assert before is not None
-    assert after == before
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (written_on_some, "only the ranks [1] wrote"),
+        (asked_for_unlike, "rank 1 calls engine.whole(optimizer=True, rank0_only=True"),
+    ],
+)
+def test_what_ranks_do_unlike_is_refused_on_all(run: Callable[[sw.Channel], None], words: str) -> None:
+    assert words in str(same_error_everywhere(2, run))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -369,82 +335,6 @@ def test_an_error_inside_ends_it_on_all_ranks_and_the_engine_goes_on(failing: in
     told = sw.simulate(2, run)
     assert told[failing] == "disk full"
     assert told[1 - failing] == f"inside engine.whole(), rank {failing} raised OSError: disk full"
-
-
-def test_state_of_another_optimizer_is_refused() -> None:
-    model = net()
-    other = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def run(channel: sw.Channel) -> None:
-        engine = engine_on(PLANS["stage 1"], channel)
-        with engine.whole():
-            engine.optimizers[0].load_state_dict(other.state_dict())
-
-    with pytest.raises((ValueError, PeerError, CheckpointError, ModelError), match=r"different number|groups"):
-        sw.simulate(3, run)
-
-
-def test_after_a_relayout_the_groups_of_the_plain_optimizer_are_complete() -> None:
-    def run(channel: sw.Channel) -> Any:
-        engine = engine_on(PLANS["stage 1"], channel)
-        engine.step(batch_of(0))
-        before = sw.full_state_dict(engine, optimizer=True)
-        engine = sw.relayout(engine, sw.Plan(mesh=sw.Mesh(pp=3)))
-        return before, sw.full_state_dict(engine, optimizer=True)
-
-    (before, after), *_ = sw.simulate(3, run)
-    assert_alike(before, after)
-    Plain().load(*after)
-
-
-def test_averages_are_whole_in_their_place_and_stay_what_they_are() -> None:
-    plan = sw.Plan(mesh=sw.Mesh(pp=2), average=sw.Average(decay=0.5))
-
-    def run(channel: sw.Channel) -> None:
-        engine = engine_on(plan, channel)
-        for step in range(3):
-            engine.step(batch_of(step))
-        with engine.averaged():
-            averages = dict(sw.full(engine))
-            assert_alike(averages, dict(sw.full_state_dict(engine, rank0_only=False)))
-            with pytest.raises(ModelError, match=r"engine\.whole\(optimizer=True\) was called inside engine\.averaged"):
-                engine.whole().__enter__()
-            refused = pytest.raises(
-                ModelError, match=r"engine\.whole\(\) with writes inside was called inside engine\.av"
-            )
-            with refused, engine.whole(optimizer=False):
-                engine.model.load_state_dict(averages | {"scale": torch.tensor(7.0)})
-        weights, (state, _) = sw.full_state_dict(engine, rank0_only=False, optimizer=True)
-        assert not torch.equal(weights["scale"], averages["scale"])
-        assert {key for each in state["state"].values() for key in each} == {"step", "exp_avg", "exp_avg_sq"}
-        with engine.whole():
-            engine.model.load_state_dict(averages)
-        assert_alike(averages, dict(sw.full_state_dict(engine, rank0_only=False)))
-        with engine.averaged():
-            assert_alike(averages, dict(sw.full(engine)))
-
-    sw.simulate(2, run)
-
-
-def test_save_pretrained_writes_what_from_pretrained_reads(tmp_path: Path) -> None:
-    import transformers as tf
-
-    plan = sw.Plan(mesh=sw.Mesh(pp=2, dp_shard=2), sharding=sw.Sharding(stage=3))
-    batch = transformers_models.sentences(0)
-
-    def run(channel: sw.Channel) -> Any:
-        model = transformers_models.gpt2_still()()
-        engine = sw.parallelize(model, plan, optimizer=torch.optim.AdamW, channel=channel)
-        engine.step(batch)
-        with engine.whole(optimizer=False, rank0_only=True):
-            if channel.rank == 0:
-                model.save_pretrained(tmp_path)  # type: ignore[operator]
-        return sw.full_state_dict(engine)
-
-    expected, *_ = sw.simulate(4, run)
-    read = tf.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert read.keys() == expected.keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("layout", ["stage 3", "pp"])
