@@ -244,11 +244,6 @@ def no_engine() -> None:
     sw.relayout(given, FOUR["four-replicas"])
 
 
-def no_engine() -> None:
-    given: Any = decoder()
-    sw.relayout(given, FOUR["four-replicas"])
-
-
 REFUSED = Refusals("engine.relayout", {case: refused(case) for case in PLANS} | {"no engine": no_engine})
 
 
