@@ -100,6 +100,7 @@ void Communicator::start(const std::shared_ptr<Operation>& operation) {
   const auto device = device_.index();
   const auto stream = current_streams[device];
   auto& op = *operation;
+  op.stream = stream;
   {
     std::lock_guard<std::mutex> held(lock_);
     raise(error_);
@@ -296,6 +297,7 @@ void Communicator::land(Operation& operation) {
         "and given to others (keep the tensor, or call record_stream)"));
   };
   if (operation.is_late) {
+    queues().run_all(operation.device, operation.stream);
     size_t at = 0;
     bool is_kept = true, is_alone = true;
     auto look = [&](const Part& each) {

@@ -7,7 +7,7 @@
 //     queue           [ until the stream has come so far ][ until all came ][ land: write what came ]
 //
 // One operation is in flight at a time, in the order of calls. Where the device runs behind its host, `land` comes as
-// late as it can: who has not waited reads poison. What is given must then be as it was, and nobody may have written what
+// late as it can, behind all that its stream can do before: who has not waited reads poison. What is given must then be as it was, and nobody may have written what
 // is taken: else memory was used before it was free.
 #pragma once
 
@@ -98,6 +98,7 @@ struct Operation {
   std::string fault;
   bool has_come = false, is_late = false;
   c10::DeviceIndex device = 0;
+  c10::StreamId stream = 0;  // of the call
   std::shared_ptr<Mark> called, came, ended;
 
   std::set<int> peers(int rank, int size) const {
