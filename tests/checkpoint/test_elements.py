@@ -69,6 +69,15 @@ def test_differences_of_random_bits_are_those_of_a_loop(dtype: torch.dtype) -> N
     assert compare(a, a.clone()) is None
 
 
+def test_differences_of_many_elements_are_those_of_all_their_chunks() -> None:
+    a = torch.zeros(600_000, dtype=torch.int8)
+    b = a.clone()
+    b[[3, 300_000, 599_999]] = torch.tensor([1, 2, 5], dtype=torch.int8)
+    found = compare(a, b)
+    assert found is not None
+    assert (found.num_different, found.first, found.max_difference) == (3, 3, 5)
+
+
 def test_whole_numbers_of_64_bits_differ_exactly() -> None:
     low, high = -(2**63), 2**63 - 1
     a, b = torch.tensor([low, 2**60]), torch.tensor([high, 2**60 + 1])
