@@ -232,6 +232,8 @@ class EngineRestoration:
         for name, (_, room) in self._resized.items():
             self.wanted |= whole(name, room)
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
+        self._rooms: set[int] = set()
+        """The ids of what `_taken` has."""
         for known, group, owned in self._trained:
             self._want_state(known, group, owned)
         self._averages = rank.averages
@@ -322,6 +324,9 @@ class EngineRestoration:
         self._taken[name] = {}
         for entry in self._plan.entries.get(name, ()):
             tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)
+            if id(tensor) in self._rooms:
+                tensor = torch.empty_like(tensor)  # one object of many parameters, as the code tables of bitsandbytes
+            self._rooms.add(id(tensor))
             if entry.along:
                 self.wanted |= placed(entry.whole.name, tensor, self._updated_spec_of[name], owned.segment)
             else:
