@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.comm import Work
+from shardwise.moving.piece_exchange import pack_pieces, unpack_pieces
 from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.plan.reshard import ReshardPlan, plan_reshard
 from shardwise.space import Mesh, Piece
@@ -128,6 +129,21 @@ def test_sources_go_as_they_leave() -> None:
     gc.collect()
     sw.simulate(2, move)
     assert alive == [10, 8, 6, 4, 2, 0]  # before each message leaves its two layers are gone, and the unwanted
+
+
+def test_pieces_of_several_tensors_come_in_any_order() -> None:
+    wholes = {"a": torch.arange(6.0), "b": -torch.arange(6.0)}
+    parts = [piece_of(name, (6,), run=(at, at + 2)) for at in (0, 2, 4) for name in wholes]
+    assert unpack_pieces(pack_pieces(parts)) == parts
+
+    def move(channel: sw.Channel) -> None:
+        mine = parts if channel.rank == 0 else parts[::-1]
+        source = {piece: wholes[piece.name][slice(*piece.elements)].clone() for piece in mine}
+        result = sw.reshard(source if channel.rank == 0 else {}, dict.fromkeys(mine), channel)
+        assert list(result) == mine
+        assert all(torch.equal(each, source[piece]) for piece, each in result.items())
+
+    sw.simulate(2, move)
 
 
 def test_what_stays_is_copied_without_a_message() -> None:
