@@ -5,6 +5,7 @@ compute every rank's inputs, so it knows the expected result alone. After a case
 use and the next case needs a fresh one.
 """
 
+from shardwise.comm import Channel
 from tests.contracts import channel_collective_cases, channel_fault_cases, channel_message_cases
 from tests.contracts.channel_oracles import Case
 
@@ -14,3 +15,8 @@ CASES: list[Case] = [
     for value in vars(module).values()
     if isinstance(value, Case)
 ]
+
+
+def run_case(channel: Channel, name: str) -> None:
+    """The case of this name, in a process of its own."""
+    next(case for case in CASES if case.name == name)(channel)

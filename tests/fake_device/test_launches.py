@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm import simulated
 from shardwise.comm.device_sums import ExactSum
 from shardwise.testing.accelerator import Counts, counted
-from tests.fake_device.test_waits import batch_of, fused, loss_of, plan, words
+from tests.fake_device.words import batch_of, fused, loss_of, plan, words
 
 NUM_BLOCKS = 10
 

@@ -11,11 +11,10 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
-from tests.contracts.channel_cases import CASES
+from tests.contracts.channel_cases import CASES, run_case
 from tests.gpu.conftest import DEVICE, Place
 from tests.gpu.layouts import CELLS, LAYOUTS, STEPS, engine_of, full, plain, plan_of, share
 from tests.processes.pool import Transport
-from tests.processes.test_channel_contract import run_case
 
 
 def run_contract(channel: Channel) -> None:

@@ -4,15 +4,11 @@ import pytest
 
 from shardwise.comm import Channel
 from shardwise.testing.library import compiler
-from tests.contracts.channel_cases import CASES
+from tests.contracts.channel_cases import CASES, run_case
 from tests.contracts.channel_oracles import Case
 from tests.processes.pool import SHARED_MEMORY, STRICT_AT_ONCE, STRICT_DEVICE, TCP, Pool, Transport
 
 MIXED = Transport(without_shared_memory=(0,))
-
-
-def run_case(channel: Channel, name: str) -> None:
-    next(case for case in CASES if case.name == name)(channel)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
