@@ -10,7 +10,7 @@
 What DeepSpeed needs of them: runtime/engine.py, runtime/base_optimizer.py, runtime/zero/stage3.py, version 0.19.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.checkpoint.contents import is_model_name
@@ -35,7 +35,7 @@ def universal_files(outputs: Outputs) -> tuple[str, dict[str, ArchiveFile]]:
     """The name of the folder, and its files by name. Raises CheckpointError."""
     check_owners(outputs)
     groups = _groups(outputs)
-    trained = {name for names, _ in groups for name in names}
+    trained = dict.fromkeys(name for names, _ in groups for name in names)
     _check_names(trained)
     step = outputs.contents.step or 0
     folder = f"global_step{step}_universal"
@@ -93,7 +93,7 @@ def _floats(outputs: Outputs) -> Iterator[str]:
             yield name
 
 
-def _optimizer_state(outputs: Outputs, groups: Groups, trained: set[str]) -> Archive:
+def _optimizer_state(outputs: Outputs, groups: Groups, trained: Collection[str]) -> Archive:
     numbered = [{**settings, "params": [number]} for number, (_, settings) in enumerate(groups)]
     counts = [each for name, each in outputs.tensors.items() if (split_state_name(name) or ("", ""))[1] == _STEP]
     steps: list[Piece] = [each.whole for each in counts[:1]]
