@@ -14,9 +14,10 @@ from shardwise.comm import Work
 from shardwise.engine.pipeline.post import Key, MessageKind, Post
 from shardwise.testing.accelerator import LAST, behind
 from tests.engine.late_channels import Log, LoggedBlock
-from tests.engine.pipeline import path_models
-from tests.engine.pipeline.stages import assert_equals_one_process
 from tests.moving.watched import Watched
+from tests.oracle.comparison import assert_trains_like_one_process
+from tests.oracle.pipeline_values import PIPELINE_PROGRAMS
+from tests.oracle.program import plan_of
 
 WIDTH = 8
 
@@ -149,7 +150,8 @@ def test_messages_come_as_they_were_sent_whether_they_are_those_of_the_last_step
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 @pytest.mark.parametrize("delays", [LAST], indirect=True)
 def test_forwards_that_change_their_paths_train_as_one_process(schedule: str, delays: None) -> None:
-    assert_equals_one_process(path_models.turning(9), schedule=schedule, pp=2, k=3)
+    program = PIPELINE_PROGRAMS["turning 9"]
+    assert_trains_like_one_process(program, plan_of(program, "pp=2", schedule=schedule, k=3))
 
 
 def test_a_rank_that_stops_in_the_middle_of_a_step_stops_the_other(fake: str) -> None:

@@ -14,8 +14,10 @@ NUM_WORDS = 11
 
 
 def has_rows(value: Any) -> bool:
-    """Whether a value of a batch is cut: tensors with a dim, and lists."""
-    return value.ndim > 0 if isinstance(value, torch.Tensor) else isinstance(value, list | tuple)
+    """Whether a value of a batch is cut: dense tensors with a dim, and lists."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_nested and value.layout == torch.strided and value.ndim > 0
+    return isinstance(value, list | tuple)
 
 
 def num_rows(batch: Batch) -> int:

@@ -90,5 +90,6 @@ DECODER = Program(
     stages=STAGES,
     rules=RULES,
     loss=word_loss,
+    keep=("*norm*",),
     noise=(".k.bias", ".k.bias/exp_avg", ".k.bias/exp_avg_sq"),
 )

@@ -53,7 +53,7 @@ def state_under_names(
     state = {name: value.clone() for name, value in model.state_dict().items() if name not in aliases}
     for name, parameter in trained.items():
         for key, value in (optimizer.state[parameter] if optimizer and parameter in optimizer.state else {}).items():
-            if isinstance(value, torch.Tensor) and key != "step":
+            if isinstance(value, torch.Tensor) and key != "step" and value.numel():
                 state[f"optimizer/{name}/{key}"] = value.clone()
     return state
 
@@ -66,18 +66,18 @@ def expected(program: Program, k: int, *, clip: float | None = None, optimizer_o
     trained = Trained()
     for batch in program.batches:
         optimizer.zero_grad()
-        trained.losses.append(accumulate(program, model, batch, k, backward=True))
+        trained.losses.append(_accumulate(program, model, batch, k, backward=True))
         trained.grad_norms.append(_average_and_clip(model, k, clip))
         optimizer.step()
         trained.states.append(state_of(model, optimizer))
     model.eval()
     with torch.no_grad():
-        trained.held_out = accumulate(program, model, program.batches[0], k, backward=False)
+        trained.held_out = _accumulate(program, model, program.batches[0], k, backward=False)
     trained.parameters = values_of(model)
     return trained
 
 
-def accumulate(program: Program, model: nn.Module, batch: Batch, k: int, *, backward: bool) -> float:
+def _accumulate(program: Program, model: nn.Module, batch: Batch, k: int, *, backward: bool) -> float:
     """The mean loss of k microbatches, whose gradients are added up in `.grad`."""
     parts = parts_of(batch, k)
     weights = [(program.loss_weight or count_rows)(part) for part in parts]

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -54,18 +55,33 @@ class Program:
     loss_with: Callable[[nn.Module], LossOfBatch] | None = None
     """Instead of `loss`: of the model, a loss that is given the microbatch alone."""
     loss_weight: Callable[[Batch], float] | None = None
+    rows: Any = 0
+    """Which dims of a batch's tensors have its rows, as `parallelize` is told it."""
+    counts: Sequence[int] | None = None
+    """How many microbatches each update has on a rank; None: what the plan says."""
     optimizer: Optimizers = adamw
     stages: Mapping[str, int] | None = None
     """The cut into `num_stages`; fewer stages take neighbours together. None: balanced."""
     num_stages: int = 4
     rules: Mapping[str, str] | Literal["auto"] | None = None
     """The cut along tp; None: there is none."""
+    make_plain: Callable[[], nn.Module] | None = None
+    """The same model as masters are: in row-major memory, with dense gradients; None: it is so."""
     make_oracle: Callable[[], nn.Module] | None = None
-    """The same model, written so that one process adds and rounds where ranks do; None: it does anyway."""
+    """The same model, written so that one process adds gradients in the order of stages; None: it does anyway."""
+    has_order: bool = True
+    """Whether stages add the gradients of values in an order that one process has."""
+    keep: tuple[str, ...] = ()
+    """What computes in float32 under a precision that says nothing of it."""
     rounds_by_hand: bool = False
-    """Whether the oracle's model itself casts around what `precision.keep` keeps."""
+    """Whether the oracle's model itself casts around what `keep` keeps."""
     draws: bool = False
     """Whether it draws random numbers: one process in plain torch draws in another order than an engine."""
+    of_whole_batches: bool = False
+    """Whether data ranks compute as one, as a batch norm of all ranks does: one process has all rows at once."""
+    relative: float = 1e-10
+    """How near the float64 of another order of sums has to be, of the largest element of a tensor: see `comparison.py`.
+    More where a model computes its loss in float32 whatever it is in."""
     noise: tuple[str, ...] = ()
     """Endings of parameters whose gradient is nothing but rounding."""
     name: str = ""
@@ -77,18 +93,20 @@ class Program:
             return None
         return {name: stage * num_stages // self.num_stages for name, stage in self.stages.items()}
 
-    def oracle(self) -> nn.Module:
-        """The model for one process."""
-        return (self.make_oracle or self.make)()
+    def oracle(self, *, has_stages: bool = True) -> nn.Module:
+        """The model for one process, which is compared with stages or not."""
+        of_stages = self.make_oracle if has_stages else None
+        return (of_stages or self.make_plain or self.make)()
 
-    def loss_of(self, model: nn.Module, part: Batch) -> torch.Tensor:
-        """The loss of one microbatch in one process."""
+    def loss_of(self, model: nn.Module, part: Batch, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The loss of one microbatch in one process; `dtype`: of what the model is given, if it computes in another."""
         if self.loss_with is not None:
             return self.loss_with(model)(part)
+        given = part if dtype is None else {name: _as(dtype, value) for name, value in part.items()}
         if self.loss is not None:
             names = inspect.signature(model.forward).parameters
-            return self.loss(model(**{name: value for name, value in part.items() if name in names}), part)
-        output = model(**part)
+            return self.loss(model(**{name: value for name, value in given.items() if name in names}), part)
+        output = model(**given)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output["loss"]
         return loss
 
@@ -99,7 +117,9 @@ class Program:
             "optimizer": self.optimizer,
             "loss": self.loss if self.loss_with is None else self.loss_with(model),
             "loss_weight": self.loss_weight,
+            "rows": self.rows,
             "channel": channel,
+            "seed": 7 if self.draws else None,
         }
         return sw.parallelize(model, plan, **{**given, **settings})
 
@@ -112,19 +132,26 @@ class Program:
         return replace(
             self,
             make=double(self.make),
+            make_plain=double(self.make_plain) if self.make_plain else None,
             make_oracle=double(self.make_oracle) if self.make_oracle else None,
-            batches=[{name: _widened(value) for name, value in batch.items()} for batch in self.batches],
+            batches=[{name: _as(torch.float64, value) for name, value in batch.items()} for batch in self.batches],
             name=f"{self.name}{WIDE}" if self.name else "",
         )
 
+    @cache  # noqa: B019, as many as the table has
+    def is_wide(self) -> bool:
+        """Whether it is in float64 by itself."""
+        return any(each.dtype == torch.float64 for each in self.make().parameters())
+
+    @cache  # noqa: B019, as many as the table has
     def is_tied(self) -> bool:
         """Whether a parameter has several names."""
         names = [id(each) for _, each in self.make().named_parameters(remove_duplicate=False)]
         return len(names) > len(set(names))
 
 
-def _widened(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _as(dtype: torch.dtype, value: Any) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def plan_of(
@@ -149,6 +176,9 @@ def plan_of(
     if mesh.pp > 1:
         num_stages = mesh.pp * sw.Pipeline(schedule=schedule, chunks=chunks).num_chunks
         pipeline = sw.Pipeline(schedule=schedule, chunks=chunks, stages=program.stages_for(num_stages))
+    precision = settings.pop("precision", sw.Precision())
+    if precision.compute and not precision.keep:
+        precision = replace(precision, keep=program.keep)
     if mesh.tp > 1:
         settings.setdefault("tensor", sw.Tensor(rules=program.rules))
     return sw.Plan(
@@ -157,5 +187,6 @@ def plan_of(
         merge=merge or sw.Merge(microbatches=k),
         pipeline=pipeline,
         clip_grad_norm=clip,
+        precision=precision,
         **settings,
     )

@@ -19,7 +19,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.oracle.batches import Batch, count_rows, factors_of, microbatches_of
-from tests.oracle.one_process import Trained, accumulate, state_under_names, values_of
+from tests.oracle.one_process import Trained, state_under_names, values_of
 from tests.oracle.program import Optimizers, Program
 
 Gradients = dict[str, torch.Tensor]
@@ -67,8 +67,11 @@ class RankOrder:
                 self.num_microbatches = counts[at]
             total, loss = self._gradients(batch)
             divisor = self.num_ranks * (self.num_microbatches if self.average else 1)
-            for name, master in masters.items():
+            for name, parameter in self.model.named_parameters():
+                master = masters[name]
                 master.grad = total[name].to(master.dtype) / divisor if name in total else None
+                if master.dtype == parameter.dtype:  # what a forward wrote
+                    master.data.copy_(parameter.data)
             trained.losses.append(loss)
             trained.grad_norms.append(self._clip([each for each in masters.values() if each.grad is not None]))
             self.optimizer.step()
@@ -95,14 +98,15 @@ class RankOrder:
         buffers = dict(self.model.named_buffers())
         for model in self.of_ranks:
             for name, parameter in model.named_parameters():
-                parameter.data.copy_(masters[name].data)
+                if masters[name].grad is not None:
+                    parameter.data.copy_(masters[name].data)
             for name, buffer in model.named_buffers() if model is not self.model else ():
                 buffer.data = buffers[name].detach().clone()
 
     def _state(self, masters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         state = state_under_names(self.model, masters, self.optimizer)
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and masters[name].dtype != parameter.dtype:
+            if masters[name].dtype != parameter.dtype and parameter.numel():
                 state[f"optimizer/{name}/master"] = masters[name].detach().clone()
         return state
 
@@ -196,23 +200,24 @@ def _sum(terms: Sequence[Gradients]) -> Gradients:
 def in_rank_order(program: Program, plan: sw.Plan) -> Trained:
     """What `plan` has to give, to the bit; `comparison.py` says for which plans."""
     mesh, sharding, precision = plan.mesh, plan.sharding, plan.precision
-    num_ranks = mesh.dp_replicate * mesh.dp_shard
+    num_ranks = mesh.num_data_ranks
     in_groups = sharding.stage > 0 and sharding.owners == "dp_shard" and 1 < mesh.dp_shard < num_ranks
     assert isinstance(plan.clip_grad_norm, float | None)
-    models = [program.oracle() for _ in range(num_ranks)]
+    models = [program.oracle(has_stages=mesh.pp > 1) for _ in range(num_ranks)]
 
     def working(name: str) -> torch.dtype:
         around = [name[:at] for at, letter in enumerate(name) if letter == "."]
         is_kept = any(fnmatchcase(each, kept) for kept in precision.keep for each in (name, *around))
         own = dtypes[name]
-        return own if precision.compute is None or is_kept else getattr(torch, precision.compute)
+        return own if compute is None or is_kept else compute
 
     dtypes = {name: each.dtype for name, each in models[0].named_parameters()}
+    compute = getattr(torch, precision.compute) if precision.compute else None
     order = RankOrder(
         model=models[0],
         of_ranks=models,
         make_optimizer=program.optimizer,
-        loss_of=program.loss_of,
+        loss_of=lambda model, part: program.loss_of(model, part, dtype=compute),
         num_ranks=num_ranks,
         ranks_per_sum=mesh.dp_shard if in_groups else None,
         rounds=sharding.stage > 1 and num_ranks > 1,
@@ -225,9 +230,18 @@ def in_rank_order(program: Program, plan: sw.Plan) -> Trained:
         accumulate=getattr(torch, precision.accumulate),
         reduce=getattr(torch, precision.reduce),
     )
-    trained = order.train(program.batches)
-    order.model.eval()
-    with torch.no_grad():
-        k = num_ranks * plan.merge.microbatches
-        trained.held_out = accumulate(program, order.model, program.batches[0], k, backward=False)
+    trained = order.train(program.batches, counts=program.counts)
+    trained.held_out = _evaluated(order, program, models, plan.merge.microbatches)
     return trained
+
+
+def _evaluated(order: RankOrder, program: Program, models: Sequence[nn.Module], k: int) -> float:
+    """The mean loss of the first batch, each rank with its model on its rows."""
+    losses, weights = [], []
+    for model, parts in zip(models, microbatches_of(program.batches[0], len(models), k), strict=True):
+        model.eval()
+        for part in parts:
+            weights.append((program.loss_weight or count_rows)(part))
+            with torch.no_grad():
+                losses.append(order.loss_of(model, part).item() if weights[-1] else 0.0)
+    return math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / math.fsum(weights)

@@ -37,7 +37,8 @@ class WordsWithKeptNorm(Words):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         compute = self.wide.weight.dtype
-        hidden = self.norm(torch.tanh(self.wide(self.embedding(words))).float()).to(compute)
+        wide = torch.promote_types(compute, torch.float32)
+        hidden = self.norm(torch.tanh(self.wide(self.embedding(words))).to(wide)).to(compute)
         out: torch.Tensor = self.head(self.scale * self.narrow(hidden) + self.gate)
         return out
 

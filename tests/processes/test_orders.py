@@ -3,23 +3,21 @@
 import pytest
 import torch
 
-import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.errors import CallMismatchError
 from shardwise.testing import strict
-from tests.engine.expected import adamw
-from tests.engine.models import word_batch, word_loss
-from tests.engine.oracle import share_of
-from tests.engine.sharded_nets import plan_of
-from tests.engine.test_stage_orders import Swapping
+from tests.oracle.batches import share_of
+from tests.oracle.by_other_ways import Swapping
+from tests.oracle.program import plan_of
+from tests.oracle.programs import on_words
 from tests.processes.pool import STRICT_DEVICE, Pool, RankError
 
 
 def swap_on_one_rank(channel: Channel) -> None:
     """One of the ranks swaps two alike layers in the last step."""
-    torch.manual_seed(0)
-    engine = sw.parallelize(Swapping(), plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
-    share = share_of(word_batch(0, 8), channel.rank, channel.size)
+    program = on_words(Swapping)
+    engine = program.engine(plan_of(program, "dp_shard=2", stage=3), channel)
+    share = share_of(program.batches[0], channel.rank, channel.size)
     for first in (0, 1):  # both orders are known then
         share["words"][:, 0] = first
         engine.step(share)

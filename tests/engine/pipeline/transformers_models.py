@@ -204,6 +204,11 @@ _BATCHES: dict[str, Any] = {
 }
 
 
+def batches_of(name: str) -> list[dict[str, torch.Tensor]]:
+    """Two batches for the model `name`."""
+    return [_BATCHES.get(name, sentences)(seed) for seed in range(2)]
+
+
 @cache
 def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing: bool = False) -> Program:
     """The model `name`; `tied`: whether its head has the embedding's weight, None for the config's own answer.
@@ -221,6 +226,6 @@ def case_of(name: str, *, tied: bool | None = None, cut: str = "", checkpointing
 
     return Program(
         make=make_checkpointing if checkpointing else make,
-        batches=[_BATCHES.get(name, sentences)(seed) for seed in range(2)],
+        batches=batches_of(name),
         stages=STAGES[cut] if cut else None,
     )

@@ -1,6 +1,7 @@
 """Backwards out of the ordinary: reductions that start in the middle, hooks of the user, activations computed again."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,13 @@ from tests.covering import covering
 from tests.engine.channels import GoesOnAlone
 from tests.engine.loops import begun, plan_of
 from tests.oracle.batches import points, share_of, square_loss, word_batch, word_loss
+from tests.oracle.by_other_ways import OneExpert
 from tests.oracle.one_process import values_of
+from tests.oracle.places import put_together, train_on
 from tests.oracle.program import adamw
+from tests.oracle.program import plan_of as plan_for
+from tests.oracle.programs import on_words
+from tests.oracle.rank_order import in_rank_order
 from tests.oracle.words import Words
 
 
@@ -148,3 +154,33 @@ def test_hooks_of_the_user_on_gradients_and_modules_run_once_each() -> None:
         assert sorted(seen) == ["backward", "forward", *["gradient"] * len(list(model.parameters()))]
 
     sw.simulate(2, run)
+
+
+def in_turns(*, by_rank: bool) -> list[dict[str, torch.Tensor]]:
+    """Batches that ask for one expert after the other; `by_rank`: in each update some rank uses each."""
+    batches = [word_batch(seed, 8) for seed in range(6)]
+    for number, batch in enumerate(batches):
+        batch["words"][:, 0] = number % 2 + 2
+        if by_rank:
+            batch["words"][4:6, 0], batch["words"][6:, 0] = 3, 2  # with k = 2 it uses both
+    return batches
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("wrapped", [lambda channel: channel, GoesOnAlone], ids=["", "goes on alone"])
+def test_gradients_of_what_no_rank_used_before_come_late_and_whole(
+    k: int, by_rank: bool, wrapped: type[GoesOnAlone]
+) -> None:
+    """After their bucket has left. A late sum is added per rank first: with k = 2, one rounding more of each term."""
+    program = replace(on_words(OneExpert), batches=in_turns(by_rank=by_rank))
+    for bucket_bytes in (1, 1 << 20):
+        plan = plan_for(program, "dp_shard=2", stage=2, k=k, bucket_bytes=bucket_bytes, clip=0.3)
+        wanted = in_rank_order(program, plan)
+
+        def run(channel: sw.Channel, plan: sw.Plan = plan) -> object:
+            return train_on(wrapped(channel), program, plan)
+
+        got = put_together(sw.simulate(2, run))
+        for name, value in wanted.parameters.items():
+            torch.testing.assert_close(got.states[-1][name], value, rtol=0, atol=2**-22 if k > 1 else 0)

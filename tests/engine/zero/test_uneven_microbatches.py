@@ -1,7 +1,6 @@
 """Data ranks gather and reduce in one order under stage 3: those that do not are stopped before anything is updated."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,12 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm import Work
-from shardwise.errors import CallMismatchError, ModelError, PeerError, ShardwiseError
+from shardwise.errors import CallMismatchError, MismatchError, ModelError, PeerError, ShardwiseError
 from tests.engine.channels import GoesOnAlone
-from tests.engine.expected import adamw
-from tests.engine.models import word_batch, word_loss
-from tests.engine.oracle import share_of
-from tests.engine.sharded_nets import BATCHES, net, plan_of
+from tests.oracle.batches import share_of
+from tests.oracle.by_other_ways import OneExpert, Swapping
+from tests.oracle.program import plan_of
+from tests.oracle.programs import PROGRAMS, count_targets, on_words
+
+SWAPPING = on_words(Swapping)
 
 
 class Trusting(GoesOnAlone):
@@ -38,21 +39,12 @@ class Trusting(GoesOnAlone):
         return self._channel.reduce_scatter(output, input, purpose="something", counts=counts)
 
 
-class Swapping(nn.Module):
-    """Runs two alike layers, one before the other by the first word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 11)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for layer in self.layers if words[0, 0] % 2 else reversed(self.layers):
-            x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
+def own_first_word(channel: sw.Channel) -> dict[str, torch.Tensor]:
+    """A share whose rows begin with the rank."""
+    share = share_of(SWAPPING.batches[0], channel.rank, channel.size)
+    share["words"] = share["words"].clone()
+    share["words"][:, 0] = channel.rank
+    return share
 
 
 def errors_of(run: Callable[[sw.Channel], object], *, ranks: int) -> list[ShardwiseError]:
@@ -67,15 +59,12 @@ def errors_of(run: Callable[[sw.Channel], object], *, ranks: int) -> list[Shardw
 
 
 @pytest.mark.parametrize("wrapped", [lambda channel: channel, GoesOnAlone], ids=["", "goes on alone"])
-def test_ranks_that_run_their_modules_in_other_orders_are_stopped(wrapped: Any) -> None:
+def test_ranks_that_run_their_modules_in_other_orders_are_stopped(wrapped: Callable[[sw.Channel], sw.Channel]) -> None:
     def run(channel: sw.Channel) -> None:
-        torch.manual_seed(0)
-        engine = sw.parallelize(Swapping(), plan_of(3), optimizer=adamw, loss=word_loss, channel=wrapped(channel))
-        share = share_of(word_batch(0, 8), channel.rank, channel.size)
-        share["words"][:, 0] = channel.rank
+        engine = SWAPPING.engine(plan_of(SWAPPING, "dp_shard=2", stage=3), wrapped(channel))
         before = {piece: value.clone() for piece, value in engine.state().items()}
         try:
-            engine.step(share)
+            engine.step(own_first_word(channel))
         finally:
             assert all(torch.equal(value, before[piece]) for piece, value in engine.state().items())
 
@@ -87,23 +76,12 @@ def test_ranks_that_run_their_modules_in_other_orders_are_stopped(wrapped: Any) 
 def test_ranks_that_tell_another_one_different_things_are_stopped() -> None:
     """The last rank has nothing to compute in the microbatch, and follows the others, which do not agree."""
 
-    def loss_weight(batch: Mapping[str, Any]) -> float:
-        return float((batch["targets"] != -100).sum())
-
     def run(channel: sw.Channel) -> None:
-        torch.manual_seed(0)
-        engine = sw.parallelize(
-            Swapping(),
-            plan_of(3, ranks=3),
-            optimizer=adamw,
-            loss=word_loss,
-            loss_weight=loss_weight,
-            channel=Trusting(channel),
-        )
-        share = share_of(word_batch(0, 6), channel.rank, channel.size)
-        share["words"][:, 0] = channel.rank
+        plan = plan_of(SWAPPING, "dp_shard=3", stage=3)
+        engine = SWAPPING.engine(plan, Trusting(channel), loss_weight=count_targets)
+        share = own_first_word(channel)
         if channel.rank == 2:
-            share["targets"][:] = -100
+            share["targets"] = torch.full_like(share["targets"], -100)
         engine.step(share)
 
     errors = errors_of(run, ranks=3)
@@ -116,14 +94,26 @@ def test_ranks_that_tell_another_one_different_things_are_stopped() -> None:
     assert "name one module around all of them in sharding.units" in str(errors[0])
 
 
+def test_ranks_whose_data_choose_other_units_are_told_to_make_one_of_them() -> None:
+    program = on_words(OneExpert)
+
+    def run(channel: sw.Channel, units: tuple[str, ...] | None) -> float:
+        engine = program.engine(plan_of(program, "dp_shard=2", stage=3, units=units), channel)
+        return engine.step(own_first_word(channel)).loss
+
+    with pytest.raises(MismatchError, match=r"(?s)unit 'experts.0'.*name one module around all of them in sharding.un"):
+        sw.simulate(2, lambda channel: run(channel, None))
+    first, second = sw.simulate(2, lambda channel: run(channel, (".",)))
+    assert first == second
+
+
 def test_a_prediction_of_one_data_rank_alone_is_an_error() -> None:
+    program = PROGRAMS["units"]
+
     def run(channel: sw.Channel) -> None:
-        model = net()()
-        engine = sw.parallelize(model, plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
-        if channel.rank == 0:
-            engine.predict({"words": BATCHES[0]["words"][:2]}, lambda inputs: model(inputs["words"]))
-        else:
-            engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        engine = program.engine(plan_of(program, "dp_shard=2", stage=3), channel)
+        share = share_of(program.batches[0], channel.rank, channel.size)
+        engine.predict({"words": share["words"]}) if channel.rank == 0 else engine.step(share)
 
     for error in errors_of(run, ranks=2):
         assert isinstance(error, CallMismatchError)
@@ -135,9 +125,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 4)
-        self.layer = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 11)
+        self.embedding, self.layer, self.head = nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.embedding(words)
@@ -148,10 +136,11 @@ class Twice(nn.Module):
 
 
 def test_a_gradient_that_comes_after_those_of_its_unit_is_told_with_the_unit() -> None:
+    program = on_words(Twice)
+
     def run(channel: sw.Channel) -> None:
-        torch.manual_seed(0)
-        engine = sw.parallelize(Twice(), plan_of(3), optimizer=adamw, loss=word_loss, channel=channel)
-        engine.step(share_of(BATCHES[0], channel.rank, channel.size))
+        engine = program.engine(plan_of(program, "dp_shard=2", stage=3), channel)
+        engine.step(share_of(program.batches[0], channel.rank, channel.size))
 
     errors = errors_of(run, ranks=2)
     told = [error for error in errors if isinstance(error, ModelError)]

@@ -1,0 +1,132 @@
+"""What the others are told when a rank raises, dies or refuses, in a step or a relayout over real processes."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm import Channel
+from shardwise.errors import BatchError, PeerError
+from tests.oracle.pipeline_programs import Chain
+from tests.oracle.places import data_share
+from tests.oracle.program import Program, plan_of, seeded
+from tests.oracle.programs import PROGRAMS
+from tests.processes.pool import Pool, Transport
+
+IMPATIENT = Transport(timeout_seconds=5.0)
+
+
+class Failing(nn.Linear):
+    """Its third call with gradients raises on one rank, or kills its process."""
+
+    def __init__(self, *, by_signal: bool, is_victim: bool) -> None:
+        super().__init__(9, 7)
+        self.num_calls = 0
+        self.by_signal, self.is_victim = by_signal, is_victim
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # Elsewhere only shapes are inferred from it.
+        self.num_calls += type(input) is torch.Tensor
+        if self.is_victim and self.num_calls == 3:
+            if self.by_signal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FloatingPointError("the pressure is too high")
+        return super().forward(input)
+
+
+def failing(*, by_signal: bool, is_victim: bool) -> Program:
+    def make() -> Chain:
+        model = Chain()
+        model.blocks[1].outer = Failing(by_signal=by_signal, is_victim=is_victim)
+        return model
+
+    return replace(PROGRAMS["chain"], make=seeded(make))
+
+
+def told(call: Callable[[], object]) -> str:
+    """The error of a rank with its notes."""
+    with pytest.raises((PeerError, FloatingPointError)) as caught:
+        call()
+    return "\n".join([f"{type(caught.value).__name__}: {caught.value}", *getattr(caught.value, "__notes__", [])])
+
+
+def lose_a_rank(channel: Channel, mesh: str, victim: int, by_signal: bool) -> str:
+    program = failing(by_signal=by_signal, is_victim=channel.rank == victim)
+    plan = plan_of(program, mesh, k=5 if channel.size == 4 else 2)
+    engine = program.engine(plan, channel)
+
+    def both() -> None:  # on data ranks the third microbatch is in the second step
+        for batch in program.batches[:2]:
+            engine.step(data_share(batch, plan.mesh, channel.rank))
+
+    said = told(both)
+    with pytest.raises(PeerError):
+        engine.step(program.batches[0])
+    return said
+
+
+@pytest.mark.parametrize(("mesh", "victim"), [("dp_shard=3", 0), ("dp_shard=3", 1), ("pp=4", 1)])
+def test_a_rank_killed_in_the_middle_of_a_step_is_named_to_the_others(pool: Pool, mesh: str, victim: int) -> None:
+    size = sw.Mesh.parse(mesh).size
+    results = pool.run(size, lose_a_rank, mesh, victim, True, transport=IMPATIENT, lost=[victim])
+    for rank in set(range(size)) - {victim}:
+        assert results[rank].startswith(f"PeerError: rank {victim} is gone (its process died)")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "where"),
+    [("dp_shard=3", ("on rank 1, in microbatch 0 of 2",)), ("pp=4", ("rank 1", "stage 1", "blocks.1", "microbatch 2"))],
+)
+def test_an_exception_in_one_ranks_forward_stops_all_and_is_told_to_all(
+    pool: Pool, mesh: str, where: tuple[str, ...]
+) -> None:
+    size = sw.Mesh.parse(mesh).size
+    results = pool.run(size, lose_a_rank, mesh, 1, False, transport=IMPATIENT, poisons=True)
+    assert results[1].startswith("FloatingPointError: the pressure is too high")
+    assert [word for word in where if word not in results[1]] == []
+    for rank in set(range(size)) - {1}:
+        assert "rank 1 stopped: FloatingPointError in a step: the pressure is too high" in results[rank]
+
+
+def refuse_a_batch(channel: Channel) -> tuple[str, bool]:
+    program = PROGRAMS["words"]
+    engine = program.engine(plan_of(program, "dp_shard=2", k=2), channel)
+    rows = {name: value[: 1 if channel.rank else 4] for name, value in program.batches[0].items()}
+    with pytest.raises(BatchError) as caught:
+        engine.step(rows)
+    return str(caught.value), engine.step(program.batches[0]).skipped
+
+
+def test_a_batch_that_one_rank_cannot_split_is_refused_by_all_and_training_goes_on(pool: Pool) -> None:
+    first, second = pool.run(2, refuse_a_batch)
+    assert first == second
+    assert first[0].startswith("rank 1: a batch of 1 rows cannot be split into 2 microbatches")
+    assert first[1] is False
+
+
+def break_a_relayout(channel: Channel) -> str:
+    """Rank 2 fails while the others wait for it."""
+    program = PROGRAMS["decoder"]
+    engine = program.engine(plan_of(program, "pp=2,tp=2"), channel)
+    channel.exchange(b"", purpose="all have an engine")
+    if channel.rank == 2:
+
+        def fail() -> dict[str, Any]:
+            raise FloatingPointError("the pressure is too high")
+
+        engine.settings = fail  # type: ignore[method-assign]
+    return told(lambda: sw.relayout(engine, plan_of(program, "dp_shard=2,tp=2")))
+
+
+def test_a_rank_that_fails_in_a_relayout_stops_the_others(pool: Pool) -> None:
+    results = pool.run(4, break_a_relayout, transport=IMPATIENT, poisons=True)
+    assert results[2].startswith("FloatingPointError: the pressure is too high")
+    for rank in (0, 1, 3):
+        assert results[rank].startswith("PeerError: ")
+        assert "rank 2 stopped: FloatingPointError in sw.relayout: the pressure is too high" in results[rank]
