@@ -30,6 +30,7 @@ def test_a_benchmark_says_how_to_start_it(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
+    monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     assert ended.value.code == 0
