@@ -27,10 +27,7 @@ from tests.engine.activations.nets import (
     statistics,
 )
 from tests.engine.formed import formed
-from tests.engine.pipeline.transformers_models import case_of
 from tests.engine.refusals import same_error_everywhere
-from tests.oracle.comparison import assert_trains_like_one_process
-from tests.oracle.decoder import DECODER
 from tests.oracle.places import train
 from tests.oracle.program import Program, adamw, plan_of
 from tests.refusals import Refusals
@@ -58,10 +55,6 @@ WHOLE_SAVING = replace(WHOLE, save=SAVING.save)
 )
 def test_every_plan_has_the_bits_that_it_has_without(activations: sw.Activations, settings: dict[str, Any]) -> None:
     assert_changes_nothing(DROPPING, plan_of(DROPPING, **settings), activations)
-
-
-def test_one_rank_has_the_bits_of_plain_pytorch() -> None:
-    assert_trains_like_one_process(DECODER, plan_of(DECODER, k=2, activations=BLOCKS))
 
 
 def in_autocast(net: Any, input: torch.Tensor) -> Any:
@@ -110,20 +103,6 @@ PROGRAMS: dict[str, tuple[Program, str, sw.Activations, int]] = {
 def test_what_blocks_write_draw_and_are_given_is_as_it_was(name: str) -> None:
     case, mesh, activations, stage = PROGRAMS[name]
     assert_changes_nothing(case, plan_of(case, mesh, k=2, stage=stage), activations)
-
-
-@pytest.mark.parametrize(
-    ("name", "checkpointing", "settings"),
-    [
-        ("llama", True, {"mesh": "pp=2", "k": 2}),
-        ("gpt2", False, {"mesh": "pp=2", "k": 4, "schedule": "interleaved"}),
-    ],
-)
-def test_models_of_transformers_with_and_without_checkpoints_of_their_own(
-    name: str, checkpointing: bool, settings: dict[str, Any]
-) -> None:
-    case = case_of(name, tied=False, checkpointing=checkpointing)
-    assert_changes_nothing(case, plan_of(case, **settings))
 
 
 def test_an_object_with_tensors_is_kept_and_named_once() -> None:
