@@ -8,8 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.plan.specs import Owners, Partition
-from tests.engine.models import NUM_WORDS, word_batch, word_loss
-from tests.engine.oracle import share_of
+from tests.oracle.batches import NUM_WORDS, share_of, word_batch, word_loss
 
 Whole = dict[str, torch.Tensor]
 

@@ -12,7 +12,7 @@ from shardwise.checkpoint import convert, export_hf, preview
 from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.layouts import odd
 from tests.checkpoint.small_states import same
-from tests.engine.models import word_batch, word_loss
+from tests.oracle.batches import word_batch, word_loss
 
 State = dict[str, torch.Tensor]
 

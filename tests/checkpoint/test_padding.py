@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.errors import RewriteError
 from tests.checkpoint.layouts import Whole
 from tests.checkpoint.small_states import same_tensor
-from tests.engine.models import NUM_WORDS, word_batch, word_loss
+from tests.oracle.batches import NUM_WORDS, word_batch, word_loss
 
 PADDED = NUM_WORDS + 5
 

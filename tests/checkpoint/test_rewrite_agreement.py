@@ -17,10 +17,8 @@ import shardwise as sw
 from shardwise.checkpoint.arrangement import FileLayout
 from shardwise.errors import RewriteError
 from tests.checkpoint.layouts import Whole, assembled
-from tests.engine.hybrid_models import data_rank, num_data_ranks
-from tests.engine.models import NUM_WORDS, word_batch, word_loss
-from tests.engine.oracle import share_of
-from tests.engine.pipeline.oracle import adamw
+from tests.oracle.batches import NUM_WORDS, share_of, word_batch, word_loss
+from tests.oracle.program import adamw
 
 HALF = 8
 
@@ -93,7 +91,7 @@ def save(path: Path, kind: str, mesh: str, *, files: FileLayout = "pieces") -> t
 
     def run(channel: sw.Channel) -> tuple[torch.Tensor, dict[sw.Piece, torch.Tensor]]:
         engine = engine_of(kind, plan, channel)
-        engine.step(share_of(word_batch(0, 12), data_rank(plan.mesh, channel.rank), num_data_ranks(plan.mesh)))
+        engine.step(share_of(word_batch(0, 12), plan.mesh.data_rank(channel.rank), plan.mesh.num_data_ranks))
         sw.save(path, engine, layout=files, channel=channel)
         return shown(engine)
 

@@ -29,8 +29,8 @@ from tests.engine.checkpoints import (
     snapshot,
     train,
 )
-from tests.engine.expected import adamw, points, square_loss
-from tests.engine.oracle import Optimizers
+from tests.oracle.batches import points, square_loss
+from tests.oracle.program import Optimizers, adamw
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,8 +12,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import shardwise as sw
 from shardwise.checkpoint import TorchState, export_hf
 from shardwise.errors import CheckpointError
-from tests.engine.expected import adamw, points, square_loss
-from tests.engine.oracle import share_of
+from tests.oracle.batches import points, share_of, square_loss
+from tests.oracle.program import adamw
 
 Wrap = Callable[[nn.Module], nn.Module]
 

@@ -11,8 +11,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.engine.state import EngineRestoration
 from shardwise.space import check_cover
-from tests.engine.expected import adamw, points, sgd, square_loss
-from tests.engine.oracle import Optimizers, share_of
+from tests.oracle.batches import points, share_of, square_loss
+from tests.oracle.program import Optimizers, adamw, sgd
 
 State = dict[sw.Piece, torch.Tensor]
 

@@ -8,7 +8,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
-from tests.engine.expected import adamw, seeded, square_loss
+from tests.oracle.batches import square_loss
+from tests.oracle.program import adamw, seeded
 
 PLAN = sw.Plan(mesh=sw.Mesh(dp_shard=3))
 

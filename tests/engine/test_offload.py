@@ -20,15 +20,16 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.testing.accelerator import LAST, behind
 from tests.covering import covering
-from tests.engine.hybrid_models import data_rank, decoder, num_data_ranks, plan_of
-from tests.engine.models import word_batch, word_loss
-from tests.engine.oracle import Batch, share_of
 from tests.engine.tower import on_ranks, squares
+from tests.oracle.batches import Batch, share_of, word_batch, word_loss
+from tests.oracle.decoder import DECODER, decoder
+from tests.oracle.program import plan_of
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 Offload = Any
 
 
+planned = partial(plan_of, DECODER, clip=0.2, bucket_bytes=2000)
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], Offload]] = {
     "alone": ("dp_shard=1", 1, {}, "state"),
     "alone from the host": ("dp_shard=1", 3, {}, "parameters"),
@@ -96,9 +97,9 @@ def loss_of(output: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def batches(plan: sw.Plan, rank: int) -> list[dict[str, torch.Tensor]]:
     """Of a data rank; the second update has a loss on one of them that is not finite."""
-    made, mine = [], data_rank(plan.mesh, rank)
+    made, mine = [], plan.mesh.data_rank(rank)
     for step in range(4):
-        rows = dict(share_of(word_batch(step, 12), mine, num_data_ranks(plan.mesh)))
+        rows = dict(share_of(word_batch(step, 12), mine, plan.mesh.num_data_ranks))
         size = len(next(iter(rows.values())))
         made.append({**rows, "factor": torch.full((size,), float("inf") if step == 1 and mine == 0 else 1.0)})
     return made
@@ -175,7 +176,7 @@ def test_the_run_without_has_the_same_bits(
 ) -> None:
     mesh, stage, settings, offload = LAYOUTS[layout]
     k, clip, average = MERGES[merging]
-    plan = plan_of(mesh, stage=stage, clip=clip, precision=PRECISIONS[precision], sharding=settings)
+    plan = planned(mesh, stage=stage, clip=clip, precision=PRECISIONS[precision], **settings)
     merge, tensor = sw.Merge(microbatches=k, average=average), replace(plan.tensor, prove=False)
     plan = replace(plan, merge=merge, tensor=tensor)
 
@@ -246,7 +247,7 @@ def in_groups(engine: sw.Engine, _: Path) -> tuple[sw.Engine, list[str]]:
 def test_what_a_run_does_beside_steps_has_the_same_bits(
     scenario: Any, stage: int, offload: Offload, precision: str, fake: str, tmp_path: Path
 ) -> None:
-    plan = plan_of("dp_shard=2", stage=stage, k=2, precision=PRECISIONS[precision])
+    plan = planned("dp_shard=2", stage=stage, k=2, precision=PRECISIONS[precision])
 
     def run(channel: sw.Channel, asked: Offload) -> Run:
         optimizer = momentum if scenario in (written, in_groups) else adamw
@@ -267,7 +268,16 @@ def test_a_world_of_one_moves_ahead_as_well(fake: str, stage: int, offload: Offl
     """Its channel moves nothing while it computes: what goes up and down does."""
 
     def run(asked: Offload) -> tuple[Run, int]:
-        plan = plan_of("dp_shard=1", stage=stage, k=2, precision=PRECISIONS["bfloat16"], sharding={"offload": asked})
+        plan = plan_of(
+            DECODER,
+            "dp_shard=1",
+            stage=stage,
+            k=2,
+            clip=0.2,
+            precision=PRECISIONS["bfloat16"],
+            offload=asked,
+            **BUCKETS,
+        )
         with torch.accelerator.device_index(0):
             engine = engine_of(alone(torch.device(fake, 0)), plan)
             return seen(engine, train(engine, range(4))), engine.counters.early_reductions
@@ -284,7 +294,7 @@ def test_a_world_of_one_moves_ahead_as_well(fake: str, stage: int, offload: Offl
 @pytest.mark.parametrize(("stage", "offload"), [(1, "state"), (3, "parameters")])
 def test_on_the_cpu_it_changes_nothing(stage: int, offload: Offload) -> None:
     def run(channel: sw.Channel, asked: Offload) -> tuple[list[str], Any]:
-        engine = engine_of(channel, offloading(plan_of("dp_shard=2", stage=stage, k=2), asked))
+        engine = engine_of(channel, offloading(planned("dp_shard=2", stage=stage, k=2), asked))
         return train(engine, range(3)), engine.footprint()
 
     assert sw.simulate(2, partial(run, asked=offload)) == sw.simulate(2, partial(run, asked=None))

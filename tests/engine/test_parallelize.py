@@ -12,8 +12,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import OptimizerError
-from tests.engine.expected import adamw, points, square_loss
 from tests.engine.refusals import PLAN, refusal, two_layers
+from tests.oracle.batches import points, square_loss
+from tests.oracle.program import adamw
 from tests.refusals import Refusals
 
 SGD: Any = partial(torch.optim.SGD, lr=0.1)

@@ -15,8 +15,6 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.errors import MismatchError, ModelError, OptimizerError
 from tests.covering import pairwise
-from tests.engine.expected import adamw, seeded
-from tests.engine.models import curve, curve_batch, curve_loss
 from tests.engine.refusals import same_error_everywhere
 from tests.engine.tower import (
     BATCH,
@@ -32,6 +30,8 @@ from tests.engine.tower import (
     train,
     trained,
 )
+from tests.oracle.program import adamw, seeded
+from tests.oracle.words import curve, curve_batch, curve_loss
 
 WHOLE_MODEL = [*HAVE_ALL, "stage 1", "stage 2", "whole", "bf16", "merged"]
 Log = list[float]

@@ -14,9 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 import shardwise as sw
 from shardwise.errors import CheckpointError, PeerError
 from tests.checkpoint.layouts import LAYOUTS, Whole, engine_of, train
-from tests.engine.expected import adamw, points, square_loss
-from tests.engine.models import Residual, word_batch
 from tests.engine.tower import on_ranks, share
+from tests.oracle.batches import points, square_loss, word_batch
+from tests.oracle.program import adamw
+from tests.oracle.words import Residual
 from tests.refusals import Refusals
 
 EMA = sw.Average(decay=0.9)

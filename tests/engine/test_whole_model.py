@@ -11,9 +11,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from tests.engine.expected import seeded
 from tests.engine.refusals import same_error_everywhere
 from tests.engine.tower import on_ranks
+from tests.oracle.program import seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore::shardwise.errors.SameRowsWarning")
 

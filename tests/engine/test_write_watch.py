@@ -12,8 +12,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import MismatchError, ModelError, PeerError
 from tests.covering import covering
-from tests.engine.oracle import share_of
 from tests.engine.tower import SGD, on_ranks, share
+from tests.oracle.batches import share_of
 
 WIDTH = 8
 LIMIT = 0.05

@@ -33,8 +33,8 @@ from tests.checkpoint.layouts import (
     train,
 )
 from tests.covering import covering
-from tests.engine.models import word_batch, word_loss
 from tests.engine.refusals import same_error_everywhere
+from tests.oracle.batches import word_batch, word_loss
 from tests.oracle.saved_forms import FORMS
 from tests.refusals import Refusals
 

@@ -12,7 +12,8 @@ import torch
 import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.errors import PeerError
-from tests.engine.models import word_batch, word_loss, words
+from tests.oracle.batches import word_batch, word_loss
+from tests.oracle.words import words
 from tests.processes.pool import SHARED_MEMORY, TCP, Pool, Transport
 
 

@@ -17,8 +17,8 @@ from shardwise.engine.tensor.cut_outline import tensor_outline
 from shardwise.engine.tensor.rehearsal import RehearsalError, rehearse
 from shardwise.engine.tensor.rule_inference import sample_for
 from shardwise.plan.tensor_cuts import plan_tensor
-from tests.engine.expected import seeded
 from tests.engine.formed import formed, linear, one_after_another
+from tests.oracle.program import seeded
 from tests.refusals import Refusals
 
 WIDTH, INNER, HEADS = 16, 24, 4
