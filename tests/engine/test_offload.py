@@ -268,16 +268,7 @@ def test_a_world_of_one_moves_ahead_as_well(fake: str, stage: int, offload: Offl
     """Its channel moves nothing while it computes: what goes up and down does."""
 
     def run(asked: Offload) -> tuple[Run, int]:
-        plan = plan_of(
-            DECODER,
-            "dp_shard=1",
-            stage=stage,
-            k=2,
-            clip=0.2,
-            precision=PRECISIONS["bfloat16"],
-            offload=asked,
-            **BUCKETS,
-        )
+        plan = planned("dp_shard=1", stage=stage, k=2, precision=PRECISIONS["bfloat16"], offload=asked)
         with torch.accelerator.device_index(0):
             engine = engine_of(alone(torch.device(fake, 0)), plan)
             return seen(engine, train(engine, range(4))), engine.counters.early_reductions
