@@ -62,7 +62,7 @@ def test_slots_lie_in_memory_without_a_name() -> None:
     slot = pool.take(grow=0)
     assert slot is not None
     slot.memory.fill_(1)
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "shardwise" in line]
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:shardwise" in line]
     assert mapped
     assert all("/memfd:shardwise-0 (deleted)" in line for line in mapped)
     del slot
