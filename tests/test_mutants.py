@@ -24,9 +24,9 @@ def test_every_mutant_changes_one_line_of_its_file_into_another_that_compiles() 
 
 def test_mutants_are_of_every_room_and_every_kind() -> None:
     listed = mutants()
-    assert len(listed) >= 60
+    assert len(listed) >= 130
     assert len({mutant.name for mutant in listed}) == len(listed)
     folders = {each.name for each in (ROOT / SOURCES).iterdir() if each.is_dir() and (each / "__init__.py").exists()}
-    assert {mutant.room for mutant in listed} >= folders
+    assert {mutant.room for mutant in listed} >= folders - {"testing"}  # its own tests refuse what it lets through
     assert {mutant.kind for mutant in listed} == set(KINDS)
     assert all(mutant.seen.endswith(".") for mutant in listed)

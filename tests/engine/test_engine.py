@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from benchmarks.silence import Silence
-from shardwise.comm import alone
+from shardwise.comm import Work, alone
 from shardwise.errors import PeerError
 from tests.costs import calls_in
 from tests.engine.loops import begun, mean_square, plan_of, sgd
@@ -307,9 +307,20 @@ def calls_of(step: Callable[[], object]) -> int:
     return min(calls_in(step) for _ in range(5))
 
 
+class Zeros(Silence):
+    """The parts of others are zeros. What memory had before may be no number, and a step with such ones is skipped."""
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
+    ) -> Work:
+        own = input.clone()
+        output.zero_()
+        return super().all_gather(output, own, purpose=purpose, counts=counts)
+
+
 def tower(num_blocks: int, stage: int, num_ranks: int) -> Any:
     make = lambda: nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(num_blocks)))  # noqa: E731
-    return begun(Silence(rank=0, size=num_ranks), make, plan_of(f"dp_shard={num_ranks}", stage))
+    return begun(Zeros(rank=0, size=num_ranks), make, plan_of(f"dp_shard={num_ranks}", stage))
 
 
 def calls_of_engine(num_blocks: int, stage: int, num_ranks: int) -> int:
@@ -333,12 +344,11 @@ def per_parameter(calls: Callable[[int], int]) -> float:
     return (calls(MANY) - calls(FEW)) / (2 * (MANY - FEW))
 
 
-@pytest.mark.parametrize(("stage", "most"), [(0, 33), (1, 23), (2, 23), (3, 110)])
+@pytest.mark.parametrize(("stage", "most"), [(0, 33), (1, 23), (2, 23), (3, 114)])
 def test_an_update_adds_few_calls_per_parameter_for_any_number_of_ranks(stage: int, most: int) -> None:
     """Times are in `benchmarks.host_cost`; calls are the same on every machine.
 
-    In stage 3 each block of this model is a unit, with all that goes around one for two parameters. It takes some 95
-    calls, which vary from process to process.
+    In stage 3 each block of this model is a unit, with all that goes around one for two parameters.
     """
     plain = per_parameter(calls_of_plain_loop)
     added = [per_parameter(partial(calls_of_engine, stage=stage, num_ranks=ranks)) - plain for ranks in (2, 32)]

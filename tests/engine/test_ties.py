@@ -91,9 +91,9 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     covering(list(MAKERS), (1, 2, 3), ({}, {"partition": "whole"}, {"stage": 0}, {"stage": 3}), strength=2),
 )
 def test_a_tie_trains_as_the_one_parameter_that_it_is(name: str, ranks: int, sharding: dict[str, Any]) -> None:
-    make, make_oracle = MAKERS[name]
+    make, make_plain = MAKERS[name]
     batches = [points(seed, 12) for seed in range(3)]
-    program = Program(make=make, make_oracle=make_oracle, batches=batches, loss=square_loss)
+    program = Program(make=make, make_plain=make_plain, batches=batches, loss=square_loss)
     plan = plan_of(program, f"dp_shard={ranks}", k=2, **{"bucket_bytes": 256, **sharding})
     assert_trains_like_one_process(program, plan)
 

@@ -201,7 +201,8 @@ def in_rank_order(program: Program, plan: sw.Plan) -> Trained:
     """What `plan` has to give, to the bit; `comparison.py` says for which plans."""
     mesh, sharding, precision = plan.mesh, plan.sharding, plan.precision
     num_ranks = mesh.num_data_ranks
-    in_groups = sharding.stage > 0 and sharding.owners == "dp_shard" and 1 < mesh.dp_shard < num_ranks
+    num_owners = mesh.dp_shard if sharding.owners == "dp_shard" else num_ranks
+    in_groups = sharding.stage > 0 and 1 < num_owners < num_ranks
     assert isinstance(plan.clip_grad_norm, float | None)
     models = [program.oracle(has_stages=mesh.pp > 1) for _ in range(num_ranks)]
 
@@ -219,8 +220,8 @@ def in_rank_order(program: Program, plan: sw.Plan) -> Trained:
         make_optimizer=program.optimizer,
         loss_of=lambda model, part: program.loss_of(model, part, dtype=compute),
         num_ranks=num_ranks,
-        ranks_per_sum=mesh.dp_shard if in_groups else None,
-        rounds=sharding.stage > 1 and num_ranks > 1,
+        ranks_per_sum=num_owners if in_groups else None,
+        rounds=sharding.stage > 1 and num_owners > 1,
         num_microbatches=plan.merge.microbatches,
         average=plan.merge.average,
         clip=plan.clip_grad_norm,

@@ -179,37 +179,30 @@ def test_a_message_to_a_rank_that_never_connects_ends_in_an_error(pool: Pool) ->
     assert taken < 8
 
 
-def call_known_things_in_another_order(channel: Channel) -> tuple[str, float]:
-    """The last rank gathers where the others add. All have agreed on both before, and send no message about them."""
+def gather_in_another_order(channel: Channel) -> str:
+    """The last rank gathers other things first. All have agreed on both before, and send no message about them.
+
+    NCCL, and its strict double, see equal calls."""
     whole = torch.empty(8 * channel.size, device=channel.device)
+    purposes = ["weights", "biases"]
 
-    def gather() -> None:
-        channel.all_gather(whole, whole[:8].clone(), purpose="weights").wait()
+    def gather(purposes: list[str]) -> None:
+        for purpose in purposes:
+            channel.all_gather(whole, whole[:8].clone(), purpose=purpose).wait()
+        torch.accelerator.synchronize()
 
-    def add() -> None:
-        sum_of(channel, "gradients")
-
-    calls = [gather, add]
-    for call in calls:
-        call()
-    torch.accelerator.synchronize()
+    gather(purposes)
     channel.exchange(b"", purpose="start")
-    begin = time.monotonic()
-    for call in calls if channel.rank == channel.size - 1 else calls[::-1]:
-        call()
-    torch.accelerator.synchronize()
-    taken = time.monotonic() - begin
+    gather(purposes if channel.rank == channel.size - 1 else purposes[::-1])
     with pytest.raises(CallMismatchError) as caught:
         channel.exchange(b"", purpose="after the read")
-    return str(caught.value), taken
+    return str(caught.value)
 
 
 def test_hosts_that_read_from_devices_in_different_calls_learn_which(pool: Pool) -> None:
-    results = pool.run(3, call_known_things_in_another_order, transport=STRICT_DEVICE, poisons=True)
-    for text, taken in results:
+    for text in pool.run(3, gather_in_another_order, transport=STRICT_DEVICE, poisons=True):
         assert "  - rank 2: all_gather for 'weights' of float32" in text
-        assert text.count("reduce_scatter for 'gradients' of float32") == 1
-        assert taken < 15
+        assert text.count("all_gather for 'biases' of float32") == 1
 
 
 def wait_for_each_other(channel: Channel) -> str:
