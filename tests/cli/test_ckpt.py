@@ -16,6 +16,7 @@ from shardwise.cli import main
 from shardwise.comm import alone, simulate
 from shardwise.space import Piece
 from tests.cli.processes import on_a_terminal
+from tests.forks.programs import started
 
 LONG = "a.parameter.with.a." + ".".join(f"very_long_name_{number}" for number in range(12))
 
@@ -176,6 +177,17 @@ def test_what_goes_wrong_is_one_paragraph_on_stderr(
     assert "Traceback" not in result.stderr
     if code == 1:
         assert "Traceback" in ckpt(*arguments, "--debug").stderr
+
+
+@pytest.mark.processes
+def test_a_reader_that_goes_away_ends_the_list_without_a_word(tmp_path: Path) -> None:
+    save_file({f"tensor.number.{number}": torch.zeros(1) for number in range(4_000)}, tmp_path / "m.safetensors")
+    for more in ([], ["--json"]):
+        with started(["ckpt", "ls", str(tmp_path), *more]) as process:
+            process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr.read() == ""
+            assert process.wait(timeout=60) in (0, 1)
 
 
 @pytest.mark.processes

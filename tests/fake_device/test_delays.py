@@ -25,11 +25,7 @@ from shardwise.testing.accelerator import LAST, NAME, behind, num_late
 
 pytestmark = pytest.mark.usefixtures("fake")
 
-NUM_SLOW = 3
-SEEDS = [
-    pytest.param(seed, marks=pytest.mark.slow if seed < NUM_SLOW else pytest.mark.stress, id=f"seed{seed}")
-    for seed in range(20)
-]
+SEEDS = range(20)
 
 
 class Block(nn.Module):
@@ -155,9 +151,9 @@ def expected(name: str) -> Seen:
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
-        pytest.param(name, seed, marks=() if at % len(SEEDS) == turn else pytest.mark.stress)
+        pytest.param(name, seed, marks=() if seed == at else pytest.mark.stress)
         for at, name in enumerate(PLANS)
-        for turn, seed in enumerate(SEEDS)
+        for seed in SEEDS
     ],
 )
 def test_delays_of_streams_change_no_bit(tmp_path: Path, name: str, seed: int) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -401,3 +402,27 @@ def test_without_optimizer_pt_runs_go_on_from_the_save(tmp_path: Path) -> None:
     expected = [each for each in plain(make) if "train_loss" not in each]
     for found in under("stage 1", make, go_on, folder=str(tmp_path / "again")):
         assert_close(found, expected)
+
+
+def test_a_checkpoint_is_complete_for_every_rank_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_read = threading.Event()
+    write, read = TrainerState.save_to_json, TrainerState.load_from_json
+
+    def written(state: TrainerState, path: str) -> None:
+        has_read.wait(0.2)  # after the others have read it, where they do not wait
+        write(state, path)
+
+    def looked_for(path: str) -> Any:
+        try:
+            return read(path)
+        finally:
+            has_read.set()
+
+    monkeypatch.setattr(TrainerState, "save_to_json", written)
+    monkeypatch.setattr(TrainerState, "load_from_json", looked_for)
+
+    def again(trainer: Any) -> Any:
+        trainer.train()
+        return trainer.train(resume_from_checkpoint=True)
+
+    under("pp", partial(make, asked={"max_steps": 1, "save_steps": 1}), again, folder=str(tmp_path))
