@@ -245,3 +245,39 @@ def test_one_saved_group_has_no_settings_for_several(tmp_path: Path, engine: boo
     # What the checkpoint says for both is taken over; what differs here stays.
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+
+
+class Tabled(torch.optim.Optimizer):
+    """Has a table for each parameter, or one for all, as optimizers with packed moments have."""
+
+    def __init__(self, parameters: Any, *, shared: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.tables = [torch.zeros(3) for _ in range(2)] if not shared else [torch.zeros(3)] * 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for at, each in enumerate(each for group in self.param_groups for each in group["params"]):
+            self.state[each] = {"table": self.tables[at], "moment": each.clone()}
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_tensor_that_the_state_of_several_parameters_shares_takes_what_each_of_them_had(
+    tmp_path: Path, engine: bool
+) -> None:
+    def updated(shared: bool) -> tuple[Any, Tabled]:
+        model = nn.Linear(2, 2)
+        optimizer = Tabled(model.parameters(), shared=shared)
+        if engine:
+            made = sw.parallelize(model, sw.Plan(), optimizer=optimizer, loss=lambda output, _: output.sum())
+            made.step({"input": torch.ones(1, 2)})
+            return made, optimizer
+        optimizer.step()
+        return TorchState(model, optimizer), optimizer
+
+    saved, optimizer = updated(shared=False)
+    for number, each in enumerate(optimizer.state.values()):
+        each["table"].fill_(number)
+    sw.save(tmp_path, saved)
+    target, optimizer = updated(shared=True)
+    sw.load(tmp_path, target)
+    assert [each["table"].tolist() for each in optimizer.state.values()] == [[0.0] * 3, [1.0] * 3]

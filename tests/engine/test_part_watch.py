@@ -1,6 +1,7 @@
 """What is computed of parameters of which a rank has parts is that of whole ones, or refused with what gives them."""
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -107,6 +108,44 @@ def test_what_is_computed_of_the_optimizer_s_parameters_is_of_all_or_refused(loo
         trained(engine)
 
     on_ranks(name, run)
+
+
+def in_a_file(values: Any) -> Any:
+    """What a program that knows nothing of shardwise reads again."""
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+ALONE: dict[str, Callable[[Any], Any]] = {
+    "tolist": lambda each: each.tolist(),
+    "an element": lambda each: each.view(-1)[0].item(),
+    "an element of numpy": lambda each: float(each.detach().numpy().flat[0]),
+    "finite": lambda each: float(torch.isfinite(each).all()),
+    "equal": lambda each: float(torch.equal(each, each.clone())),
+    "over its norm": lambda each: (each * 2 / each.norm()).tolist(),
+    "pickle": lambda each: pickle.loads(pickle.dumps(each)).tolist(),
+    "a file": lambda each: in_a_file(each).tolist(),
+    "a file of values": lambda each: in_a_file({"a": [each.detach()]})["a"][0].tolist(),
+    "a file in bfloat16": lambda each: in_a_file(each.detach().bfloat16()).float().tolist(),
+    "a deep copy": lambda each: copy.deepcopy(each).tolist(),
+    "a deep copy of values": lambda each: copy.deepcopy([each.detach()])[0].tolist(),
+}
+
+
+@pytest.mark.parametrize("name", ["pp", "whole"])
+@pytest.mark.parametrize("look", ALONE)
+def test_a_whole_parameter_of_the_optimizer_is_read_alone(look: str, name: str) -> None:
+    def run(channel: sw.Channel, name: str) -> list[Any]:
+        engine = after_two(channel, name)
+        with torch.no_grad():
+            return [ALONE[look](each) for each in masters(engine.optimizer) if each.numel()]
+
+    expected = on_ranks("one", partial(run, name="one"))[0]
+    found = [value for rank in on_ranks(name, partial(run, name=name)) for value in rank]
+    rounding = 1e-2 if "bfloat16" in look else 1e-5
+    assert sorted(flat(found)) == pytest.approx(sorted(flat(expected)), rel=rounding, abs=1e-6)
 
 
 ELEMENT_BY_ELEMENT: dict[str, Callable[[Any], object]] = {

@@ -22,7 +22,7 @@ from shardwise.checkpoint.state_pieces import place_of
 from shardwise.comm.local_tensors import dtype_name, is_dtensor, local_pieces, local_tensor, torch_dtype
 from shardwise.errors import CheckpointError, OptimizerError
 from shardwise.plan.names import named_by_wrappers, state_name
-from shardwise.plan.nested_state import flat_state
+from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     NumberedParameter,
@@ -152,11 +152,13 @@ class TorchRestoration:
         """What of the stored settings does not fit."""
         self.notes: Sequence[str] = ()
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
+        given: set[int] = set()
         for each in trained:
-            for name in each.parameters:
+            for name, (parameter, _) in each.parameters.items():
                 self._taken[name] = {}
+                held = flat_once(each.optimizer.state.get(parameter, {}), given)
                 for entry in self._plan.entries.get(name, ()):
-                    tensor = each.room_for(name, entry)
+                    tensor = each.room_for(name, entry, held.get(entry.key))
                     self.wanted.update(_pieces(entry.whole.name, tensor))
                     self._taken[name][entry.key] = tensor
 
@@ -304,11 +306,10 @@ class _Trained:
             dtype = dtype_name(parameter.dtype)
             yield LiveParameter(name=name, shape=tuple(parameter.shape), dtype=dtype, has_state=has_state)
 
-    def room_for(self, name: str, entry: OptimizerEntry) -> torch.Tensor:
+    def room_for(self, name: str, entry: OptimizerEntry, live: Any) -> torch.Tensor:
         """The live tensor where it can take the entry, else a fresh one, cut like the parameter."""
         parameter, group = self.parameters[name]
         dtype, shape = torch_dtype(entry.whole.dtype), entry.whole.global_shape
-        live = flat_state(self.optimizer.state.get(parameter, {})).get(entry.key)
         # Into the live tensor where that can be: a second copy of the state may be more memory than there is.
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == (dtype, shape) and _is_dense(live):
             return live

@@ -63,6 +63,8 @@ class PartWatch(TorchDispatchMode):
         self._is_on = False
         self.is_before = True
         """Whether the update is still to come."""
+        self.has_summed = False
+        """Whether an operation has made one number of several elements."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Carry out one operation."""
@@ -80,7 +82,9 @@ class PartWatch(TorchDispatchMode):
             raise self._refusal(name)
         output = func(*args, **kwargs)
         made = [each for each in tree_leaves(output) if torch.is_tensor(each)]
-        takes_less = is_sum(func._overloadpacket) or any(each.numel() < min(followed) for each in made)
+        sums = is_sum(func._overloadpacket)
+        self.has_summed |= sums
+        takes_less = sums or any(each.numel() < min(followed) for each in made)
         if takes_less and max(followed) > 1 and not of_all.isdisjoint(self._parts):
             raise self._refusal(name)
         for at, each in enumerate(made):

@@ -75,14 +75,17 @@ def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         has_parts = any(is_part for _, is_part, _ in held)
-        is_less = any(getattr(each, "is_less", False) for each, *_ in held)
+        has_sums = any(getattr(each, "is_sum", False) for each, *_ in held)
         is_elsewhere = any(each.is_meta for each, *_ in held)
-        if func == torch.Tensor.numpy and not is_elsewhere and not is_less:
+        if func == torch.Tensor.numpy and not is_elsewhere and not has_sums:
             return _PartArray.of(func(*args, **kwargs), refusal)
-        if func in _VALUES and not has_parts and not is_less:
-            return func(*args, **kwargs)
-        if func in _REFUSED or (func in LEAVE and (is_elsewhere or is_less)):
+        if func in _VALUES and not has_parts and not has_sums:
+            # A file must not name the class of a `Part`.
+            return func(*tree_map(lambda each: each.as_subclass(torch.Tensor) if type(each) is Part else each, args))
+        if func in _REFUSED or (func in LEAVE and (is_elsewhere or has_sums)):
             raise refusal(name)
+        if func == torch.Tensor.__deepcopy__:  # torch's own asks for the same class, which is given to results below
+            func, args = torch.clone, args[:1]
         # Of a description (meta) torch makes another one, and refuses what needs values.
         watch = PartWatch([each for each in held if not each[0].is_meta], refusal=refusal)
         try:
@@ -97,8 +100,9 @@ def carried_out(func: Any, args: Any, kwargs: Any, held: Sequence[Held], refusal
         if type(each) is not torch.Tensor or (each.dtype == torch.bool and not has_parts):
             return each
         root = min(watch.roots_of(each) or {root for *_, root in held})
-        counts = [whole.numel() for whole, _, of in held if of == root and not getattr(whole, "is_less", False)]
-        return Part.of(each, refusal, has_parts, root, not counts or each.numel() < max(counts))
+        counts = [whole.numel() for whole, _, of in held if of == root and not getattr(whole, "is_sum", False)]
+        is_sum = not counts or (watch.has_summed and each.numel() < max(counts))
+        return Part.of(each, refusal, has_parts, root, is_sum)
 
     return tree_map(made, output)
 
@@ -135,14 +139,14 @@ class Part(torch.Tensor):
     refusal: Refusal
     is_part: bool
     root: int
-    is_less: bool
+    is_sum: bool
 
     @staticmethod
-    def of(made: torch.Tensor, refusal: Refusal, is_part: bool, root: int, is_less: bool) -> "Part":
+    def of(made: torch.Tensor, refusal: Refusal, is_part: bool, root: int, is_sum: bool) -> "Part":
         """The same values. refusal: what to say of an operation that needs more. is_part, root: see `PartWatch`.
-        is_less: whether it has fewer elements than its parameter, as a sum has."""
+        is_sum: whether its elements are sums of several elements of a parameter."""
         part = made.as_subclass(Part)
-        part.refusal, part.is_part, part.root, part.is_less = refusal, is_part, root, is_less
+        part.refusal, part.is_part, part.root, part.is_sum = refusal, is_part, root, is_sum
         return part
 
     @classmethod
@@ -157,7 +161,7 @@ class _PartParameter(nn.Parameter):
 
     _plain_class = nn.Parameter
     refusal = staticmethod(_refusal)
-    is_part, root, is_less = True, ONE_ROOT, False
+    is_part, root, is_sum = True, ONE_ROOT, False
     __torch_function__ = Part.__torch_function__
 
 

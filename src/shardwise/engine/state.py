@@ -37,7 +37,7 @@ from shardwise.engine.zero.flat_params import FlatParams, Owned
 from shardwise.errors import CheckpointError, few_of
 from shardwise.plan import Parameter, Segment
 from shardwise.plan.names import AVERAGE, MASTER, named_by_wrappers, split_state_name, state_name
-from shardwise.plan.nested_state import flat_state
+from shardwise.plan.nested_state import flat_once
 from shardwise.plan.optimizer_entries import (
     LiveParameter,
     OptimizerEntry,
@@ -232,10 +232,9 @@ class EngineRestoration:
         for name, (_, room) in self._resized.items():
             self.wanted |= whole(name, room)
         self._taken: dict[str, dict[str, torch.Tensor]] = {}
-        self._rooms: set[int] = set()
-        """The ids of what `_taken` has."""
+        given: set[int] = set()
         for known, group, owned in self._trained:
-            self._want_state(known, group, owned)
+            self._want_state(known, group, owned, given)
         self._averages = rank.averages
         self._begun: frozenset[str] = frozenset()
         """Parameters whose average begins with what is loaded."""
@@ -317,16 +316,13 @@ class EngineRestoration:
             whole_keys=known.whole_keys,
         )
 
-    def _want_state(self, known: KnownOptimizer, group: Mapping[str, Any], owned: Owned) -> None:
-        """Make room for the state of a parameter."""
+    def _want_state(self, known: KnownOptimizer, group: Mapping[str, Any], owned: Owned, given: set[int]) -> None:
+        """Make room for the state of a parameter. given: see `flat_once`."""
         name = owned.segment.name
-        live = flat_state(known.optimizer.state.get(owned.parameter, {}))
+        live = flat_once(known.optimizer.state.get(owned.parameter, {}), given)
         self._taken[name] = {}
         for entry in self._plan.entries.get(name, ()):
             tensor = _room_for(entry, live.get(entry.key), group, owned.parameter)
-            if id(tensor) in self._rooms:
-                tensor = torch.empty_like(tensor)  # one object of many parameters, as the code tables of bitsandbytes
-            self._rooms.add(id(tensor))
             if entry.along:
                 self.wanted |= placed(entry.whole.name, tensor, self._updated_spec_of[name], owned.segment)
             else:

@@ -32,6 +32,16 @@ def flat_state(entries: Mapping[Any, Any]) -> dict[Any, Any]:
     return found
 
 
+def flat_once(entries: Mapping[Any, Any], given: set[int]) -> dict[Any, Any]:
+    """`flat_state` without values that were given before: an optimizer may give many parameters one tensor of state.
+
+    given: ids of values, to which those of the result come.
+    """
+    found = {key: value for key, value in flat_state(entries).items() if id(value) not in given}
+    given.update(map(id, found.values()))
+    return found
+
+
 def flat_value(key: Any, value: Any) -> Iterator[tuple[Any, Any]]:
     """What is under one key: (key, value)."""
     if isinstance(key, str):
