@@ -52,6 +52,7 @@ class Refusals(Mapping[str, Callable[..., object]]):
     def check(self, case: str) -> None:
         """The call is refused in the words of the table, to the letter."""
         known = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        assert known.keys() <= self.keys(), f"`make golden` leaves out the messages of {self.path.name} without a call"
         assert self.said(case) == known.get(case), f"`make golden` writes the messages of {self.path.name} anew"
 
     def said(self, case: str) -> str:

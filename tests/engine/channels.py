@@ -1,16 +1,13 @@
 """Channels that differ from those of simulated ranks in one respect."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
 import shardwise as sw
-from benchmarks.silence import Silence
 from shardwise.comm import Work
-from shardwise.comm.channel import reduce_scatter_signature
-from shardwise.comm.device_sums import BackendSum, ExactSum, PartsMemory, Sums
+from shardwise.comm.device_sums import BackendSum, ExactSum
 
 
 class GoesOnAlone:
@@ -88,22 +85,3 @@ class Adding:
         if self._total is not None:
             self._total.finish()
         self._total = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SilentDevice(Silence):
-    """`Silence` that adds like a channel between devices: what the others give is as it was in memory."""
-
-    sums: Sums = "exact"
-    memory: PartsMemory = field(default_factory=PartsMemory)
-
-    def summing(self, sums: Sums) -> sw.Channel:
-        return replace(self, sums=sums)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, *, purpose: str, counts: Sequence[int] | None = None
-    ) -> Work:
-        signature = reduce_scatter_signature(self, output, input, purpose=purpose, counts=counts)
-        if self.sums == "exact":
-            return Adding(ExactSum(output, input, signature, self.rank, self.memory))
-        return Adding(BackendSum(output, input, signature, self.memory))

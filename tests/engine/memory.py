@@ -7,12 +7,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the storages, each counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
 def tensor_bytes_alive() -> int:
     """Bytes of all tensors that the interpreter can reach, each storage once."""
     return sum(storage.nbytes() for storage in _storages_alive().values())

@@ -20,7 +20,8 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.testing.accelerator import LAST, behind
 from tests.covering import covering
-from tests.engine.tower import on_ranks, squares
+from tests.engine.loops import mean_square
+from tests.engine.tower import on_ranks
 from tests.oracle.batches import Batch, share_of, word_batch, word_loss
 from tests.oracle.decoder import DECODER, decoder
 from tests.oracle.program import plan_of
@@ -305,7 +306,7 @@ def test_what_an_optimizer_has_on_the_device_comes_along(fake: str, settings: di
         model(rows).square().mean().backward()
         optimizer.step()
         plan = sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(bucket_bytes=200, offload=offload))
-        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=squares, channel=channel)
+        engine = sw.parallelize(model, plan, optimizer=optimizer, loss=mean_square, channel=channel)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for _ in range(2):
             engine.step({"input": rows})
@@ -334,7 +335,7 @@ def wide_engine(
         merge=sw.Merge(microbatches=k),
         precision=precision or sw.Precision(compute="bfloat16"),
     )
-    return sw.parallelize(model, plan, optimizer=adamw, loss=squares, channel=channel)
+    return sw.parallelize(model, plan, optimizer=adamw, loss=mean_square, channel=channel)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import shardwise as sw
 from shardwise.errors import OptimizerError
 from tests.covering import covering
 from tests.engine.channels import SharesMemory
-from tests.engine.tower import on_ranks, share, squares
+from tests.engine.loops import mean_square, share
+from tests.engine.tower import on_ranks
 from tests.oracle.batches import share_of, word_batch, word_loss
 from tests.oracle.comparison import assert_trains_like_one_process
 from tests.oracle.one_process import train_in_one_process, values_of
@@ -342,13 +343,13 @@ def test_an_optimizer_may_keep_gradients_and_replace_values(kind: type[InPlace],
             model,
             sw.Plan(mesh=mesh, tensor=sw.Tensor(rules=rules)),
             optimizer=kind(model.parameters(), whole),
-            loss=squares,
+            loss=mean_square,
             channel=SharesMemory(channel) if mesh.tp > 1 else channel,
         )
         return [engine.step(share(engine, rows_of(step))).loss for step in range(5)]
 
     model = wide_matrices()
     batches = [rows_of(step) for step in range(5)]
-    wanted = train_in_one_process(model, kind(model.parameters(), whole), batches, loss=squares).losses
+    wanted = train_in_one_process(model, kind(model.parameters(), whole), batches, loss=mean_square).losses
     found = sw.simulate(mesh.size, run)[0]
     assert found == (wanted if mesh.size == 1 else pytest.approx(wanted, rel=1e-5))

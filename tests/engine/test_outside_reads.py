@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ModelError
-from tests.engine.tower import squares
+from tests.engine.loops import mean_square
 from tests.oracle.batches import share_of, word_batch, word_loss
 from tests.oracle.comparison import assert_same, assert_trains_like_one_process
 from tests.oracle.places import train
@@ -260,5 +260,5 @@ class Mapped(nn.Module):
 @pytest.mark.parametrize("units", [None, (".",)])
 def test_parameters_inside_of_a_transformation_change_no_bit(*, is_read: bool, units: Any) -> None:
     batches = [{"x": torch.ones(2, WIDTH)}] * 2
-    made = Program(make=seeded(lambda: Mapped(is_read=is_read)), batches=batches, loss=squares)
+    made = Program(make=seeded(lambda: Mapped(is_read=is_read)), batches=batches, loss=mean_square)
     assert_trains_like_one_process(made, plan_of(made, "dp_shard=2", stage=3, units=units))

@@ -10,14 +10,20 @@ from torch import nn
 
 import shardwise as sw
 from tests.engine.late_channels import Late, Log, Logged, LoggedBlock
-from tests.engine.tower import SGD, squares
+from tests.engine.loops import mean_square, sgd
 from tests.oracle.program import seeded
 
 WIDTH = 8
 
 
 def engine_of(
-    log: Log, stage: Any, inner: Sequence[int], *, k: int = 1, channel: sw.Channel | None = None, loss: Any = squares
+    log: Log,
+    stage: Any,
+    inner: Sequence[int],
+    *,
+    k: int = 1,
+    channel: sw.Channel | None = None,
+    loss: Any = mean_square,
 ) -> sw.Engine:
     """An engine over blocks with these inner widths. A block of 8 fills a bucket."""
     blocks = seeded(lambda: nn.Sequential(*(LoggedBlock(log, str(at), WIDTH, width) for at, width in enumerate(inner))))
@@ -26,7 +32,7 @@ def engine_of(
         sharding=sw.Sharding(stage=stage, bucket_bytes=600),
         merge=sw.Merge(microbatches=k),
     )
-    return sw.parallelize(blocks(), plan, optimizer=SGD, loss=loss, channel=channel or Logged(log))
+    return sw.parallelize(blocks(), plan, optimizer=sgd, loss=loss, channel=channel or Logged(log))
 
 
 def in_short(stage: int, num_blocks: int, *, k: int = 1) -> list[str]:
@@ -80,7 +86,7 @@ def test_gatherings_are_those_of_the_formula(num_units: int, k: int, reads: bool
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         weight: Any = engine.model[0].up.weight  # type: ignore[index]
-        return squares(output @ weight.t() if reads else output)
+        return mean_square(output @ weight.t() if reads else output)
 
     log = Log()
     engine = engine_of(log, 3, [8] * num_units, k=k, loss=loss)

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardwise as sw
 from tests.covering import covering
-from tests.engine.tower import squares
+from tests.engine.loops import mean_square
 from tests.oracle.one_process import expected
 from tests.oracle.places import train
 from tests.oracle.program import Program, plan_of, seeded
@@ -59,7 +59,7 @@ def test_encoders_train_and_evaluate_as_in_one_process(kind: str, padding: str, 
     program = Program(
         make=seeded(lambda: Net(kind)),
         batches=[batch] * 2,
-        loss=squares,
+        loss=mean_square,
         rules={"*.linear1": "colwise", "*.linear2": "rowwise"},
     )
     plan = plan_of(program, **LAYOUTS[layout])

@@ -11,8 +11,9 @@ from torch.nn import functional as F  # noqa: N812
 import shardwise as sw
 from shardwise.comm import alone
 from tests.covering import pairwise
+from tests.engine.loops import mean_square
 from tests.engine.refusals import raise_of_all
-from tests.engine.tower import DATA, on_ranks, squares
+from tests.engine.tower import DATA, on_ranks
 from tests.oracle.program import seeded
 from tests.refusals import Refusals
 
@@ -113,7 +114,7 @@ class Run:
     def __init__(self, channel: sw.Channel, plan: sw.Plan, optimizers: Any = optimizers_of) -> None:
         model = gan()
         opt = optimizers(model)
-        self.engine = sw.parallelize(model, plan, optimizer=opt, loss=squares, channel=channel, groups=GROUPS)
+        self.engine = sw.parallelize(model, plan, optimizer=opt, loss=mean_square, channel=channel, groups=GROUPS)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in opt]
         self.figures: Figures = []
 
@@ -263,7 +264,7 @@ def test_only_optimizers_and_groups_with_something_trained_step() -> None:
             engine.step(batch_of(channel.rank), only=group, loss=loss)
         counts = [group["count"] for group in optimizer.param_groups]
         model.d.requires_grad_(False)  # not left out by `only`: the plain loop goes on to step it
-        engine.step(batch_of(channel.rank), loss=squares)
+        engine.step(batch_of(channel.rank), loss=mean_square)
         return counts + [group["count"] for group in optimizer.param_groups]
 
     assert sw.simulate(2, run) == [[1, 2, 2, 3]] * 2

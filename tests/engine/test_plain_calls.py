@@ -15,21 +15,9 @@ import shardwise as sw
 from shardwise.comm import alone
 from shardwise.errors import MismatchError, ModelError, OptimizerError
 from tests.covering import pairwise
+from tests.engine.loops import sgd, share
 from tests.engine.refusals import same_error_everywhere
-from tests.engine.tower import (
-    BATCH,
-    HAVE_ALL,
-    PLANS,
-    SGD,
-    engine_on,
-    masters,
-    on_ranks,
-    plain,
-    share,
-    tower,
-    train,
-    trained,
-)
+from tests.engine.tower import BATCH, HAVE_ALL, PLANS, engine_on, masters, on_ranks, plain, tower, train, trained
 from tests.oracle.program import adamw, seeded
 from tests.oracle.words import curve, curve_batch, curve_loss
 
@@ -367,7 +355,7 @@ def test_what_is_written_to_the_optimizer_s_parameters_is_in_the_model_and_in_al
     make = tied if name in TIED else tower
 
     def run(channel: sw.Channel) -> None:
-        engine = engine_on(channel, WRITTEN[name], SGD if name in TIED else torch.optim.AdamW, model=make())
+        engine = engine_on(channel, WRITTEN[name], sgd if name in TIED else torch.optim.AdamW, model=make())
         train(engine, [BATCH])
         write_to(masters(engine.optimizer), way)
         assert all(torch.equal(each, torch.full_like(each, 0.5)) for each in sw.full_state_dict(engine).values())

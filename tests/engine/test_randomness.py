@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.engine.randomness import KeyedRandom
 from shardwise.errors import MismatchError
+from tests.engine.loops import mean_square, sgd
 from tests.engine.refusals import same_error_everywhere
-from tests.engine.tower import SGD, on_ranks, squares, train
+from tests.engine.tower import on_ranks, train
 from tests.oracle.batches import points, square_loss
 from tests.oracle.one_process import train_in_one_process
 from tests.oracle.program import seeded
@@ -194,7 +195,7 @@ class Dropping(nn.Module):
 def engine_of(channel: sw.Channel, k: int = 1, seed: int | None = None, model: Any = Dropping) -> sw.Engine:
     mesh, merge = sw.Mesh(dp_shard=channel.size), sw.Merge(microbatches=k)
     plan = sw.Plan(mesh=mesh, merge=merge, sharding=sw.Sharding(stage=0))
-    return sw.parallelize(seeded(model)(), plan, optimizer=SGD, loss=square_loss, channel=channel, seed=seed)
+    return sw.parallelize(seeded(model)(), plan, optimizer=sgd, loss=square_loss, channel=channel, seed=seed)
 
 
 def losses(
@@ -351,11 +352,13 @@ def test_a_generator_of_the_model_goes_on_as_in_a_plain_loop(keep: str, name: st
 
     def run(channel: sw.Channel) -> list[float]:
         engine = sw.parallelize(
-            make(), plan, optimizer=SGD, loss=squares, channel=channel, sample={"x": torch.ones(4, 4)}
+            make(), plan, optimizer=sgd, loss=mean_square, channel=channel, sample={"x": torch.ones(4, 4)}
         )
         return train(engine, batches)
 
     model, k = make(), plan.merge.microbatches
-    expected = train_in_one_process(model, SGD(model.parameters()), batches, loss=squares, num_microbatches=k).losses
+    expected = train_in_one_process(
+        model, sgd(model.parameters()), batches, loss=mean_square, num_microbatches=k
+    ).losses
     for found in on_ranks(plan, run):
         assert found == pytest.approx(expected, rel=1e-5)

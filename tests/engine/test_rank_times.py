@@ -15,7 +15,7 @@ from shardwise.comm.rank_values import RankValues
 from shardwise.comm.tally import tally_of
 from shardwise.engine.rank_times import RankTimes, rank_times, slowest
 from shardwise.errors import BatchError
-from tests.engine.tower import SGD, squares
+from tests.engine.loops import mean_square, sgd
 from tests.oracle.program import seeded
 
 PAUSE = 0.5
@@ -65,7 +65,7 @@ def reports(
         rank = channel.rank
         pause = partial(clock.pause, rank, pauses[rank])
         model = seeded(lambda: nn.Sequential(Block(pause), Block(pause)))()
-        engine = sw.parallelize(model, plan, optimizer=SGD, loss=squares, channel=channel)
+        engine = sw.parallelize(model, plan, optimizer=sgd, loss=mean_square, channel=channel)
         found, paused = [], []
         for _ in range(STEPS):
             before_s = clock.paused_s[rank]
@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_recorded_calls_and_times_cost_no_exchange_and_fe
     def run(channel: sw.Channel) -> None:
         recorded = Recorded(channel)
         model, plan = nn.Linear(4, 4), sw.Plan(mesh=sw.Mesh(dp_shard=2))
-        engine = sw.parallelize(model, plan, optimizer=SGD, loss=squares, channel=recorded)
+        engine = sw.parallelize(model, plan, optimizer=sgd, loss=mean_square, channel=recorded)
         for _ in range(2):
             recorded.clear()
             mine = engine.step({"input": torch.ones(2, 4)}).ranks[channel.rank]
@@ -181,7 +181,7 @@ def through_a_message(times: Sequence[RankTimes], *, late_steps: int = 0) -> tup
 def test_time_outside_is_counted_once_where_a_step_is_refused() -> None:
     def run(channel: sw.Channel) -> float:
         tally_of(channel).now_s = clock = Clock()
-        engine = sw.parallelize(nn.Linear(4, 1), sw.Plan(), optimizer=SGD, loss=squares, channel=channel)
+        engine = sw.parallelize(nn.Linear(4, 1), sw.Plan(), optimizer=sgd, loss=mean_square, channel=channel)
         engine.step({"input": torch.ones(4, 4)})
         for seconds in (2.0, 3.0):
             clock.now_s += seconds

@@ -13,7 +13,7 @@ import torch
 import shardwise as sw
 from shardwise.errors import ModelError, PlanError, ShardwiseError
 from tests.checkpoint.layouts import LAYOUTS, Whole, assembled, engine_of, layout, same_bits, state_of, train
-from tests.engine.tower import SGD, squares
+from tests.engine.loops import mean_square, sgd
 from tests.oracle.batches import word_batch, word_loss
 from tests.oracle.comparison import assert_close
 from tests.oracle.decoder import DECODER, decoder
@@ -279,7 +279,7 @@ def test_parameters_keep_their_class_and_what_is_noted_on_them() -> None:
             layer.weight = Noted(layer.weight.detach())
             layer.weight.note = "mine"
         data = sw.Mesh(dp_shard=2)
-        engine = sw.parallelize(model, sw.Plan(mesh=data), optimizer=SGD, loss=squares, channel=channel)
+        engine = sw.parallelize(model, sw.Plan(mesh=data), optimizer=sgd, loss=mean_square, channel=channel)
         for plan in (sw.Plan(mesh=data, sharding=sw.Sharding(stage=3)), sw.Plan(mesh=sw.Mesh(pp=2)), engine.plan):
             engine = sw.relayout(engine, plan)
             for layer in layers:

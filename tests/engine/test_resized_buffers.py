@@ -10,7 +10,8 @@ from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 
 import shardwise as sw
 from shardwise.errors import CheckpointError
-from tests.engine.tower import DATA, on_ranks, share
+from tests.engine.loops import share
+from tests.engine.tower import DATA, on_ranks
 from tests.oracle.one_process import train_in_one_process
 from tests.oracle.program import adamw, seeded
 

@@ -12,7 +12,8 @@ import shardwise as sw
 from shardwise.errors import ModelError
 from tests.covering import covering
 from tests.engine.generating import SHORT, Apart, in_one_process, llama, mesh, named, prompts, under
-from tests.engine.tower import TP, on_ranks, squares, tower
+from tests.engine.loops import mean_square
+from tests.engine.tower import TP, on_ranks, tower
 from tests.oracle.program import sgd
 
 PLANS = [
@@ -120,7 +121,7 @@ def test_a_frozen_model_needs_no_optimizer(plan: sw.Plan, tmp_path: Path) -> Non
     def run(channel: sw.Channel) -> None:
         asked = sw.Plan(mesh=plan.mesh, sharding=plan.sharding, tensor=TP if plan.mesh.tp > 1 else sw.Tensor())
         model = tower().requires_grad_(False)
-        engine = sw.parallelize(model, asked, optimizer=None, loss=squares, channel=channel)
+        engine = sw.parallelize(model, asked, optimizer=None, loss=mean_square, channel=channel)
         assert engine.optimizers == ()
         rows = {"input": torch.ones(2, 4)}
         before, loss = engine.predict(rows), engine.evaluate(rows).loss

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import shardwise as sw
-from tests.engine.tower import DATA, SGD, squares
+from tests.engine.loops import mean_square, sgd
+from tests.engine.tower import DATA
 
 
 class Block(nn.Module):
@@ -43,7 +44,7 @@ def test_no_mode_is_active_around_a_module(name: str) -> None:
     def calls(channel: sw.Channel) -> Counter[tuple[bool, int]]:
         seen: Counter[tuple[bool, int]] = Counter()
         model = nn.Sequential(Block(seen), Block(seen), nn.Linear(8, 4))
-        engine = sw.parallelize(model, PLANS[name], optimizer=SGD, loss=squares, channel=channel)
+        engine = sw.parallelize(model, PLANS[name], optimizer=sgd, loss=mean_square, channel=channel)
         batch = {"input": torch.ones(2, 8)}
         for _ in range(2):
             engine.step(batch)

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 import shardwise as sw
 from shardwise.errors import CheckpointError, PeerError
 from tests.checkpoint.layouts import LAYOUTS, Whole, engine_of, train
-from tests.engine.tower import on_ranks, share
+from tests.engine.loops import share
+from tests.engine.tower import on_ranks
 from tests.oracle.batches import points, square_loss, word_batch
 from tests.oracle.program import adamw
 from tests.oracle.words import Residual

@@ -12,7 +12,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import MismatchError, ModelError, PeerError
 from tests.covering import covering
-from tests.engine.tower import SGD, on_ranks, share
+from tests.engine.loops import sgd, share
+from tests.engine.tower import on_ranks
 from tests.oracle.batches import share_of
 
 WIDTH = 8
@@ -105,7 +106,7 @@ def engine_of(model: nn.Module, channel: sw.Channel, plan: str, compute: str | N
     return sw.parallelize(
         model,
         sw.Plan(**PLANS[plan], precision=precision, **more),
-        optimizer=SGD,
+        optimizer=sgd,
         loss=lambda output, batch: nn.functional.mse_loss(output.float(), batch["y"]),
         channel=channel,
     )

@@ -1,14 +1,14 @@
 """The smallest model that every layout can cut, engines over it, and what a plain loop makes of it."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise as sw
-from tests.oracle.batches import Batch, share_of
+from tests.engine.loops import sgd, share
+from tests.oracle.batches import Batch
 from tests.oracle.one_process import train_in_one_process
 from tests.oracle.program import seeded
 
@@ -30,7 +30,6 @@ HAVE_ALL = ("one", "one bf16", "stage 0")
 """Plans under which each rank has all of the optimizer's state."""
 
 BATCH = {"input": torch.arange(16.0).view(4, 4) / 10}
-SGD: Any = partial(torch.optim.SGD, lr=0.1)
 
 
 def tower() -> nn.Sequential:
@@ -43,11 +42,6 @@ def away_from_three(output: torch.Tensor, batch: object = None) -> torch.Tensor:
     return (output.float() - 3).square().mean()
 
 
-def squares(output: torch.Tensor, batch: object = None) -> torch.Tensor:
-    """The plainest loss."""
-    return output.float().square().mean()
-
-
 def masters(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The parameters that an optimizer has now."""
     return [each for group in optimizer.param_groups for each in group["params"]]
@@ -56,7 +50,7 @@ def masters(optimizer: torch.optim.Optimizer) -> list[Any]:
 def engine_on(
     channel: sw.Channel | None,
     plan: str | sw.Plan,
-    optimizer: Any = SGD,
+    optimizer: Any = sgd,
     *,
     model: nn.Module | None = None,
     loss: Any = away_from_three,
@@ -65,12 +59,6 @@ def engine_on(
     """An engine over a tower, or over `model`."""
     asked = PLANS[plan] if isinstance(plan, str) else plan
     return sw.parallelize(model or tower(), asked, optimizer=optimizer, loss=loss, channel=channel, **more)
-
-
-def share(engine: sw.Engine, batch: Batch) -> dict[str, Any]:
-    """The rows of this rank."""
-    mesh = engine.plan.mesh
-    return share_of(batch, mesh.data_rank(engine.channel.rank), mesh.num_data_ranks)
 
 
 def train(engine: sw.Engine, batches: Iterable[Batch], **more: Any) -> list[float]:
@@ -85,7 +73,7 @@ def trained(engine: sw.Engine, updates: int = 2) -> list[torch.Tensor]:
 
 
 def plain(
-    optimizer: Any = SGD, *, model: nn.Module | None = None, updates: int = 2, loss: Any = away_from_three
+    optimizer: Any = sgd, *, model: nn.Module | None = None, updates: int = 2, loss: Any = away_from_three
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer after as many updates of the plain loop."""
     model = model or tower()

@@ -1,5 +1,7 @@
 """Plans decide what they decided before, and their texts parse back."""
 
+import re
+
 import pytest
 
 from shardwise.plan import Plan
@@ -27,3 +29,12 @@ def test_what_users_hold_on_to_is_what_the_golden_text_says(name: str) -> None:
 
 def test_every_golden_text_has_a_case() -> None:
     assert sorted(FOLDER.glob("*.txt")) == sorted(map(path_of, [*PLANS, *TEXTS]))
+
+
+def test_every_file_of_messages_has_a_table() -> None:
+    names = [
+        name
+        for each in FOLDER.parent.rglob("test_*.py")
+        for name in re.findall(r"""\bRefusals\(\s*["']([\w.]+)["']""", each.read_text(encoding="utf-8"))
+    ]
+    assert sorted(names) == sorted(each.stem for each in (FOLDER / "refusals").glob("*.json"))

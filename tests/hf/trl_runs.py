@@ -140,15 +140,6 @@ def trained(
         return history, {name: each.clone() for name, each in trainer.model.state_dict().items()}
 
 
-def losses_in(history: list[dict[str, float]]) -> list[float]:
-    return [each["loss"] for each in history if "loss" in each]
-
-
-def assert_same_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    for name, weight in wanted.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=2e-6)
-
-
 class PlacedDraws(transformers.LogitsProcessor):
     """Gumbel noise by the place of a row and of a token: the largest logit is a draw, equal in every layout."""
 

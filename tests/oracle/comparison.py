@@ -14,7 +14,7 @@ import torch
 
 import shardwise as sw
 from tests.oracle.batches import Batch, microbatches_of
-from tests.oracle.one_process import State, Trained, expected
+from tests.oracle.one_process import Trained, expected
 from tests.oracle.places import Place, simulated, train
 from tests.oracle.program import Program
 from tests.oracle.rank_order import in_rank_order
@@ -128,15 +128,6 @@ def assert_close(
             largest = float((one.double() - expects.double()).abs().max())
             scale = 1.0 if name.endswith(noise) else 1e-3
             assert largest <= relative * max(scale, float(expects.abs().max())), f"{name} differs by {largest}"
-
-
-def largest_difference(one: State, other: State) -> float:
-    """Of any element of any parameter or buffer."""
-    return max(
-        float((one[name].double() - other[name].double()).abs().max())
-        for name in one
-        if not name.startswith("optimizer/")
-    )
 
 
 def in_one_process(program: Program, plan: sw.Plan) -> Trained:

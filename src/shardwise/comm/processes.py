@@ -234,6 +234,7 @@ class ProcessChannel:
         self.rank = members.index(board.rank)
         self.size = len(members)
         self.board = board
+        """What carries the messages of all channels of this process."""
         self._owns_board = owns_board
         self.members = members
         self._peers = [member for member in members if member != board.rank]

@@ -99,7 +99,9 @@ class Relay:
         self._size = len(connected.hosts)
         self._timeout_seconds = timeout_seconds
         self.links: Mapping[int, PeerLink] = connected.links
+        """By rank, where one is connected to this one."""
         self.listeners = connected.listeners
+        """Where other ranks call."""
         self._connect_to = connected.call
         self._num_said = 0
         self._num_heard: collections.Counter[int] = collections.Counter()
@@ -118,6 +120,7 @@ class Relay:
         self._calls = threading.BoundedSemaphore(_MOST_CALLS)
         self._poll = select.poll()
         self.by_descriptor = {link.fileno(): link for link in self.links.values()}
+        """The links that have not ended."""
         for descriptor in self.by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
         self._reception = Reception(

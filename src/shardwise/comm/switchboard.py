@@ -103,6 +103,7 @@ class Switchboard:
         self.counts_waits = True
         """False while a call waits for ranks that wait for others, and counts itself."""
         self.pool = SlotPool()
+        """Memory that this rank shares with others."""
         self.kernels = kernels or range(len(links) + 1)
         self._logs: dict[int, CallLog] = {}
         self._stamps: dict[Signature, Stamp] = {}
@@ -110,6 +111,7 @@ class Switchboard:
         self._expected_numbers: collections.Counter[tuple[int, int]] = collections.Counter()
         # By (rank, lane, number). An inbound message leaves when a call has met it and its last chunk has come.
         self.inbounds: dict[tuple[int, int, int], Inbound] = {}
+        """What comes, or is expected, by (source, lane, number)."""
         self._unanswered: dict[tuple[int, int, int], Outbound] = {}
         self._credited: dict[tuple[int, int, int], Outbound] = {}
         """Messages sent as bytes or read in place whose chunks have not all been consumed."""
@@ -127,8 +129,10 @@ class Switchboard:
         self.lock = threading.RLock()
         """Held during every call, so that threads take turns."""
         self.known = KnownRanks(rank, timeout_seconds=timeout_seconds)
+        """What the others have said of themselves."""
         self.links = PeerLinks(rank, links, relay, kernels=self.kernels, known=self.known, lock=self.lock)
         self.pairs = pairs
+        """Lines of gloo, None where there are none."""
         # A board that the program has let go of ends its connections, although their threads hold them.
         weakref.finalize(self, self.links.close).atexit = False
         if pairs is not None:

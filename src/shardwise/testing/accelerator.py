@@ -85,7 +85,10 @@ def visible() -> tuple[str, ...]:
 
 @contextmanager
 def present() -> Iterator[None]:
-    """`torch.accelerator` finds the devices. Their generators start from torch's default seed, the counts go on."""
+    """`torch.accelerator` finds the devices, until the outermost of these ends.
+
+    Their generators start from torch's default seed, the counts go on.
+    """
     load()
     torch.ops.fake_device.show(True)
     _shown.append(NAME)
@@ -94,9 +97,10 @@ def present() -> Iterator[None]:
     try:
         yield
     finally:
-        _shown.clear()
-        torch.ops.fake_device.show(False)
-        torch.ops.fake_device.set_device(0)
+        _shown.pop()
+        if not _shown:
+            torch.ops.fake_device.show(False)
+            torch.ops.fake_device.set_device(0)
 
 
 LAST = -2

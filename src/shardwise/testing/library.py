@@ -26,9 +26,15 @@ def compiler() -> str | None:
 
 
 def library() -> Path:
-    """The shared library; compiled where it is not there yet. Workers that come at the same time wait for the first."""
+    """The shared library; compiled where it is not there yet. Workers that come at the same time wait for the first.
+
+    Raises RuntimeError where there is no compiler, or where it fails.
+    """
     found = compiler()
-    assert found is not None, "ask `compiler` first"
+    if found is None:
+        raise RuntimeError(
+            "the fake device is compiled at its first use, and no C++ compiler is here: install g++, or set CXX"
+        )
     command = [found, *_flags()]
     files = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     text = "".join([*command, version("torch"), *(each.read_text(encoding="utf-8") for each in files)])
