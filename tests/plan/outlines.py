@@ -1,5 +1,7 @@
 """Outlines of models that tests write down or draw."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from shardwise.plan import Outline
@@ -39,6 +41,15 @@ def _outline(name: str, tree: "int | Tree", kind: str = "Module", is_container: 
 def layers(*sizes: int) -> Tree:
     """Modules called "0", "1" and so on, with so many elements."""
     return {str(at): size for at, size in enumerate(sizes)}
+
+
+def shared_embedding() -> Outline:
+    """An encoder and a decoder that both hold the one embedding of the model, under names of their own."""
+    tree: Tree = {"shared": 8, "encoder": {"embed": 0, "blocks[]": layers(9, 9)}, "decoder": {"blocks[]": layers(9, 9)}}
+    root = model({**tree, "head": 1})
+    shared = replace(root.children[0], aliases=("encoder.embed", "decoder.embed"))
+    encoder = replace(root.children[1], children=root.children[1].children[1:])  # the alias is not listed again
+    return replace(root, children=(shared, encoder, *root.children[2:]))
 
 
 _keys = st.sampled_from(["a", "b", "c", "[d]", "e[]"])

@@ -12,6 +12,7 @@ from shardwise.plan import (
     Plan,
     Precision,
     Sharding,
+    Tensor,
     plan_ownership,
 )
 from shardwise.plan.dtypes import COMPUTE_DTYPES
@@ -27,7 +28,8 @@ DTYPES = (*COMPUTE_DTYPES, "complex64", "complex128", "int64", "bool")
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 """Any text that a file can hold: quotes, line ends, control characters, astral letters."""
 
-meshes = st.builds(Mesh, dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4))
+_modules = st.none() | st.just("blocks") | st.lists(names, min_size=1, max_size=3).map(tuple)
+_unit_names = st.none() | st.lists(names, min_size=1, max_size=3).map(tuple)
 shardings = st.builds(
     Sharding,
     stage=st.sampled_from([0, 1]),
@@ -35,13 +37,11 @@ shardings = st.builds(
     bucket_bytes=st.integers(1, 1 << 12),
     owners=st.sampled_from(["all", "dp_shard"]),
 )
-precisions = st.builds(
-    Precision,
-    compute=st.none() | st.sampled_from(COMPUTE_DTYPES),
-    master=st.sampled_from(COMPUTE_DTYPES),
-    accumulate=st.sampled_from(COMPUTE_DTYPES),
-    reduce=st.sampled_from(COMPUTE_DTYPES),
-)
+_of_precision = {
+    "compute": st.none() | st.sampled_from(COMPUTE_DTYPES),
+    **dict.fromkeys(("master", "accumulate", "reduce"), st.sampled_from(COMPUTE_DTYPES)),
+}
+precisions = st.builds(Precision, **_of_precision)
 _schedules = st.sampled_from(["fthenb", "interleaved"])
 _written = st.builds(
     lambda name, microbatches: make_schedule(name, num_ranks=2, num_chunks=2, num_microbatches=microbatches).text(),
@@ -54,8 +54,14 @@ pipelines = (
     | st.builds(Pipeline, schedule=_written, stages=st.none() | st.dictionaries(names, st.integers(0, 1), min_size=1))
     | st.builds(Pipeline, stages=st.dictionaries(names, st.just(0), min_size=1, max_size=5))
 )
+_more_shardings = st.builds(
+    Sharding,
+    stage=st.just(3),
+    units=_unit_names,
+    keep_gathered=st.booleans(),
+    offload=st.none() | st.sampled_from(["state", "parameters"]),
+)
 averages = st.builds(Average, decay=st.none() | st.just(0) | st.floats(0, 1, exclude_max=True), every=st.integers(1, 9))
-_modules = st.none() | st.just("blocks") | st.lists(names, min_size=1, max_size=3).map(tuple)
 activations = st.builds(
     Activations,
     checkpoint=_modules,
@@ -65,16 +71,9 @@ activations = st.builds(
 plans = st.builds(
     Plan,
     mesh=st.builds(Mesh, pp=st.integers(1, 4), dp_replicate=st.integers(1, 4), dp_shard=st.integers(1, 4)),
-    sharding=shardings,
+    sharding=shardings | _more_shardings,
     merge=st.builds(Merge, microbatches=st.integers(1, 9), average=st.booleans()),
-    precision=st.builds(
-        Precision,
-        compute=st.none() | st.sampled_from(COMPUTE_DTYPES),
-        master=st.sampled_from(COMPUTE_DTYPES),
-        accumulate=st.sampled_from(COMPUTE_DTYPES),
-        reduce=st.sampled_from(COMPUTE_DTYPES),
-        keep=st.lists(names, max_size=4).map(tuple),
-    ),
+    precision=st.builds(Precision, **_of_precision, keep=st.lists(names, max_size=4).map(tuple)),
     pipeline=pipelines,
     clip_grad_norm=st.none()
     | st.floats(0, exclude_min=True, allow_nan=False)
@@ -83,6 +82,7 @@ plans = st.builds(
     clip_grad_value=st.none() | st.floats(0, exclude_min=True, allow_nan=False),
     activations=activations,
     average=st.none() | averages,
+    tensor=st.builds(Tensor, rules=st.none() | st.dictionaries(names, st.just("column"), max_size=3)),
 )
 
 

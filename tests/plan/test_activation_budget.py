@@ -86,14 +86,14 @@ def all_choices(measured: Measured) -> list[dict[str, Choice]]:
     return [dict(zip(options, picked, strict=True)) for picked in product(*options.values())]
 
 
-@tried(300)
+@tried(150)
 @given(measured=measurements())
 def test_the_peak_is_that_of_a_simulation(measured: Measured) -> None:
     for choices in all_choices(measured):
         assert forced(measured, choices).peak_bytes == simulated_peak(measured, choices)
 
 
-@tried(300)
+@tried(150)
 @given(measured=measurements(), budget=st.integers(1, 400))
 def test_the_cheapest_choice_is_that_of_all_choices(measured: Measured, budget: int) -> None:
     fitting = [each for each in all_choices(measured) if simulated_peak(measured, each) <= budget]
@@ -111,8 +111,7 @@ def test_the_cheapest_choice_is_that_of_all_choices(measured: Measured, budget: 
     assert forced(measured, dict(chosen.choices)).seconds == pytest.approx(cost)
 
 
-@pytest.mark.parametrize("in_flight", [1, 8])
-def test_a_hundred_unlike_modules_are_chosen_within_a_percent_of_the_budget(in_flight: int) -> None:
+def test_a_hundred_unlike_modules_are_chosen_within_a_percent_of_the_budget() -> None:
     calls = tuple(
         MeasuredCall(
             module=str(at),
@@ -125,7 +124,7 @@ def test_a_hundred_unlike_modules_are_chosen_within_a_percent_of_the_budget(in_f
         )
         for at in range(100)
     )
-    measured = Measured(calls=calls, after_bytes=500_000, in_flight=in_flight, bytes_per_second=1e6)
-    budget = 60_000_000 * in_flight
+    measured = Measured(calls=calls, after_bytes=500_000, in_flight=8, bytes_per_second=1e6)
+    budget = 60_000_000 * 8
     chosen = choose(measured, budget)
     assert 0.97 * budget <= simulated_peak(measured, dict(chosen.choices)) <= budget

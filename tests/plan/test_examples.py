@@ -5,10 +5,10 @@ from types import ModuleType
 
 import pytest
 
-from shardwise.plan import names, schedules, tensor_rules
+from shardwise.plan import names, reshard, schedules, tensor_rules
 
 
-@pytest.mark.parametrize("module", [names, schedules, tensor_rules], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [names, reshard, schedules, tensor_rules], ids=lambda module: module.__name__)
 def test_examples_run(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

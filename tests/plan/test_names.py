@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.plan.names import any_matches, matches, unmatched
+from shardwise.plan.names import any_matches, matches
 
 NAMES = (
     "norm.weight",
@@ -46,14 +46,3 @@ def test_one_of_the_patterns_has_to_mean_one_of_the_names() -> None:
     assert not any_matches(("x", "*tail*"), ("norm.w", "head.w"))
     assert not any_matches((), ("norm.w",))
     assert not any_matches(("*",), ())
-
-
-def test_a_pattern_that_means_nothing_is_named_with_the_nearest_parameter() -> None:
-    found = unmatched(("*nrom.weight*", "norm", "zzz"), ("head.weight", "norm.weight"), role="precision.keep")
-    assert found == [
-        "precision.keep: '*nrom.weight*' matches none of the 2 parameters; the nearest parameter is 'norm.weight'",
-        "precision.keep: 'zzz' matches none of the 2 parameters; the nearest parameter is 'norm.weight'",
-    ]
-    assert unmatched(("x",), (), role="keep") == [
-        "keep: 'x' matches none of the 0 parameters; the model has no parameters"
-    ]

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import CheckpointError
 from shardwise.plan.nested_state import flat_state, nested_state
 from tests.properties import tried
 
@@ -47,22 +45,3 @@ def test_keys_say_where_a_value_was() -> None:
 def test_what_is_no_container_of_plain_keys_stays() -> None:
     parts = {(1, 2): 3}
     assert flat_state({"by pair": parts}) == {"by pair": parts}
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ["a[1]"],
-        ["a[0]", "a(1)"],
-        ["a[0", "b"],
-        ["a[x]"],
-        ["a={"],
-        ["a[0][0]", "a[0]"],
-        ["a[0]", "a"],
-        ['a["x"]'],
-        ["a" + "[0" * 9999],
-    ],
-)
-def test_keys_that_no_save_writes_are_refused(keys: list[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"the optimizer's state"):
-        nested_state(dict.fromkeys(keys, 1))

@@ -1,21 +1,17 @@
 """Reshard plans, against the plain question: which elements come from where, one by one."""
 
-import doctest
-import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shardwise.plan.reshard
 from shardwise.errors import PlanError
-from shardwise.plan import routes as routes_module
 from shardwise.plan.reshard import ReshardPlan, Share, plan_reshard
 from shardwise.plan.routes import Lot, batches_of, stretch_bytes
 from shardwise.space import Box, Mesh, Piece
-from tests.costs import seconds_of
-from tests.plan.reshard_check import check
+from shardwise.space.moves import BlockPart
+from tests.costs import calls_in
 from tests.plan.strategies import proven
 from tests.space.layouts import Layout, Shard
 from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, shapes
@@ -72,7 +68,6 @@ def of_name(pieces: list[list[Piece]], name: str) -> list[tuple[int, Piece]]:
 def test_every_element_that_is_wanted_comes_once_from_its_place_in_one_holder(given_sides: Sides) -> None:
     held, wanted = given_sides
     plan = plan_reshard(held, wanted)
-    assert check(plan) == []
     assert ReshardPlan.parse(plan.text()) == plan
     routes = {name: plan.routes[at] for name, at in plan.tensors}
     for name in {piece.name for each in wanted for piece in each}:
@@ -99,7 +94,7 @@ def test_every_element_that_is_wanted_comes_once_from_its_place_in_one_holder(gi
             assert [places[place] for place in range(target.num_elements)] == elements_of_piece(target)
 
 
-def box(part: "shardwise.space.BlockPart", shape: Shape) -> Box:
+def box(part: BlockPart, shape: Shape) -> Box:
     return Box(part.offset, shape)
 
 
@@ -115,7 +110,7 @@ def test_what_nobody_holds_is_found_in_every_tensor(given_sides: Sides) -> None:
             if missing:
                 lacking.setdefault(piece.name, (rank, len(missing)))
     if not lacking:
-        assert check(plan_reshard(held, wanted)) == []
+        plan_reshard(held, wanted)
         return
     with pytest.raises(PlanError) as error:
         plan_reshard(held, wanted)
@@ -131,11 +126,12 @@ def test_what_nobody_holds_is_found_in_every_tensor(given_sides: Sides) -> None:
 
 
 @proven
-@given(sides(everything=True), st.integers(64, 400), st.booleans())
+@given(sides(everything=True), st.sampled_from(["int8", "float32", "complex128"]), st.integers(64, 400), st.booleans())
 def test_batches_have_every_element_once_and_no_more_bytes_than_they_may(
-    given_sides: Sides, max_bytes: int, in_order: bool
+    given_sides: Sides, dtype: str, max_bytes: int, in_order: bool
 ) -> None:
-    plan = plan_reshard(*given_sides, max_bytes=max_bytes)
+    held, wanted = ([[replace(each, dtype=dtype) for each in pieces] for pieces in side] for side in given_sides)
+    plan = plan_reshard(held, wanted, max_bytes=max_bytes)
     gone: dict[tuple[int, int], list[int]] = {}
     order: list[tuple[int, int]] = []
     for batch in batches_of(plan, in_order=in_order):
@@ -161,50 +157,6 @@ def test_batches_have_every_element_once_and_no_more_bytes_than_they_may(
     assert not in_order or order == sorted(order)
 
 
-@proven
-@given(
-    st.sampled_from(["int8", "float16", "float32", "int64", "complex128"]),
-    st.integers(1, 300),
-    st.integers(0, 300),
-    st.integers(64, 700),
-    st.booleans(),
-)
-def test_batches_sum_to_every_share_whatever_its_dtype_and_the_bytes_they_may_have(
-    dtype: str, size: int, cut: int, max_bytes: int, in_order: bool
-) -> None:
-    whole = Piece(name="w", dtype=dtype, global_shape=(size,))
-    cut = min(cut, size)
-    plan = plan_reshard([[whole.within(0, cut)], [whole.within(cut, size)], []], [[], [], [whole]], max_bytes=max_bytes)
-    (route,) = plan.routes
-    came = [0] * len(route.shares)
-    for batch in batches_of(plan, in_order=in_order):
-        for lot in batch:
-            for at in range(len(came)) if lot.share is None else [lot.share]:
-                start, stop = lot.stretch(route.shares[at].num_elements)
-                assert start == came[at]
-                came[at] = stop
-    assert came == [share.num_elements for share in route.shares]
-    assert sum(came) == size
-    assert check(plan) == []
-
-
-def test_a_batch_that_lacks_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_reshard([[piece()], []], [[], [piece()]], max_bytes=64)
-    assert check(plan) == []
-    items = routes_module._items
-    for lacking, text in (
-        (slice(1, None), "after element 0 of .* batches have elements 4 to 8"),
-        (slice(-1), "batches have 28 elements of Share"),
-        (slice(0), "batches have 0 elements of Share"),
-    ):
-        monkeypatch.setattr(
-            routes_module, "_items", lambda *args, lacking=lacking, **options: items(*args, **options)[lacking]
-        )
-        (finding,) = check(plan)
-        assert re.search(text, finding)
-    assert check(replace(plan, max_bytes=63)) == ["max_bytes is 63; messages need at least 64 bytes"]
-
-
 def piece(name: str = "w", whole: Shape = (8, 4), dtype: str = "float32", **place: object) -> Piece:
     return Piece(name=name, dtype=dtype, global_shape=whole, **place)  # type: ignore[arg-type]
 
@@ -227,7 +179,6 @@ def test_replicas_are_read_from_the_rank_itself_else_from_the_holder_with_least_
     held = [[piece(name) for name in names] for _ in range(3)] + [[], []]
     wanted = [[piece(name) for name in names], [], [], [piece(name) for name in names], [piece("layers.0")]]
     plan = plan_reshard(held, wanted)
-    assert check(plan) == []
     of = {name: plan.routes[at] for name, at in plan.tensors}
     givers = [of[name].ranks(share) for name in names for share in of[name].shares]
     assert sum(giver == taker == 0 for giver, taker in givers) == 9
@@ -251,46 +202,6 @@ def test_the_narrower_dtype_travels() -> None:
     assert plan_reshard([[half], []], [[], [piece()]], cast=True).sent_bytes() == [64, 0]
 
 
-def test_all_that_does_not_fit_is_said_at_once() -> None:
-    held = [
-        [piece("a"), piece("b"), piece("c"), piece("d"), piece("z", dtype="complex64"), piece("q", dtype="int5")],
-        [piece("d", dtype="float16")],
-    ]
-    wanted = [
-        [
-            piece("a", (4, 8)),
-            piece("b", dtype="float16"),
-            *map(piece, ("x", "x1", "x2", "x3", "x4")),
-            piece("q", dtype="int5"),
-        ],
-        [piece("d"), piece("z", dtype="float32"), piece("y"), piece("y")],
-    ]
-    with pytest.raises(PlanError) as error:
-        plan_reshard(held, wanted, cast=False)
-    assert error.value.problems == (
-        "a: it is held in shape [8, 4], but rank 0 wants it in shape [4, 8]; a reshard keeps shapes",
-        "b: it is held as float32, but rank 0 wants it as float16; want float32, or say cast=True",
-        "x, x1, x2, x3 and 1 more: rank 0 wants it, and no rank holds a tensor of this name",
-        "q: held as 'int5' and wanted as 'int5': no known dtypes",
-        "d: rank 0 holds it as float32 of shape [8, 4], but rank 1 as float16 of shape [8, 4]; all pieces of a "
-        "tensor have one dtype and shape",
-        "z: it is held as complex64, but rank 1 wants it as float32; want complex64, or say cast=True",
-        "y: rank 1 wants it, and no rank holds a tensor of this name",
-    )
-    with pytest.raises(PlanError, match="z: it is held as complex64, but rank 1 wants it as float32, which has no ima"):
-        plan_reshard([[held[0][4]], []], [[], [wanted[1][1]]], cast=True)
-    with pytest.raises(
-        PlanError, match=r"rank 1 wants \[0:8, 0:4\] of it, but no rank holds 4 of its 32 .* at index \(7, 0\); so"
-    ):
-        plan_reshard([[piece(shape=(7, 4))], []], [[], [piece(), piece()]])
-
-
-@pytest.mark.parametrize(("num_targets", "max_bytes", "text"), [(1, 64, "2 ranks hold, and 1 want"), (2, 63, "is 63")])
-def test_wrong_calls(num_targets: int, max_bytes: int, text: str) -> None:
-    with pytest.raises(PlanError, match=text):
-        plan_reshard([[], []], [[]] * num_targets, max_bytes=max_bytes)
-
-
 def test_what_has_no_elements_needs_no_holder() -> None:
     plan = plan_reshard(
         [[], [piece("b", (0, 3))]], [[piece("a", (0, 3)), piece("c", run=(5, 5))], [piece("b", (0, 3))]]
@@ -298,54 +209,21 @@ def test_what_has_no_elements_needs_no_holder() -> None:
     assert (plan.routes, plan.tensors) == ((), ())
 
 
-def test_a_planted_fault_is_found() -> None:
-    plan = plan_reshard([[piece(shape=(3, 4))], [piece(offset=(3, 0), shape=(5, 4))]], [[piece()], []])
-    (route,) = plan.routes
-    for shares, text in (
-        (route.shares[:1], "20 of 32 elements are held by no piece"),
-        ((*route.shares, route.shares[0]), "12 of 32 elements are held more than once"),
-        ((route.shares[0], replace(route.shares[1], num_elements=19)), "moves 20 elements"),
-    ):
-        findings = check(replace(plan, routes=(replace(route, shares=shares),)))
-        assert [text in finding for finding in findings] == [True]
-
-
-def test_text_that_is_not_understood_is_named_by_line() -> None:
-    lines = plan_reshard([[piece()]], [[piece()]]).text().splitlines()
-    for number, line in ((1, "reshard: one rank"), (2, "  held by 0: [0:8, 0:4]"), (3, "  held by 0: [0:9, 0:4]")):
-        wrong = [*lines[: number - 1], line, *lines[number:]]
-        with pytest.raises(PlanError, match=f"^line {number} of the reshard is not understood: '{line[:6]}"):
-            ReshardPlan.parse("\n".join(wrong))
-    with pytest.raises(PlanError, match="line 1 of the reshard"):
-        ReshardPlan.parse("")
-
-
-@pytest.mark.parametrize(
-    ("num_tensors", "seconds"), [(2_500, 0.6), pytest.param(10_000, 2.0, marks=pytest.mark.stress)]
-)
-def test_thousands_of_tensors_on_eight_ranks_are_planned_in_seconds(num_tensors: int, seconds: float) -> None:
-    names = [f"layers.{layer}" for layer in range(num_tensors)]
-    held, wanted = (
-        [[piece(name, (64, 64), "bfloat16", **place(rank)) for name in names] for rank in range(8)]
-        for place in (
-            lambda rank: {"run": (512 * rank, 512 * rank + 512)},
-            lambda rank: {"offset": (0, 8 * rank), "shape": (64, 8)},
+def test_planning_takes_four_times_as_many_calls_for_four_times_as_many_tensors() -> None:
+    def plan_all(num_tensors: int) -> tuple[ReshardPlan, list[list[Lot]]]:
+        tensors = [f"layers.{at}" for at in range(num_tensors)]
+        held, wanted = (
+            [[piece(name, (64, 64), "bfloat16", **place(rank)) for name in tensors] for rank in range(8)]
+            for place in (
+                lambda rank: {"run": (512 * rank, 512 * rank + 512)},
+                lambda rank: {"offset": (0, 8 * rank), "shape": (64, 8)},
+            )
         )
-    )
-
-    def plan_all() -> tuple[ReshardPlan, list[list[Lot]]]:
         plan = plan_reshard(held, wanted)
         return plan, list(batches_of(plan))
 
-    needed, (plan, batches) = seconds_of(plan_all, seconds)
-    assert needed < seconds
+    plan, batches = plan_all(400)
     assert len(plan.routes) == 1
-    assert check(plan) == []
-    assert sum(map(len, batches)) == num_tensors
-    assert len(plan.text()) < 100 * num_tensors
-
-
-def test_the_example_holds() -> None:
-    result = doctest.testmod(shardwise.plan.reshard)
-    assert result.attempted > 0
-    assert result.failed == 0
+    assert sum(map(len, batches)) == 400
+    assert len(plan.text()) < 100 * 400
+    assert calls_in(lambda: plan_all(400)) < 4.1 * calls_in(lambda: plan_all(100))

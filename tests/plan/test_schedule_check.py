@@ -1,15 +1,12 @@
 """The check of a schedule finds exactly what a plain execution cannot run; an adapted schedule can be run."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.plan.schedule_check import adapt, chain, check, one_by_one_after
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
 from tests.properties import tried
@@ -139,30 +136,14 @@ randoms = st.integers(0, 2**32 - 1).map(Random)
 thorough = tried(150)
 
 
-@thorough
-@given(randoms)
-def test_the_check_of_a_sound_schedule_finds_something_exactly_where_the_execution_gets_stuck(random: Random) -> None:
-    schedule, transfers = random_case(random, broken=False)
-    assert is_sound(schedule)
-    assert (check(schedule, transfers) == []) == finishes(schedule, transfers, random)
-
-
-@thorough
+@tried(250)
 @given(randoms)
 def test_the_check_finds_something_exactly_where_a_rule_is_broken_or_the_execution_gets_stuck(random: Random) -> None:
-    schedule, transfers = random_case(random, broken=True)
-    assert (check(schedule, transfers) == []) == (is_sound(schedule) and finishes(schedule, transfers, random))
-
-
-def test_the_random_cases_are_of_all_sorts() -> None:
-    random = Random(0)
-    sorts: Counter[tuple[bool, bool]] = Counter()
-    for number in range(600):
-        schedule, transfers = random_case(random, broken=number % 2 == 0)
-        sound = is_sound(schedule)
-        sorts[sound, sound and finishes(schedule, transfers, random)] += 1
-    assert set(sorts) == {(True, True), (True, False), (False, False)}
-    assert min(sorts.values()) > 50
+    broken = random.random() < 0.5
+    schedule, transfers = random_case(random, broken=broken)
+    sound = is_sound(schedule)
+    assert sound or broken
+    assert (check(schedule, transfers) == []) == (sound and finishes(schedule, transfers, random))
 
 
 @thorough
@@ -183,15 +164,6 @@ def of(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
     return make_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=microbatches)
 
 
-def test_a_deadlock_is_told_by_who_waits_in_which_action_for_what_from_whom() -> None:
-    assert check(of("1f1b", 4, 1, 6), FEEDBACK) == [
-        "deadlock: rank 0 in F2.0 (microbatch 2, stage 0) waits for the value of stage 2, rank 2 (transfer 2: 2>0)",
-        "deadlock: rank 1 in F2.1 (microbatch 2, stage 1) waits for the value of stage 0, rank 0 (transfer 3: 0>1)",
-        "deadlock: rank 2 in B0.2 (microbatch 0, stage 2) waits for the gradient of stage 0, rank 0 (transfer 2: 2>0)",
-        "deadlock: rank 3 in F2.3 (microbatch 2, stage 3) waits for the value of stage 2, rank 2 (transfer 5: 2>3)",
-    ]
-
-
 def test_stages_that_feed_each_other_advance_in_step_and_the_others_as_before() -> None:
     adapted = adapt(of("1f1b", 4, 1, 4), FEEDBACK)
     assert adapted.text() == (
@@ -205,15 +177,6 @@ def test_stages_that_feed_each_other_advance_in_step_and_the_others_as_before() 
     assert adapt(of("1f1b", 4, 1, 6), around).name == "1f1b, stages 0 to 2 in step"
     two = [(0, 1), (1, 0), (0, 1), (1, 2), (2, 3), (3, 2), (2, 3)]
     assert adapt(of("1f1b", 4, 1, 6), two).name == "1f1b, stages 0 to 1 and 2 to 3 in step"
-
-
-def test_the_figure_of_stages_in_step_holds() -> None:
-    transfers = [(0, 1), (1, 2), (2, 1), (2, 3)]
-    asked = of("1f1b", 4, 1, 3)
-    blocked = [finding.partition(" (microbatch")[0] for finding in check(asked, transfers)]
-    assert blocked[1:3] == ["deadlock: rank 1 in F2.1", "deadlock: rank 2 in B0.2"]
-    lines = adapt(asked, transfers).text().splitlines()
-    assert lines[2:4] == [f"rank {at}: F0.{at} F1.{at} B0.{at} F2.{at} B1.{at} B2.{at}" for at in (1, 2)]
 
 
 def test_a_chain_with_feedback_to_any_stage_still_overlaps_microbatches() -> None:
@@ -263,76 +226,6 @@ def test_what_is_left_when_one_forward_took_another_path_can_be_run_whatever_pat
     assert all(rest == sorted(rest) for rest in rests)
 
 
-def test_the_figure_of_a_forward_on_another_path_holds() -> None:
-    assert one_by_one_after(of("1f1b", 2, 1, 4), 1).text() == (
-        "1f1b, one by one after forward 1: 2 stages, 2 ranks, 4 microbatches\n"
-        "rank 0: F0.0 F1.0 B0.0 B1.0 F2.0 B2.0 F3.0 B3.0\n"
-        "rank 1: F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3.1 B3.1\n"
-    )
-
-
 def test_a_schedule_of_the_users_own_is_never_changed() -> None:
-    text = of("1f1b", 4, 1, 6).text()
-    written = make_schedule(text, num_ranks=4, num_chunks=1, num_microbatches=6)
+    written = make_schedule(of("1f1b", 4, 1, 6).text(), num_ranks=4, num_chunks=1, num_microbatches=6)
     assert adapt(written, chain(4)) is written
-    with pytest.raises(PlanError, match="'1f1b as written': deadlock: rank 0 in F2") as raised:
-        adapt(written, FEEDBACK)
-    assert raised.value.problems[-1].endswith(
-        "a schedule of your own is not changed; those named fthenb, 1f1b, interleaved are"
-    )
-
-
-def test_a_transfer_to_a_stage_that_is_not_there_is_told_and_never_adapted_away() -> None:
-    finding = "transfer 1: 1>4 is not between stages 0 to 3"
-    for name in SCHEDULES:
-        schedule = of(name, 4, 1, 2)
-        assert check(schedule, [(0, 1), (1, 4)]) == [finding]
-        with pytest.raises(PlanError, match=re.escape(f"schedule '{name}': {finding}")):
-            adapt(schedule, [(0, 1), (1, 4)])
-
-
-@pytest.mark.parametrize(
-    ("orders", "findings"),
-    [
-        ("F0.0 F1.0 B0.0|F0.1 B0.1 F1.1 B1.1", ["rank 0: backward of stage 0 lacks microbatch 1"]),
-        (
-            "F0.0 F1.0 B0.0 B1.0|",
-            [
-                "rank 1: forward of stage 1 lacks microbatches 0 to 1",
-                "rank 1: backward of stage 1 lacks microbatches 0 to 1",
-            ],
-        ),
-        (
-            "F0.0 F0.0 F1.0 B0.0 B1.0|F0.1 B0.1 F1.1 B1.1",
-            ["rank 0: forward of stage 0 has microbatch 0 more than once"],
-        ),
-        (
-            "F0.0 F1.0 B1.0 B0.0|F0.1 F1.1 B0.1 B1.1",
-            ["rank 0: backward of stage 0 has microbatch 1 before 0; each stage takes them in ascending order"],
-        ),
-        ("B0.0 F0.0 F1.0 B1.0|F0.1 B0.1 F1.1 B1.1", ["F0.0 comes after B0.0, on one rank; it must come before"]),
-        (
-            "F0.0 F1.0 B0.0 B1.0 F1.1|F0.1 B0.1 B1.1",
-            ["rank 0 runs F1.1: stage 1 is on rank 1", "rank 1: forward of stage 1 lacks microbatch 1"],
-        ),
-        (
-            "F0.0 F1.0 B0.0 B1.0|F0.1 B0.1 F1.1 B1.1 F2.1 B0.2",
-            [
-                "rank 1 runs F2.1: there are 2 microbatches and 2 stages, counted from 0",
-                "rank 1 runs B0.2: there are 2 microbatches and 2 stages, counted from 0",
-            ],
-        ),
-    ],
-)
-def test_a_broken_rule_is_told_in_words(orders: str, findings: list[str]) -> None:
-    first, second = orders.split("|")
-    schedule = Schedule.parse(f"own: 2 stages, 2 ranks, 2 microbatches\nrank 0: {first}\nrank 1: {second}\n")
-    assert check(schedule, [(0, 1)]) == findings
-
-
-def test_stages_of_one_rank_are_taken_in_the_order_of_the_program() -> None:
-    schedule = Schedule.parse("own: 2 stages, 1 rank, 1 microbatch\nrank 0: F0.1 F0.0 B0.0 B0.1\n")
-    assert check(schedule, []) == [
-        "F0.0 comes after F0.1, on one rank; it must come before",
-        "B0.1 comes after B0.0, on one rank; it must come before",
-    ]

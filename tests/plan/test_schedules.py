@@ -1,13 +1,9 @@
 """Schedules have every action once, in orders that a pipeline can run, and a text that parses back."""
 
-import re
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.plan.schedule_check import chain, check
 from shardwise.plan.schedules import SCHEDULES, Action, Schedule, make_schedule
 from tests.plan.strategies import proven
@@ -89,12 +85,6 @@ def test_interleaved_is_the_order_of_the_paper_where_ranks_divide_the_microbatch
         assert list(order) == expected
 
 
-def test_interleaved_with_one_chunk_is_1f1b() -> None:
-    for ranks in range(1, 7):
-        for microbatches in range(1, 12):
-            assert made("interleaved", ranks, 1, microbatches).orders == made("1f1b", ranks, 1, microbatches).orders
-
-
 def test_1f1b_keeps_no_more_microbatches_in_flight_than_stages_that_follow() -> None:
     for ranks in range(1, 8):
         for microbatches in range(1, 12):
@@ -129,40 +119,6 @@ def test_texts_parse_back_whatever_the_name_and_the_orders(schedule: Schedule) -
     assert Schedule.parse(shifted) == schedule
 
 
-@pytest.mark.parametrize(
-    ("text", "finding"),
-    [
-        ("", "line 1: '' is not a heading such as"),
-        ("\n\nrank 0: F0.0\n", "line 3: 'rank 0: F0.0' is not a heading such as"),
-        ("x: 1 stage, 1 rank, 1 microbatch\nrank 0: F0.0 f0.0\n", "line 2: 'f0.0' is not an action such as"),
-        ("x: 1 stage, 1 rank, 1 microbatch\n\nrank 0: B0.0.1\n", "line 3: 'B0.0.1' is not an action such as"),
-        (
-            "x: 2 stages, 2 ranks, 1 microbatch\nrank 0: F0.0\nrank 2: F0.1\n",
-            "line 3: 'rank 2: F0.1' is not the line of",
-        ),
-        ("x: 2 stages, 2 ranks, 1 microbatch\nrank 0: F0.0\n", "the heading says 2 ranks, and 1 have a line"),
-        ("x: 3 stages, 2 ranks, 1 microbatch\nrank 0:\nrank 1:\n", "3 stages cannot be dealt out evenly to 2 ranks"),
-        ("x: 1 stage, 1 rank, 0 microbatches\nrank 0:\n", "0 microbatches; at least 1 is needed"),
-        ("x: 1 stage, 0 ranks, 1 microbatch\n", "1 stages cannot be dealt out evenly to 0 ranks"),
-    ],
-)
-def test_a_text_that_is_no_schedule_is_told_by_its_line(text: str, finding: str) -> None:
-    with pytest.raises(PlanError, match=re.escape(finding)):
-        Schedule.parse(text)
-
-
-def test_every_bad_word_of_a_text_is_told_at_once() -> None:
-    with pytest.raises(PlanError) as raised:
-        Schedule.parse("x: 2 stages, 2 ranks, 1 microbatch\nrank 0: A B\nrank 7: C\n")
-    assert len(raised.value.problems) == 4
-
-
-@pytest.mark.parametrize("name", ["", " padded", "two\nlines"])
-def test_a_name_without_a_text_form_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="is not a line of text"):
-        Schedule(name, 1, 1, ((),))
-
-
 def test_a_written_schedule_is_taken_as_it_is_and_not_under_a_name_of_ours() -> None:
     ours = made("1f1b", 2, 1, 3)
     written = make_schedule(ours.text(), num_ranks=2, num_chunks=1, num_microbatches=3)
@@ -171,49 +127,3 @@ def test_a_written_schedule_is_taken_as_it_is_and_not_under_a_name_of_ours() -> 
         "own: 1 stage, 1 rank, 1 microbatch\nrank 0: F0.0 B0.0", num_ranks=1, num_chunks=1, num_microbatches=1
     )
     assert (own.name, own.orders) == ("own", ((Action("F", 0, 0), Action("B", 0, 0)),))
-
-
-def refusals() -> list[tuple[Callable[[], object], list[str]]]:
-    text = made("interleaved", 2, 2, 8).text()
-    return [
-        (
-            lambda: make_schedule(text, num_ranks=4, num_chunks=1, num_microbatches=4),
-            [
-                "schedule: 'interleaved' is written for pp = 2, the mesh gives 4; change one of them",
-                "schedule: 'interleaved' is written for chunks = 2, the plan gives 1; change one of them",
-                "schedule: 'interleaved' is written for k (microbatches) = 8, the batch gives 4; change one of them",
-            ],
-        ),
-        (
-            lambda: made("1F1Bs", 2, 1, 2),
-            ["schedule: '1F1Bs' is neither a name nor a text of several lines; did you mean '1f1b'?"],
-        ),
-        (
-            lambda: made("zero bubble", 2, 1, 2),
-            [
-                "schedule: 'zero bubble' is neither a name nor a text of several lines; "
-                "known are fthenb, 1f1b, interleaved"
-            ],
-        ),
-        (
-            lambda: made("1f1b", 2, 3, 2),
-            [
-                "schedule: '1f1b' runs 1 chunk of stages per rank, and chunks=3 is asked; "
-                "write schedule='interleaved' or chunks=1"
-            ],
-        ),
-        (
-            lambda: made("1f1b", 2, 0, 0),
-            [
-                "schedule: 0 chunks asked; at least 1 is needed",
-                "schedule: 0 microbatches asked; at least 1 is needed",
-            ],
-        ),
-    ]
-
-
-@pytest.mark.parametrize(("ask", "problems"), refusals())
-def test_what_cannot_be_made_is_refused_with_both_numbers(ask: Callable[[], object], problems: list[str]) -> None:
-    with pytest.raises(PlanError) as raised:
-        ask()
-    assert list(raised.value.problems) == problems

@@ -1,18 +1,20 @@
 """Units: blocks are found by their repetition, all else by who holds it; and how often they are gathered."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.plan import Outline
 from shardwise.plan.gathers import Use, count_gathers, one_by_one
-from shardwise.plan.units import Units, plan_units
+from shardwise.plan.units import Unit, Units, plan_units
 from tests.costs import calls_in
 from tests.plan.outlines import Tree, layers, model, trees
 from tests.plan.strategies import names, proven
 from tests.plan.texts import units_from
 
+STAGE = "model.embed model.layers.0 model.layers.1.attention model.layers.1.mlp model.layers.2"
 BLOCK: Tree = {"attention": {"q": 4, "k": 4}, "mlp": 8}
 LLAMA: Tree = {"model": {"embed": 9, "layers[]": {"0": BLOCK, "1": BLOCK, "2": BLOCK}, "norm": 1}, "head": 9}
 
@@ -31,37 +33,50 @@ def own(*found: str) -> dict[str, tuple[str, ...]]:
     return {name: (name,) for name in found}
 
 
-def test_members_of_a_list_are_blocks_and_what_lies_around_is_gathered_apart() -> None:
-    found = units_of(model(LLAMA))
-    assert found == own("model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "head")
+TOWER: Tree = {"block[]": {"0": BLOCK, "1": BLOCK}, "norm": 1}
+EXPERTS: Tree = {"experts[]": layers(3, 3), "a": 2}
+AROUND = "model.embed model.layers.0 model.layers.1 model.layers.2 model.norm head"
+
+FOUND: dict[str, tuple[Tree, dict[str, Any], str]] = {
+    "members of a list, and what lies around": (LLAMA, {}, AROUND),
+    "not what repeats inside of a block": ({"layers[]": {"0": EXPERTS, "1": EXPERTS}}, {}, "layers.0 layers.1"),
+    "not towers of blocks": (
+        {"encoder": TOWER, "decoder": TOWER},
+        *({}, " ".join(f"{side}.{each}" for side in ("encoder", "decoder") for each in ("block.0", "block.1", "norm"))),
+    ),
+    "blocks that are attributes": ({"first": BLOCK, "second": BLOCK, ".scale": 1}, {}, " first second"),
+    "parameters in lists": ({"net": {"scales[]": {".0": 1, ".1": 1}, "linear": 3}}, {}, "net net.linear"),
+    "blocks that are named": (LLAMA, {"patterns": ["model.layers.*"]}, AROUND),
+    "a module that is named": (LLAMA, {"patterns": ["model"]}, "model head"),
+    "the model": (LLAMA, {"patterns": ["."]}, ""),
+    "the model beside blocks": (
+        *(LLAMA, {"patterns": [".", "model.layers.*"]}),
+        " model.layers.0 model.layers.1 model.layers.2",
+    ),
+    "a part of a named module": (
+        *(LLAMA, {"patterns": ["model.layers.0", "model.layers.0.mlp"]}),
+        "model.embed model.layers.0 model.layers.0.mlp model.layers.1.attention.q model.layers.1.attention.k "
+        "model.layers.1.mlp model.layers.2.attention.q model.layers.2.attention.k model.layers.2.mlp model.norm head",
+    ),
+    "none beyond a stage": (
+        LLAMA,
+        {"placed": STAGE.split()},
+        STAGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_units_are_the_blocks_that_repeat_or_what_is_named(case: str) -> None:
+    tree, settings, wanted = FOUND[case]
+    found = units_of(model(tree), **settings)
+    assert found == own(*wanted.split(" "))
 
 
 def test_finding_units_takes_four_times_as_many_calls_for_four_times_as_many() -> None:
     # Two outlines are compared with all that is in them: a search in a list takes the square.
     few, many = (model({"layers[]": {str(at): BLOCK for at in range(count)}}) for count in (30, 120))
     assert calls_in(lambda: units_of(many)) < 4.1 * calls_in(lambda: units_of(few))
-
-
-def test_what_repeats_inside_of_a_block_is_no_block() -> None:
-    block: Tree = {"experts[]": layers(3, 3), "a": 2}
-    assert units_of(model({"layers[]": {"0": block, "1": block}})) == own("layers.0", "layers.1")
-
-
-def test_towers_with_blocks_are_no_blocks_themselves() -> None:
-    tower: Tree = {"block[]": {"0": BLOCK, "1": BLOCK}, "norm": 1}
-    found = units_of(model({"encoder": tower, "decoder": tower}))
-    assert list(found) == [
-        *("encoder.block.0", "encoder.block.1", "encoder.norm"),
-        *("decoder.block.0", "decoder.block.1", "decoder.norm"),
-    ]
-
-
-def test_blocks_that_are_attributes_are_found() -> None:
-    assert units_of(model({"first": BLOCK, "second": BLOCK, ".scale": 1})) == own("", "first", "second")
-
-
-def test_parameters_in_lists_belong_to_the_module_that_reads_them() -> None:
-    assert units_of(model({"net": {"scales[]": {".0": 1, ".1": 1}, "linear": 3}})) == own("net", "net.linear")
 
 
 def test_a_tie_belongs_to_its_first_place_and_is_gathered_for_the_others_too() -> None:
@@ -103,50 +118,6 @@ def test_torchs_own_modules_are_not_taken_apart() -> None:
     assert units_of(outer, patterns=["z"]) == own("attention", "z")
 
 
-@pytest.mark.parametrize(
-    ("patterns", "expected"),
-    [
-        (
-            ["model.layers.*"],
-            ["model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "head"],
-        ),
-        (["model"], ["model", "head"]),
-        (["."], [""]),
-        ([".", "model.layers.*"], ["", "model.layers.0", "model.layers.1", "model.layers.2"]),
-        (
-            ["model.layers.0", "model.layers.0.mlp"],
-            [
-                *("model.embed", "model.layers.0", "model.layers.0.mlp"),
-                *(f"model.layers.{at}.{part}" for at in (1, 2) for part in ("attention.q", "attention.k", "mlp")),
-                *("model.norm", "head"),
-            ],
-        ),
-    ],
-)
-def test_patterns_say_what_is_a_unit(patterns: list[str], expected: list[str]) -> None:
-    assert list(units_of(model(LLAMA), patterns=patterns)) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("model.layer.*", "matches none of the 20 modules; the nearest module is 'model.layers"),
-        ("model.layers", "without a call of its forward; name its modules \\('model.layers.\\*'\\)"),
-    ],
-)
-def test_patterns_that_mean_nothing_are_refused(pattern: str, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        units_of(model(LLAMA), patterns=[pattern])
-
-
-def test_no_unit_reaches_beyond_a_stage() -> None:
-    placed = ["model.embed", "model.layers.0", "model.layers.1.attention", "model.layers.1.mlp", "model.layers.2"]
-    found = units_of(model(LLAMA), placed=placed)
-    assert list(found) == [
-        *("model.embed", "model.layers.0", "model.layers.1.attention", "model.layers.1.mlp", "model.layers.2"),
-    ]
-
-
 @proven
 @given(trees)
 def test_every_parameter_has_one_unit_that_holds_it(tree: Tree) -> None:
@@ -162,8 +133,6 @@ def test_every_parameter_has_one_unit_that_holds_it(tree: Tree) -> None:
 @proven
 @given(st.lists(st.tuples(names, st.lists(names, max_size=2), st.lists(names, min_size=1, max_size=2)), max_size=3))
 def test_any_name_comes_back_from_the_text(drawn: list[tuple[str, list[str], list[str]]]) -> None:
-    from shardwise.plan.units import Unit
-
     units = Units(units=tuple(Unit(name=a, modules=tuple(b), parameters=tuple(c)) for a, b, c in drawn))
     assert units_from(units.text()) == units
 

@@ -110,18 +110,6 @@ def test_segments_of_all_owners_hold_every_element_exactly_once(ownership: Owner
 
 
 @proven
-@given(any_model, shardings, counts, counts)
-def test_whole_never_cuts_a_parameter_and_slices_are_of_one_size(
-    model: list[Parameter], sharding: Sharding, num_owners: int, num_replicas: int
-) -> None:
-    for bucket in plan_ownership(model, sharding, num_owners=num_owners, num_replicas=num_replicas).buckets:
-        if sharding.partition == "whole":
-            assert all(len(owners) <= 1 for owners in owners_in(bucket).values())
-        else:
-            assert len(set(bucket.counts)) == 1
-
-
-@proven
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(1, 3))
 def test_whole_parameters_weigh_on_no_owner_more_than_the_least_possible_and_one_parameter(
     sizes: list[int], num_owners: int
@@ -141,16 +129,6 @@ def test_whole_parameters_weigh_on_no_owner_more_than_the_least_possible_and_one
     assert max(loads) <= least + max(sizes)
 
 
-def test_whole_parameters_are_balanced_over_all_buckets_together() -> None:
-    sharding = Sharding(partition="whole", bucket_bytes=160)
-    ownership = plan_ownership(of_size(100, 60, 40, 30), sharding, num_owners=2, num_replicas=1)
-    assert [owners_in(bucket) for bucket in ownership.buckets] == [
-        {"w2": {1}, "w3": {0}},  # largest first: 100 -> 0, 60 -> 1, 40 -> 1, 30 -> 0
-        {"w1": {1}},
-        {"w0": {0}},
-    ]
-
-
 def test_trained_parameters_are_balanced_first_for_they_carry_the_state() -> None:
     frozen = [replace(each, name=f"frozen{at}") for at, each in enumerate(of_size(999, 999, 999, trainable=False))]
     ownership = plan_ownership([*frozen, *of_size(10, 10)], Sharding(partition="whole"), num_owners=2, num_replicas=1)
@@ -159,28 +137,25 @@ def test_trained_parameters_are_balanced_first_for_they_carry_the_state() -> Non
 
 
 @proven
-@given(any_model, shardings, counts)
-def test_buckets_hold_what_was_asked_unless_one_parameter_is_larger(
-    model: list[Parameter], sharding: Sharding, num_owners: int
+@given(any_model, shardings, counts, counts)
+def test_buckets_hold_what_was_asked_and_no_two_neighbours_of_a_kind_would_fit_in_one(
+    model: list[Parameter], sharding: Sharding, num_owners: int, num_replicas: int
 ) -> None:
-    ownership = plan_ownership(model, sharding, num_owners=num_owners, num_replicas=1)
+    """Whole parameters have one owner, slices are of one size."""
+    ownership = plan_ownership(model, sharding, num_owners=num_owners, num_replicas=num_replicas)
+    position = {parameter.name: at for at, parameter in enumerate(model)}
+    before: dict[tuple[str, str, bool], int] = {}
     for bucket in ownership.buckets:
-        held = [slot.num_elements * itemsize_bytes(bucket.working) for slot in bucket.slots]
-        assert len(held) == 1 or sum(held) <= sharding.bucket_bytes
-
-
-@proven
-@given(any_model, shardings)
-def test_no_two_neighbouring_buckets_of_a_kind_would_fit_in_one(model: list[Parameter], sharding: Sharding) -> None:
-    ownership = plan_ownership(model, sharding, num_owners=1, num_replicas=1)
-    held: dict[tuple[str, str, bool], int] = {}
-    for bucket in ownership.buckets:
-        kind = (bucket.working, bucket.master, bucket.trainable)
         sizes = {slot.name: slot.num_elements * itemsize_bytes(bucket.working) for slot in bucket.slots}
-        first = max(bucket.slots, key=lambda slot: [each.name for each in model].index(slot.name)).name
-        if kind in held:
-            assert held[kind] + sizes[first] > sharding.bucket_bytes
-        held[kind] = sum(sizes.values())
+        assert len(sizes) == 1 or sum(sizes.values()) <= sharding.bucket_bytes
+        if sharding.partition == "whole":
+            assert all(len(owners) <= 1 for owners in owners_in(bucket).values())
+        else:
+            assert len(set(bucket.counts)) == 1
+        kind = (bucket.working, bucket.master, bucket.trainable)
+        first = max(sizes, key=position.__getitem__)
+        assert kind not in before or before[kind] + sizes[first] > sharding.bucket_bytes
+        before[kind] = sum(sizes.values())
 
 
 @proven
@@ -195,20 +170,6 @@ def test_buckets_follow_backward_from_the_last_parameter_to_the_first(
     for bucket in ownership.buckets if sharding.partition == "slice" else ():
         positions = [position[name] for name in names_in(bucket)]
         assert positions == sorted(positions, reverse=True)
-
-
-def test_parameters_of_other_kinds_between_do_not_close_a_bucket() -> None:
-    precision = [("bfloat16", "float32"), ("float32", "float32"), ("bfloat16", "float32")]
-    model = [
-        Parameter(name=name, shape=(4,), dtype="float32", working=working, master=master)
-        for name, (working, master) in zip("abc", precision, strict=True)
-    ]
-    ownership = plan_ownership(model, Sharding(), num_owners=2, num_replicas=1)
-    assert [names_in(bucket) for bucket in ownership.buckets] == [["b"], ["c", "a"]]
-
-
-def test_a_model_without_parameters_has_no_buckets() -> None:
-    assert plan_ownership([], Sharding(), num_owners=3, num_replicas=2).buckets == ()
 
 
 @proven
