@@ -1,7 +1,7 @@
-"""Evaluation: each form of a statement equals the oracle and is undone; what is read, kept, dropped, added, refused."""
+"""Evaluation: each form equals the oracle in few fragments and is undone; what is read, kept, tied and refused."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from shardwise.errors import RewriteError
 from shardwise.rewrite import Checked, Rewrite, TensorLike, TensorMeta
+from shardwise.space import Box, Run, boxes_of_run
 from tests.refusals import Refusals
-from tests.rewrite.filling import assert_same, proved, resolved
+from tests.rewrite.filling import assert_same, proved, resolved, whole
 from tests.rewrite.oracle import Tensor, interpret, metas, split_line
 from tests.rewrite.strategies import Case, cases, numbered, proven
 
 Shape = tuple[int, ...]
-
-
 Nested = dict[str, object]
 
 
@@ -30,153 +29,151 @@ def counted(**shapes: Shape) -> dict[str, Tensor]:
     }
 
 
-def sources_of(shapes: dict[str, Shape], dtype: str = "float32") -> dict[str, Tensor]:
-    return {name: Tensor(numbered(at, shape, dtype), dtype) for at, (name, shape) in enumerate(shapes.items())}
+def sources_of(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
+    return {name: Tensor(numbered(at, shape)) for at, (name, shape) in enumerate(shapes.items())}
 
 
 EXAMPLES: dict[str, tuple[str, dict[str, Tensor], Nested]] = {
-    "1 join": ("a,c -> b, axis=0", counted(a=(1, 2), c=(2, 2)), {"b": [[0, 1], [100, 101], [102, 103]]}),
-    "2 part": (
-        "a -> b,c, axis=0",
-        counted(a=(4, 2)),
-        {"b": [[0, 1], [2, 3]], "c": [[4, 5], [6, 7]]},
-    ),
-    "3 transpose": ("a^T -> b", counted(a=(2, 3)), {"b": [[0, 3], [1, 4], [2, 5]]}),
-    "4 permute": ("a -> b, permute='[2,0,1]'", counted(a=(1, 2, 3)), {"b": [[[0, 3]], [[1, 4]], [[2, 5]]]}),
-    "5 star": (
+    "permute": ("a -> b, permute='[2,0,1]'", counted(a=(1, 2, 3)), {"b": [[[0, 3]], [[1, 4]], [[2, 5]]]}),
+    "star": (
         "e.*.w -> b, axis=0",
         counted(e__0__w=(1,), e__10__w=(1,), e__2__w=(1,), e__1__w=(1,)),
         {"b": [0, 300, 200, 100]},
     ),
-    "6 offset": (
+    "offset": (
         "m.$LAYER_ID_OFFSET.w -> m.$LAYER_ID_OFFSET.w",
         counted(m__1__w=(2,), m__2__w=(2,)),
         {"m.0.w": [0, 1], "m.1.w": [100, 101]},
     ),
-    "7 fused_qkv": (
+    "fused_qkv": (
         "qkv -> q,k,v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=0",
         counted(qkv=(8,)),
         {"q": [0, 1, 4, 5], "k": [2, 6], "v": [3, 7]},
     ),
-    "8 fused_ffn": (
+    "fused_ffn": (
         "gu -> gu, fused_ffn, src_tp=2, dst_tp=1",
         counted(gu=(8,)),
         {"gu": [0, 1, 4, 5, 2, 3, 6, 7]},
     ),
-    "9 swap": ("a -> t; c -> a; t -> c", counted(a=(2,), c=(3,)), {"a": [100, 101, 102], "c": [0, 1]}),
-    "10 drop": ("x -> _", counted(x=(2,), y=(1,)), {"y": [100]}),
 }
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_of_the_specification_hold_to_the_element(name: str) -> None:
     text, sources, expected = EXAMPLES[name]
-    actual = proved(text.replace(";", "\n"), sources)
-    assert {key: tensor.values.tolist() for key, tensor in actual.items()} == expected
-    assert_same(resolved(Rewrite(text).check(metas(sources)), sources, {}), actual)
+    assert {key: tensor.values.tolist() for key, tensor in proved(text, sources).items()} == expected
 
 
-QKV = "num_heads=4, num_key_value_groups=2"
+QKV = "fused_qkv, num_heads=4, num_key_value_groups=2"
+OLD = "fused_qkv_old, num_heads=4, num_key_value_groups=2"
+THREE = {"q": (3, 8), "k": (3, 4), "v": (3, 4)}
+OTHER = {"q": (3, 8), "k": (3, 4), "v": (3, 2)}
+A34 = {"a": (3, 4)}
+A234 = {"a": (2, 3, 4)}
+AB = {"a": (4, 3), "b": (2, 3)}
 
-
-THREE: dict[str, Shape] = {"q": (3, 8), "k": (3, 4), "v": (3, 4)}
-
-
-OTHER: dict[str, tuple[int, ...]] = {"q": (3, 8), "k": (3, 4), "v": (3, 2)}
-
-
-WIDE: dict[str, tuple[int, ...]] = {"q": (3, 8), "k": (3, 4), "v": (3, 12)}
-
-
-FORMS: dict[str, tuple[str, dict[str, Shape]]] = {
-    "concatenate three": ("a, b, d -> c, axis=1", {"a": (2, 3), "b": (2, 0), "d": (2, 1)}),
-    "transpose, concatenate": ("a^T, b -> c, axis=1", {"a": (2, 3), "b": (3, 1)}),
-    "fused_qkv joins one dim": (f"q,k,v -> qkv, fused_qkv, {QKV}", {"q": (8,), "k": (4,), "v": (4,)}),
-    "fused_qkv joins transposed": (f"q^T,k^T,v^T -> f, fused_qkv, {QKV}", {n: s[::-1] for n, s in THREE.items()}),
-    "fused_qkv of one group": ("a -> q,k,v, fused_qkv, num_heads=3, num_key_value_groups=1", {"a": (1, 10)}),
-    "fused_qkv joins, other value heads": (f"q,k,v -> x, fused_qkv, {QKV}, axis=1", OTHER),
-    "fused_qkv joins, value heads that are said": (f"q,k,v -> x, fused_qkv, {QKV}, sizes='[8,4,12]'", WIDE),
-    "fused_qkv parts, other value heads": (f"x -> q,k,v, fused_qkv, {QKV}, sizes='[8,4,2]'", {"x": (3, 14)}),
-    "fused_qkv_old joins, other value heads": (f"q,k,v -> x, fused_qkv_old, {QKV}, dst_tp=2", OTHER),
-    "fused_qkv_old parts, other value heads": (
-        f"x^T -> q,k,v, fused_qkv_old, {QKV}, src_tp=2, sizes='[8,4,2]', axis=1",
-        {"x": (14, 3)},
+FORMS: dict[str, tuple[str, Mapping[str, Shape], int, int, str]] = {
+    # text, sources, at most so many fragments for any box of an output, and of a source, and what undoes it
+    "rename": ("a -> b", A34, 1, 1, "b -> a"),
+    "of a scalar": ("a -> b", {"a": ()}, 1, 1, "b -> a"),
+    "quoted": ('"a-b/c d" -> "0", axis=0', {"a-b/c d": (2,)}, 1, 1, '"0" -> "a-b/c d"'),
+    "transpose": ("a^T -> b", A234, 1, 1, "b -> a, permute='[2,1,0]'"),
+    "permute": ("a -> b, permute='[2,0,1]'", A234, 1, 1, "b -> a, permute='[1,2,0]'"),
+    "two permutes": ("a^T -> b, permute='[2,0,1]'", A234, 1, 1, "b -> a, permute='[0,2,1]'"),
+    "concatenate": ("a, b, c -> d, axis=1", {"a": (4, 2), "b": (4, 0), "c": (4, 1)}, 2, 1, "sizes='[2,0,1]'"),
+    "concatenate transposed": ("a^T, b^T -> d, axis=0", {"a": (4, 2), "b": (4, 3)}, 2, 1, "permute='[1,0]'"),
+    "one transposed": (
+        *("a^T, b -> c, axis=0", {"a": (3, 2), "b": (1, 3)}, 2, 1),
+        'c -> "part 0 of c", "part 1 of c", axis=0, sizes=\'[2,1]\'\n'
+        "\"part 0 of c\" -> a, permute='[1,0]'\n"
+        '"part 1 of c" -> b',
     ),
-    "fused_qkv_old again, other value heads": (
-        f"x -> x, fused_qkv_old, {QKV}, src_tp=1, dst_tp=2, sizes='[8,4,12]'",
-        {"x": (3, 24)},
+    "split": ("a -> b, c, axis=1", A34, 1, 2, "b, c -> a, axis=1"),
+    "uneven split": ("a -> b, c, axis=1, sizes='[1,3]'", A34, 1, 2, "b, c -> a, axis=1"),
+    "stack": ("a, b, c -> d, stack=1", dict.fromkeys("abc", (4, 2)), 3, 1, "d -> a, b, c, stack=1"),
+    "unstack": ("a -> b, c, stack=1", {"a": (4, 2, 3)}, 1, 2, "b, c -> a, stack=1"),
+    "a stack of one": ("e.* -> b, stack=0", {"e.0": (2, 3)}, 1, 1, "b -> e.0, reshape='[2,3]'"),
+    "star": ("e.*.w -> w, stack=0", {f"e.{at}.w": (2, 3) for at in range(12)}, 12, 1, "stack=0"),
+    "star with gaps": (
+        "e.*.w -> b, stack=0, gaps=1",
+        {"e.2.w": (2,), "e.10.w": (2,)},
+        2,
+        1,
+        "b -> e.2.w, e.10.w, stack=0",
     ),
-    "two permutes": ("a -> b, permute='[1,2,0]', permute='[1,0,2]'", {"a": (2, 3, 4)}),
-    "permutes on both sides of a join": (
-        "a^T, b^T -> c, permute='[1,0,2]', permute='[]', axis=1, permute='[2,0,1]', permute='[1,2,0]'",
-        {"a": (2, 3, 4), "b": (2, 3, 4)},
+    "array": ("w -> w[1:3], axis=0", {"w": (4,)}, 1, 2, "w_1, w_2 -> w, axis=0"),
+    "fan out": ("a -> b\na^T -> c\na -> d, axis=0", {"a": (4, 6)}, 1, 3, ""),
+    "part and join": ("a -> b, c, axis=0\nb^T, c^T -> d, axis=1", {"a": (4, 6)}, 1, 1, ""),
+    "assigned again": ("a -> a, permute='[1,0]'\na -> b, c, axis=0\nb^T -> b", A34, 1, 2, ""),
+    "flatten": ("a -> b, reshape='[-1]'", {"a": (4, 6)}, 3, 4, "b -> a, reshape='[4,6]'"),
+    "unflatten": ("a -> b, reshape='[4,6]'", {"a": (24,)}, 4, 4, "b -> a, reshape='[24]'"),
+    "one dim becomes two": ("a -> b, reshape='[2,3,4]'", {"a": (6, 4)}, 2, 3, "b -> a, reshape='[6,4]'"),
+    "dims of size 1": ("a -> b, reshape='[1,4,1,6]'", {"a": (4, 6, 1)}, 1, 1, "b -> a, reshape='[4,6,1]'"),
+    "reshape across": ("a^T -> b, reshape='[2,6]'", {"a": (4, 3)}, 99, 99, "b -> a, reshape='[3,4]', permute='[1,0]'"),
+    "fused_qkv joins": (f"q,k,v -> x, {QKV}", THREE, 6, 2, f"x -> q, k, v, {QKV}, axis=1"),
+    "fused_qkv parts": (f"x -> q,k,v, {QKV}, axis=0", {"x": (16, 3)}, 2, 6, f"q, k, v -> x, {QKV}, axis=0"),
+    "fused_qkv joins transposed": (f"q^T,k^T,v^T -> x, {QKV}", {n: s[::-1] for n, s in THREE.items()}, 6, 2, ""),
+    "fused_qkv, other value heads": (f"q,k,v -> x, {QKV}, sizes='[8,4,2]'", OTHER, 6, 2, "sizes='[8,4,2]'"),
+    "fused_qkv_old joins": (f"q,k,v -> x, {OLD}, dst_tp=2", THREE, 6, 2, "src_tp=2"),
+    "fused_qkv_old parts": (f"x^T -> q,k,v, {OLD}, src_tp=2", {"x": (16, 3)}, 2, 6, "dst_tp=2"),
+    "fused_qkv_old, other value heads": (
+        *(f"x^T -> q,k,v, {OLD}, src_tp=2, sizes='[8,4,2]', axis=1", {"x": (14, 3)}, 2, 6, "sizes='[8,4,2]'"),
     ),
-    "two reshapes, and a permute after a transpose": (
-        "a^T -> b, permute='[]', reshape='[2,12]', reshape='[4,-1]', permute='[]', permute='[]'",
-        {"a": (2, 3, 4)},
+    "fused_qkv_old again": (f"x -> x, {OLD}, src_tp=1, dst_tp=2, sizes='[8,4,12]'", {"x": (3, 24)}, 6, 6, ""),
+    "fused_ffn joins": ("a, b -> x, fused_ffn, dst_tp=4", {"a": (2, 8), "b": (2, 8)}, 8, 4, "src_tp=4"),
+    "fused_ffn parts": ("x -> a, b, fused_ffn, src_tp=4", {"x": (2, 16)}, 4, 8, "dst_tp=4"),
+    "fused_ffn again": ("x -> x, fused_ffn, src_tp=2", {"x": (1, 8)}, 4, 4, "x -> x, fused_ffn, axis=1, dst_tp=2"),
+    "padded after a transpose": ("a^T -> x, pad='[-1,7]', reshape='[21]'", {"a": (4, 3)}, 99, 4, ""),
+    "padded, then joined": ("a -> t, pad='[6,-1]', fill=5\nt, b -> x, axis=0, permute='[]'", AB, 3, 1, ""),
+    "padded, then split": ("a -> t, pad='[6,4]', fill='0.3'\nt -> x, y, axis=0", {"a": (4, 3)}, 9, 2, ""),
+    "joined, then padded": ("a, b -> x, axis=0, pad='[8,3]', fill=1", AB, 3, 1, ""),
+    "padded, then stacked": ("a, b -> x, pad='[4,5]', stack=1", {"a": (4, 3), "b": (4, 3)}, 9, 1, ""),
+    "padded and cropped": ("a -> t, pad='[8,-1]', fill=2\nt -> x, crop='[6,-1]', fill=2", {"a": (4, 3)}, 2, 1, ""),
+    "many at once": (
+        *("a^T, b^T -> c, axis=1, reshape='[12]'", {"a": (2, 3), "b": (2, 3)}, 9, 9),
+        "c -> a, b, reshape='[3,4]', axis=1, permute='[1,0]'",
     ),
-    "fused_ffn again, rows": ("x -> y, fused_ffn, axis=0, src_tp=3, dst_tp=2", {"x": (24, 2)}),
-    "fused_ffn of degree 1": ("x -> y, fused_ffn", {"x": (2, 4)}),
-    "fused_qkv_old parts transposed": (f"x^T -> q,k,v, fused_qkv_old, {QKV}", {"x": (16, 3)}),
-    "array on the right": ("w -> w[1:3], axis=0", {"w": (4,)}),
-    "assigned again": ("a -> a, permute='[1,0]'\na -> b, c, axis=0\nb^T -> b", {"a": (3, 4)}),
-    "one half turned before it is joined again": (
-        "w -> a, b, axis=0\nb -> b, permute='[0,2,1]'\na, b -> w, axis=0",
-        {"w": (4, 3, 3)},
-    ),
-    "padded after a transpose": ("a^T -> x, pad='[-1,7]', reshape='[21]'", {"a": (4, 3)}),
-    "padded, then joined": (
-        "a -> t, pad='[6,-1]', fill=5\nt, b -> x, axis=0, permute='[]'",
-        {"a": (4, 3), "b": (2, 3)},
-    ),
-    "padded, then split": ("a -> t, pad='[6,4]', fill='0.3'\nt -> x, y, axis=0", {"a": (4, 3)}),
-    "joined, then padded": ("a, b -> x, axis=0, pad='[8,3]', fill=1", {"a": (4, 3), "b": (2, 3)}),
-    "padded, then stacked": ("a, b -> x, pad='[4,5]', stack=1", {"a": (4, 3), "b": (4, 3)}),
-    "padded and cropped": ("a -> t, pad='[8,-1]', fill=2\nt -> x, crop='[6,-1]', fill=2", {"a": (4, 3)}),
-    "several operations": ("a^T, b^T -> c, axis=0, reshape='[-1]'", {"a": (2, 3), "b": (2, 5)}),
-    "reshape across": ("a -> b, reshape='[4,3]'", {"a": (2, 6)}),
-    "reshape of a transposed": ("a^T -> b, reshape='[2,6]'", {"a": (4, 3)}),
-    "quoted": ('"a-b/c d" -> "0", axis=0', {"a-b/c d": (2,)}),
     "ragged": (
-        "l.$L.e.$E.a, l.$L.e.$E.b -> l.$L.e.$E.ab, axis=0",
-        {"l.0.e.0.a": (1,), "l.0.e.0.b": (2,), "l.1.e.5.a": (3,), "l.1.e.5.b": (1,)},
+        *("l.$L.e.$E.a, l.$L.e.$E.b -> l.$L.e.$E.ab, axis=0",),
+        *({"l.0.e.0.a": (1,), "l.0.e.0.b": (2,), "l.1.e.5.a": (3,), "l.1.e.5.b": (1,)}, 2, 1, ""),
     ),
     "star beside a placeholder": (
-        "l.$L.e.*.w -> l.$L.w, stack=0, gaps=1",
-        {"l.0.e.10.w": (2,), "l.0.e.9.w": (2,), "l.1.e.0.w": (3,)},
+        *("l.$L.e.*.w -> l.$L.w, stack=0, gaps=1",),
+        *({"l.0.e.10.w": (2,), "l.0.e.9.w": (2,), "l.1.e.0.w": (3,)}, 2, 1, ""),
     ),
-    "shift on the left": ("l.$L-1.w -> m.$L.w", {"l.0.w": (1,), "l.1.w": (2,)}),
-    "optional": ("x.$L.w -> y.$L.w, optional=1\na -> b", {"a": (1,)}),
+    "shift on the left": ("l.$L-1.w -> m.$L.w", {"l.0.w": (1,), "l.1.w": (2,)}, 1, 1, "m.$L.w -> l.$L-1.w"),
+    "optional": ("x.$L.w -> y.$L.w, optional=1\na -> b", {"a": (1,)}, 1, 1, "b -> a"),
 }
 
 
+def boxes_of(shape: Shape) -> Iterator[Box]:
+    """The whole; every row, every column, and pairs of them; the boxes of every run that begins and ends anywhere."""
+    yield whole(shape)
+    for dim in {0, len(shape) - 1} if shape else ():
+        for count in (1, 2, max(shape[dim] - 1, 1)):
+            for start in range(shape[dim] - count + 1):
+                offset = tuple(start * (at == dim) for at in range(len(shape)))
+                yield Box(offset, (*shape[:dim], count, *shape[dim + 1 :]))
+    elements = int(np.prod(shape))
+    for start in range(0, elements, 3):
+        for stop in range(start + 1, elements + 1, 5):
+            yield from boxes_of_run(shape, Run(start, stop))
+
+
 @pytest.mark.parametrize("name", FORMS)
-def test_each_form_equals_the_oracle_and_is_undone(name: str) -> None:
-    text, shapes = FORMS[name]
+def test_each_form_equals_the_oracle_in_few_fragments_and_is_undone_by_text_that_says_how(name: str) -> None:
+    text, shapes, most, most_pushed, undoing = FORMS[name]
     sources = sources_of(shapes)
     outputs = proved(text, sources)
-    if "crop" not in text:  # by the text alone what was cropped comes back as its fill
+    checked = Rewrite(text).check(metas(sources))
+    assert undoing in str(checked.inverse(lossy="allow"))
+    for key, meta in checked.outputs.items():
+        assert max(len(checked.resolve(key, box)) for box in boxes_of(meta.shape)) <= most
+    for key, shape in shapes.items():
+        assert max(len(checked.push(key, box)) for box in boxes_of(shape)) <= most_pushed
+    if "crop" not in text and name != "fan out":  # by the text alone what was cropped comes back as its fill
         back = Rewrite(text).inverse(lossy="allow").check(metas(outputs), metas(sources))
         assert_same(resolved(back, outputs, {}), {key: each for key, each in sources.items() if key in back.outputs})
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
-@pytest.mark.parametrize("source", ["float16", "float32", "bfloat16"])
-def test_a_cast_gives_what_the_dtype_holds(source: str, dtype: str) -> None:
-    sources = sources_of({"a": (5, 7)}, source)
-    outputs = proved(f"a^T -> b, dtype='{dtype}'", sources)
-    assert outputs["b"].dtype == dtype
-    checked = Rewrite(f"a -> b, dtype='{dtype}'").check(metas(sources))
-    assert checked.invertible == (dtype in (source, "float32"))
-    assert_same(proved(f"a^T -> b, src_dtype='{source}', dst_dtype='{dtype}'", sources), outputs)
-
-
-def test_a_value_passes_through_every_dtype_of_its_casts() -> None:
-    sources = sources_of({"a": (50,)})
-    text = "a -> t, dtype='float16'\nt -> u, dtype='bfloat16'\nu -> b, dtype='float32'"
-    outputs = proved(text, sources)
-    once = proved("a -> t, dtype='bfloat16'\nt -> b, dtype='float32'", sources)
-    assert (outputs["b"].values != once["b"].values).any()
 
 
 def test_a_star_on_the_right_takes_the_names_of_the_target() -> None:
@@ -189,6 +186,35 @@ def test_a_star_on_the_right_takes_the_names_of_the_target() -> None:
     assert_same(resolved(checked.inverse().check(metas(expected)), expected, {}), sources)
 
 
+A = (2, 3)
+NAMES: dict[str, tuple[str, str]] = {
+    # text: the names that are there, and those that come out
+    "a -> b": ("a c", "b c"),
+    "a -> t; t -> b": ("a", "b"),
+    "a -> b; b -> a": ("a", "a"),
+    "a -> b; a -> c": ("a", "b c"),
+    "a -> a; a -> b": ("a", "a b"),
+    "a -> b; a -> a": ("a", "a b"),
+    "l.$L -> b.$L; l.$L -> c.$L": ("l.0 l.1", "b.0 b.1 c.0 c.1"),
+    "l.0 -> first; l.$L -> m.$L": ("l.0 l.1", "first m.1"),
+    "m.$L -> m.$L-1; m.$L -> n.$L": ("m.1 m.2", "n.0 n.1"),
+    "m.$L -> m.$L; m.0 -> x; m.$L -> n.$L": ("m.0 m.1", "m.0 m.1 x n.0 n.1"),
+    "m.$L.w -> m.$L+1.w": ("m.0.w m.1.w", "m.1.w m.2.w"),
+    "a -> b; b -> d; c -> b": ("a c", "b d"),
+    "a -> b; b -> _; c -> b": ("a c", "b"),
+    "a -> _; c -> a": ("a c", "a"),
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_what_is_read_is_used_up_and_what_nobody_reads_comes_out(text: str) -> None:
+    known, expected = (each.split() for each in NAMES[text])
+    outputs = Rewrite(text).check({name: (at + 1,) for at, name in enumerate(known)}).outputs
+    assert outputs.keys() == set(expected)
+    if "+1" in text:  # instances of one statement read before any writes
+        assert [outputs[name].shape for name in expected] == [(1,), (2,)]
+
+
 def test_a_known_target_takes_variables_that_were_read_too() -> None:
     sources = sources_of({"embed": (4, 2)})
     checked = Rewrite("embed -> lm_head").check(metas(sources), {"embed": (4, 2), "lm_head": (4, 2)})
@@ -196,64 +222,48 @@ def test_a_known_target_takes_variables_that_were_read_too() -> None:
     assert_same(resolved(checked, sources, {}), {"embed": same, "lm_head": same})
 
 
-def test_an_identity_statement_keeps_what_is_read() -> None:
-    for text in ("a -> a\na -> b", "a -> b\na -> a"):
-        assert Rewrite(text).check({"a": (2,)}).outputs.keys() == {"a", "b"}
-    assert Rewrite("a -> b").check({"a": (2,)}).outputs.keys() == {"b"}
+STATE: dict[str, TensorLike] = {
+    "optimizer/a/step": ((), "float32"),
+    "optimizer/a/m": (A, "float32"),
+    "optimizer/b/step": ((), "float32"),
+    "optimizer/b/m": (A, "float32"),
+}
+MODEL: dict[str, TensorLike] = {"a": (A, "bfloat16"), "b": (A, "bfloat16")}
 
 
-def test_the_degree_of_a_layout_goes_with_the_dim_through_a_transposition() -> None:
-    sources = sources_of({"gu": (12, 2)})
-    known = {"gu": TensorMeta((12, 2), "float32", (2, 1))}
-    target = {"gu": TensorMeta((2, 12), "float32", (1, 3))}
-    text = "gu^T -> gu, fused_ffn"
-    with_degrees = {"gu": Tensor(sources["gu"].values, "float32", (2, 1))}
-    expected = interpret(text, with_degrees, {"gu": (1, 3)})
-    assert_same(resolved(Rewrite(text).check(known, target), sources, {}), expected)
+def test_state_goes_where_its_parameter_goes_and_is_not_cast() -> None:
+    checked = Rewrite("a, b -> c, axis=0, dtype='float16'; c^T -> d").check(MODEL | STATE)
+    assert checked.outputs == {
+        "d": TensorMeta((3, 4), "float16"),
+        "optimizer/d/step": TensorMeta((), "float32"),
+        "optimizer/d/m": TensorMeta((3, 4), "float32"),
+    }
+    assert checked.agree == (("optimizer/a/step", "optimizer/b/step"),)
+    assert checked.inverse(lossy="allow").check(checked.outputs).outputs.keys() == (MODEL | STATE).keys()
 
 
-def test_a_parameter_of_which_a_part_is_dropped_is_lost_with_all_its_state() -> None:
-    known: dict[str, Shape] = {"a": (2, 2), "optimizer/a/exp_avg": (2, 2), "optimizer/a/step": ()}
-    checked = Rewrite("a -> b, c, axis=0\nb -> _").check(known)
-    assert checked.outputs.keys() == {"c", "optimizer/c/exp_avg", "optimizer/c/step"}
-    assert not checked.invertible
-    back = checked.inverse(lossy="allow").check(checked.outputs, known)
-    assert back.added == known.keys()
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a -> _", {"b", "optimizer/b/step", "optimizer/b/m"}),
+        ("a -> a; a -> c", {"a", "b", "c", *STATE, "optimizer/c/step", "optimizer/c/m"}),
+        # What a statement has read by its name stays behind, and to the name of a state nothing follows.
+        (
+            '"optimizer/a/m" -> m; a -> c',
+            {"b", "c", "m", *("optimizer/" + each for each in ("c/step", "b/step", "b/m"))},
+        ),
+        ('a -> a; a -> "optimizer/a/master"', {"a", "b", "optimizer/a/master", *STATE}),
+    ],
+)
+def test_state_is_dropped_and_kept_with_its_parameter(text: str, expected: set[str]) -> None:
+    assert Rewrite(text).check(MODEL | STATE).outputs.keys() == expected
 
 
-def test_state_of_another_shape_follows_renames_only() -> None:
-    shapes: dict[str, Shape] = {"a": (4, 2), "optimizer/a/row": (4,)}
+def test_state_is_added_with_its_parameter_and_of_another_shape_follows_renames() -> None:
+    target = MODEL | STATE | {"n": A, "optimizer/n/m": A}
+    assert Rewrite("_ -> n").check(MODEL | STATE, target).added == {"n", "optimizer/n/m"}
+    shapes = {"a": (4, 2), "optimizer/a/row": (4,)}
     assert Rewrite("a -> b").check(shapes).outputs["optimizer/b/row"].shape == (4,)
-
-
-MOMENTS = {"optimizer/a/exp_avg": (3, 2), "optimizer/b/exp_avg": (1, 2), "optimizer/a/step": (), "optimizer/b/step": ()}
-
-
-def test_statements_on_the_model_hold_for_the_optimizers_state() -> None:
-    sources = sources_of({"a": (3, 2), "b": (1, 2), **MOMENTS}, "bfloat16")
-    sources |= {name: Tensor(numbered(7, ())) for name in sources if name.endswith("step")}
-    sources |= {name: Tensor(tensor.values) for name, tensor in sources.items() if name.endswith("exp_avg")}
-    text = "a, b -> c, axis=0, permute='[1,0]', dtype='float32'"
-    outputs = proved(text, sources)
-    assert outputs.keys() == {"c", "optimizer/c/exp_avg", "optimizer/c/step"}
-    assert outputs["optimizer/c/exp_avg"].shape == (2, 4)
-    assert outputs["optimizer/c/step"].shape == ()
-    checked = Rewrite(text).check(metas(sources))
-    assert [set(group) for group in checked.agree] == [{"optimizer/a/step", "optimizer/b/step"}]
-
-
-def test_the_table_shows_padding_and_a_note_says_what_is_cropped() -> None:
-    text = "a -> x, pad='[6,-1]', fill='-inf', dtype='bfloat16'; b -> y, crop='[-1,2]', fill=3"
-    assert Rewrite(text).explain(metas(PADDED)) == "\n".join(
-        [
-            "target  box         source  box         operations",
-            "x       [0:4, 0:3]  a       [0:4, 0:3]  float32 -> bfloat16",
-            "x       [4:6, 0:3]                      fill -inf, float32 -> bfloat16",
-            "y       [0:2, 0:2]  b       [0:2, 0:2]",
-            "note: line 1, `b -> y, crop='[-1,2]', fill=3`, crops b from [2, 3] to [2, 2]: the way back fills them "
-            "with 3, whatever the elements were",
-        ]
-    )
 
 
 PADDED = {"a": Tensor(numbered(1, (4, 3))), "b": Tensor(numbered(2, (2, 3)))}
@@ -275,87 +285,11 @@ def test_what_was_cropped_comes_back_as_the_fill_says() -> None:
 
 
 def test_a_crop_and_a_pad_in_turn_are_not_taken_for_nothing() -> None:
-    """`apply_ops` hands the tensor itself back where an operation undoes the one before, and here it does not."""
+    """An operation that undoes the one before leaves the tensor itself, and here it does not."""
     text = "a -> t, crop='[2,-1]', fill=0\nt -> x, pad='[4,-1]'"
     outputs = resolved(Rewrite(text).check(metas(PADDED)), PADDED, {})
     assert_same(outputs, interpret(text, PADDED))
     assert not outputs["x"].values[2:].any()
-
-
-A = (2, 3)
-
-
-def names(text: str, sources: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> set[str]:
-    return set(Rewrite(text).check(sources, target).outputs)
-
-
-def test_what_nobody_reads_comes_out_and_what_is_read_is_used_up() -> None:
-    assert names("a -> b", {"a": A, "c": A}) == {"b", "c"}
-    assert names("a -> t; t -> b", {"a": A}) == {"b"}
-    assert names("a -> b; b -> a", {"a": A}) == {"a"}
-
-
-def test_a_tensor_feeds_several_statements() -> None:
-    assert names("a -> b; a -> c", {"a": A}) == {"b", "c"}
-    assert names("l.$L -> b.$L; l.$L -> c.$L", {"l.0": A, "l.1": A}) == {"b.0", "b.1", "c.0", "c.1"}
-
-
-def test_a_pattern_stands_for_what_was_not_used_up_before() -> None:
-    assert names("l.0 -> first; l.$L -> m.$L", {"l.0": A, "l.1": A}) == {"first", "m.1"}
-    assert names("m.$L -> m.$L-1; m.$L -> n.$L", {"m.1": A, "m.2": A}) == {"n.0", "n.1"}
-    assert names("m.$L -> m.$L; m.0 -> x; m.$L -> n.$L", {"m.0": A, "m.1": A}) == {"m.0", "m.1", "x", "n.0", "n.1"}
-
-
-def test_instances_of_one_statement_read_before_any_writes() -> None:
-    checked = Rewrite("m.$L.w -> m.$L+1.w").check({"m.0.w": (1,), "m.1.w": (2,), "m.2.w": (3,)})
-    assert {name: meta.shape for name, meta in checked.outputs.items()} == {"m.1.w": (1,), "m.2.w": (2,), "m.3.w": (3,)}
-
-
-def test_a_variable_may_be_assigned_again_once_it_was_read_or_dropped() -> None:
-    for text in ("a -> b\nb -> d\nc -> b", "a -> b\nb -> _\nc -> b", "a -> _; c -> a"):
-        assert Rewrite(text).check({"a": (2,), "c": (2,)})
-
-
-STATE: dict[str, TensorLike] = {
-    "optimizer/a/step": ((), "float32"),
-    "optimizer/a/m": (A, "float32"),
-    "optimizer/b/step": ((), "float32"),
-    "optimizer/b/m": (A, "float32"),
-}
-
-
-MODEL: dict[str, TensorLike] = {"a": (A, "bfloat16"), "b": (A, "bfloat16")}
-
-
-def test_state_goes_where_its_parameter_goes_and_is_not_cast() -> None:
-    checked = Rewrite("a, b -> c, axis=0, dtype='float16'; c^T -> d").check(MODEL | STATE)
-    assert checked.outputs == {
-        "d": TensorMeta((3, 4), "float16"),
-        "optimizer/d/step": TensorMeta((), "float32"),
-        "optimizer/d/m": TensorMeta((3, 4), "float32"),
-    }
-    assert checked.agree == (("optimizer/a/step", "optimizer/b/step"),)
-    assert checked.inverse(lossy="allow").check(checked.outputs).outputs.keys() == (MODEL | STATE).keys()
-
-
-def test_state_is_dropped_kept_and_added_with_its_parameter() -> None:
-    assert names("a -> _", MODEL | STATE) == {"b", "optimizer/b/step", "optimizer/b/m"}
-    assert names("a -> a; a -> c", MODEL | STATE) == {"a", "b", "c"} | set(STATE) | {
-        "optimizer/c/step",
-        "optimizer/c/m",
-    }
-    target = MODEL | STATE | {"n": A, "optimizer/n/m": A}
-    assert Rewrite("_ -> n").check(MODEL | STATE, target).added == {"n", "optimizer/n/m"}
-
-
-def test_state_that_a_statement_has_read_by_its_name_stays_behind() -> None:
-    text = '"optimizer/a/m" -> m; a -> c'
-    assert names(text, MODEL | STATE) == {"b", "c", "m", "optimizer/c/step", "optimizer/b/step", "optimizer/b/m"}
-
-
-def test_state_does_not_follow_to_the_name_of_a_state() -> None:
-    text = 'a -> a; a -> "optimizer/a/master"'
-    assert names(text, MODEL | STATE) == {"a", "b", "optimizer/a/master", *STATE}
 
 
 TELLING = {"w": (3,), "optimizer/w/m": (3,), "optimizer/w/product": ()}
@@ -427,14 +361,6 @@ def problems_of(text: str, sources: Mapping[str, Any], target: Mapping[str, Any]
     return tuple(each for each in refused.value.problems if not each.startswith("note: "))
 
 
-Metas = dict[str, tuple[Shape, str]]
-
-
-def _outputs(case: Case) -> Metas:
-    outputs: Metas = metas(interpret(case.text, case.sources))
-    return outputs
-
-
 @proven
 @given(cases(), st.data())
 def test_a_source_that_is_not_there_is_found_wherever_it_is_read(case: Case, data: st.DataObject) -> None:
@@ -456,25 +382,18 @@ def test_a_source_that_is_not_there_is_found_wherever_it_is_read(case: Case, dat
 def test_a_target_of_other_names_shapes_or_dtypes_is_refused_wherever_it_differs(
     case: Case, data: st.DataObject
 ) -> None:
-    target = _outputs(case)
+    sources, expected = metas(case.sources), interpret(case.text, case.sources)
+    target = metas(expected)
     assume(target)
-    rewrite = Rewrite(case.text)
-    expected = interpret(case.text, case.sources)
-    assert_same(resolved(rewrite.check(metas(case.sources), target), case.sources, {}), expected)
+    assert_same(resolved(Rewrite(case.text).check(sources, target), case.sources, {}), expected)
     name = data.draw(st.sampled_from(sorted(target)))
     shape, dtype = target[name]
-    sizes = list(shape)
-    for dim in range(len(sizes)):
-        for change in (1, -1) if sizes[dim] else (1,):
-            other = (*sizes[:dim], sizes[dim] + change, *sizes[dim + 1 :])
-            (problem,) = problems_of(case.text, metas(case.sources), {**target, name: (other, dtype)})
-            assert name in problem
-    for other in ((*shape, 1), (2, *shape)):
-        assert name in problems_of(case.text, metas(case.sources), {**target, name: (other, dtype)})[0]
-    assert name in problems_of(case.text, metas(case.sources), {**target, name: (shape, "int64")})[0]
-    assert any("more" in p for p in problems_of(case.text, metas(case.sources), {**target, "more": (shape, dtype)}))
+    grown = [tuple(size + (at == dim) for at, size in enumerate(shape)) for dim in range(len(shape))]
+    wrong = [{name: (other, dtype)} for other in (*grown, (*shape, 1), (2, *shape))]
+    for other in (*wrong, {name: (shape, "int64")}, {"more": (shape, dtype)}):
+        assert any(next(iter(other)) in problem for problem in problems_of(case.text, sources, target | other))
     less = {key: meta for key, meta in target.items() if key != name}
-    assert any(name in problem for problem in problems_of(case.text, metas(case.sources), less))
+    assert any(name in problem for problem in problems_of(case.text, sources, less))
 
 
 @proven
@@ -486,15 +405,14 @@ def test_the_order_in_which_the_sources_are_listed_does_not_matter(case: Case) -
     other = Rewrite(case.text).check({name: known[name] for name in reversed(names)})
     assert dict(one.outputs) == dict(other.outputs)
     assert (one.dropped, one.invertible, sorted(one.losses)) == (other.dropped, other.invertible, sorted(other.losses))
-    missing = {name: known[name] for name in names[1:]}
-    verdicts = []
-    for order in (list(missing), list(reversed(missing))):
+    said = set()
+    for order in (names[1:], names[:0:-1]):
         try:
-            Rewrite(case.text).check({name: missing[name] for name in order})
-            verdicts.append("fits")
+            Rewrite(case.text).check({name: known[name] for name in order})
+            said.add("fits")
         except RewriteError as refused:
-            verdicts.append(str(refused))
-    assert verdicts[0] == verdicts[1]
+            said.add(str(refused))
+    assert len(said) == 1
 
 
 def refused(text: str, sources: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> Any:
@@ -515,8 +433,6 @@ HEADS = "num_heads={}, num_key_value_groups={}"
 UNFIT = f"""
 a, c -> x, axis=0
 a, d -> x, axis=0
-a, d -> x, stack=0
-a, d -> x, fused_ffn
 a, c -> x, stack=0
 s, t -> x, axis=0
 a, c -> x, axis=1, sizes='[4,3]'
@@ -526,10 +442,8 @@ a -> x, y, axis=-3
 a, k -> x, axis=2
 a -> x, y, stack=1
 a, c -> x, stack=3
-a -> x, permute='[0]'
 a -> x, permute='[0,1,2]'
 a -> x, reshape='[4]'
-a -> x, reshape='[4,-1]'
 a -> x, src_dtype='float16', dst_dtype='float32'
 d -> x, src_dtype='bfloat16', dst_dtype='float32'
 q,k,v -> x, fused_qkv, {HEADS.format(3, 3)}
@@ -541,7 +455,6 @@ q -> x,y,z, fused_qkv, {HEADS.format(4, 2)}, axis=0
 row -> x,y,z, fused_qkv, {HEADS.format(4, 2)}, axis=0
 q -> q, fused_qkv_old, {HEADS.format(2, 1)}, dst_tp=2
 q -> q, fused_ffn, src_tp=3
-k -> g, u, fused_ffn, src_tp=4
 a, a -> x, fused_ffn, dst_tp=4
 a, c -> x, fused_ffn
 row -> y, fused_ffn, axis=2

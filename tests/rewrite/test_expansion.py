@@ -1,6 +1,5 @@
 """Placeholders, stars and rests of names: for which tensors a statement stands, and what is said where none fit."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, RewriteError
-from shardwise.rewrite import Rewrite, TensorMeta
-from shardwise.rewrite.rewrites import shipped
+from shardwise.rewrite import Rewrite
 from shardwise.space import Box
 from tests.properties import tried
 from tests.refusals import Refusals
@@ -132,26 +130,6 @@ def test_on_the_way_back_the_shape_says_how_many_there_were() -> None:
     assert Rewrite(STACK).inverse().check({"l.0.e": (2, *A)}, with_gaps).outputs.keys() == with_gaps.keys()
 
 
-@pytest.mark.parametrize("name", ["expert-stacking", "expert-stacking-w123"])
-def test_stacked_experts_come_apart_by_the_text_alone(name: str) -> None:
-    stem = "model.layers.{}.mlp" if name == "expert-stacking" else "model.layers.{}.block_sparse_moe"
-    gate, up, down = ("w1", "w3", "w2") if "w123" in name else ("gate_proj", "up_proj", "down_proj")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer, count in ((0, 3), (1, 2)):
-        for expert in range(count):
-            first = f"{stem.format(layer)}.experts.{expert}"
-            shapes |= {
-                f"{first}.{gate}.weight": (4, 6),
-                f"{first}.{up}.weight": (4, 6),
-                f"{first}.{down}.weight": (6, 4),
-            }
-        if "w123" in name:
-            shapes[f"{stem.format(layer)}.gate.weight"] = (count, 6)
-    trained = shipped(name).check(shapes).outputs
-    back = shipped(name).inverse().check({each: meta.shape for each, meta in trained.items()})
-    assert {each: meta.shape for each, meta in back.outputs.items()} == shapes
-
-
 @pytest.mark.parametrize("numbers", [(0, 1, 3), (1, 2), (0, 1, 2, 10), (2,)])
 def test_numbers_that_are_lacking_are_allowed_by_gaps(numbers: tuple[int, ...]) -> None:
     sources = {name: Tensor(numbered(0, shape)) for name, shape in experts(*numbers).items()}
@@ -191,13 +169,11 @@ REFUSED = Refusals(
         "a missing layer": refused("n.$L, e.$L.$E -> o.$L.$E, axis=0", shapes("n.0 e.0.0 n.1")),
         "a missing expert": refused("l.$L.$E.a, l.$L.$E.b -> l.$L.$E.ab, axis=0", shapes("l.0.0.a l.0.0.b l.1.2.a")),
         "one number twice": refused("e.* -> b, axis=0", shapes("e.1 e.01")),
-        "one number twice, with many zeros": refused("e.* -> b, axis=0", shapes(f"e.0 e.{'0' * 50}")),
         "a negative number": refused("m.$L -> m.$L-1", shapes("m.0")),
         "no target": refused("w -> e.*, axis=0", shapes("w")),
         "a target without such names": refused("w.$L -> e.$L.*, axis=0", shapes("w.0 w.1"), shapes("e.0.0")),
         "digits in two ways": refused('"m.$A\\5$B" -> n.$A.$B', shapes("m.151")),
         "an index in the middle": refused(STACK, experts(0, 1, 3, layers=1)),
-        "the first index": refused(STACK, experts(1, 2, layers=1)),
         "many indices": refused(STACK, experts(0, 1, 2, 10, layers=1)),
         "all before it": refused(STACK, experts(2, layers=1)),
         "of one layer": refused(STACK, {**experts(0, 1, 2), **shapes("l.1.e.4.w l.1.e.6.w l.1.e.9.w")}),
@@ -230,47 +206,16 @@ def test_names_that_do_not_fit_together_are_told(case: str) -> None:
     REFUSED.check(case)
 
 
-STATE = {
-    "module.layers.0.w": (4, 2),
-    "module.layers.10.w": (4, 2),
-    "module.head": (3,),
-    "optimizer/module.head/exp_avg": (3,),
-    "optimizer/module.head/step": (),
-    "extra/rng": (5,),
-}
-
-
-def metas(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorMeta]:
-    return {name: TensorMeta(shape, "float32") for name, shape in shapes.items()}
-
-
-def test_one_statement_takes_it_off_and_the_inverse_puts_it_on() -> None:
-    rewrite = sw.Rewrite("module.** -> **")
-    assert str(rewrite.inverse()) == "** -> module.**"
-    alone = {name: shape for name, shape in STATE.items() if not name.startswith("extra/")}
-    for there in (sw.Rewrite("module.** -> **"), sw.Rewrite("** -> net.**")):
-        checked = there.check(metas(alone))
-        back = checked.inverse()
-        assert set(back.check(checked.outputs).outputs) == set(alone)
-        assert len(str(back).splitlines()) == 1
-
-
-def test_the_exact_inverse_leaves_other_names_alone() -> None:
-    shapes = {**STATE, "other": (2,)}
-    checked = sw.Rewrite("module.** -> **").check(metas(shapes))
-    assert set(checked.inverse().check(checked.outputs).outputs) == set(shapes)
-
-
 @tried(40)
 @given(
     st.lists(st.text('ab.0$*" ', min_size=1, max_size=6), min_size=1, max_size=5, unique=True),
     st.text("a.$ ", max_size=3),
 )
-def test_any_names_come_back(names: list[str], prefix: str) -> None:
-    shapes = dict.fromkeys((f"{prefix}x{name}" for name in names), (2,))
+def test_any_names_come_back_and_others_are_left_alone(names: list[str], prefix: str) -> None:
+    shapes = dict.fromkeys((f"{prefix}x{name}" for name in names), (2,)) | {"other": (2,)}
     left = "".join(f"\\{each}" if each in '$*\\"' else each for each in f"{prefix}x")
-    checked = sw.Rewrite(f'"{left}**" -> "to.**"').check(metas(shapes))
-    assert set(checked.outputs) == {f"to.{name}" for name in names}
+    checked = sw.Rewrite(f'"{left}**" -> "to.**"').check(shapes)
+    assert set(checked.outputs) == {f"to.{name}" for name in names} | {"other"}
     assert set(checked.inverse().check(checked.outputs).outputs) == set(shapes)
 
 

@@ -13,6 +13,7 @@ A = (2, 3)
 
 
 LAYERS = {f"l.{at}.{x}": (4, 2) for at in range(3) for x in "qk"}
+CIRCLE: dict[str, tuple[int, ...]] = {"m.0.1": (1,), "m.1.0": (2,), "m.2.2": (3,)}
 
 
 def back(text: str, sources: Mapping[str, Any]) -> list[str]:
@@ -26,34 +27,9 @@ def back(text: str, sources: Mapping[str, Any]) -> list[str]:
 
 
 INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "rename": ("a -> b", {"a": A}, ["b -> a"]),
-    "transpose": ("a^T -> b", {"a": (2, 3, 4)}, ["b -> a, permute='[2,1,0]'"]),
-    "permute": ("a -> b, permute='[2,0,1]'", {"a": (2, 3, 4)}, ["b -> a, permute='[1,2,0]'"]),
-    "reshape": ("a -> b, reshape='[-1]'", {"a": A}, ["b -> a, reshape='[2,3]'"]),
-    "even join": ("a, b -> c, axis=0", {"a": A, "b": A}, ["c -> a, b, axis=0"]),
     "uneven join": ("a, b -> c, axis=-1", {"a": A, "b": (2, 4)}, ["c -> a, b, axis=1, sizes='[3,4]'"]),
-    "split": ("a -> b, c, axis=0, sizes='[1,3]'", {"a": (4,)}, ["b, c -> a, axis=0"]),
-    "stack": ("a, b -> c, stack=1", {"a": A, "b": A}, ["c -> a, b, stack=1"]),
-    "unstack": ("c -> a, b, stack=0", {"c": A}, ["a, b -> c, stack=0"]),
     "a join of one": ("e.* -> b, axis=0", {"e.0": A}, ["b -> e.0"]),
-    "a stack of one": ("e.* -> b, stack=0", {"e.0": A}, ["b -> e.0, reshape='[2,3]'"]),
     "wider": ("a -> b, dtype='float32'", {"a": (A, "float16")}, ["b -> a, dtype='float16'"]),
-    "narrower": ("a -> b, dtype='float16'", {"a": A}, ["b -> a, dtype='float32'"]),
-    "many at once": (
-        "a^T, b^T -> c, axis=1, reshape='[12]', dtype='float32'",
-        {"a": (A, "float16"), "b": (A, "float16")},
-        ["c -> a, b, dtype='float16', reshape='[3,4]', axis=1, permute='[1,0]'"],
-    ),
-    "two permutes": ("a^T -> b, permute='[2,0,1]'", {"a": (2, 3, 4)}, ["b -> a, permute='[0,2,1]'"]),
-    "one transposed": (
-        "a^T, b -> c, axis=0",
-        {"a": (3, 2), "b": (1, 3)},
-        [
-            'c -> "part 0 of c", "part 1 of c", axis=0, sizes=\'[2,1]\'',
-            "\"part 0 of c\" -> a, permute='[1,0]'",
-            '"part 1 of c" -> b',
-        ],
-    ),
     "placeholders": ("l.$L.q, l.$L.k -> l.$L.f, axis=1", LAYERS, ["l.$L.f -> l.$L.q, l.$L.k, axis=1"]),
     "layers that differ": (
         "l.$L.q, l.$L.k -> l.$L.f, axis=0",
@@ -69,7 +45,6 @@ INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"l.0.q": A, "l.1.q": A, "m.7": A},
         ["m.0 -> l.0.q", "m.1 -> l.1.q"],
     ),
-    "star": ("e.*.w -> b, stack=0, gaps=1", {"e.2.w": A, "e.10.w": A}, ["b -> e.2.w, e.10.w, stack=0"]),
     "offset": (
         "m.$LAYER_ID_OFFSET -> m.$LAYER_ID_OFFSET",
         {"m.1": A, "m.2": (3,)},
@@ -81,13 +56,28 @@ INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"q": (8, 2), "k": (4, 2), "v": (4, 2)},
         ["f -> q, k, v, fused_qkv, num_heads=4, num_key_value_groups=2, axis=1, permute='[1,0]'"],
     ),
-    "ffn again": ("x -> x, fused_ffn, src_tp=2", {"x": (1, 8)}, ["x -> x, fused_ffn, axis=1, dst_tp=2"]),
     "drop": ("a -> _", {"a": A, "b": A}, ["_ -> a"]),
     "a part dropped": ("a -> b, c, axis=0; c -> _", {"a": A}, ["b -> _", "_ -> a"]),
     "copies": ("a -> b; a -> c", {"a": A}, ["c -> _", "b -> a"]),
     "a copy of what is kept": ("a -> a; a -> b", {"a": A}, ["b -> _"]),
     "the same twice": ("a, a -> b, axis=0", {"a": A}, ['b -> a, "copy 0 of a", axis=0', '"copy 0 of a" -> _']),
     "added": ("_ -> n", {"a": A}, ["n -> _, optional=1"]),
+    "a circle": ("m.$A.$B -> m.$B.$A", CIRCLE, ["m.$B.$A -> m.$A.$B"]),
+    "a circle that is turned": (
+        "m.$A.$B^T -> m.$B.$A",
+        CIRCLE | {"m.0.1": (1, 2)},
+        [
+            "m.1.0 -> \"new m.0.1\", permute='[1,0]'",
+            'm.0.1 -> "new m.1.0"',
+            '"new m.0.1" -> m.0.1',
+            '"new m.1.0" -> m.1.0',
+        ],
+    ),
+    "an order in which none overwrites another": (
+        "m.$L^T -> m.$L+1",
+        {"m.0": (1,), "m.1": (2, 3), "m.2": (3,)},
+        ["m.1 -> m.0", "m.2 -> m.1, permute='[1,0]'", "m.3 -> m.2"],
+    ),
 }
 
 
@@ -95,22 +85,6 @@ INVERSES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 def test_an_exact_inverse_says_everything(name: str) -> None:
     text, sources, expected = INVERSES[name]
     assert back(text, sources) == expected
-
-
-def test_statements_in_a_circle_are_undone_through_new_names() -> None:
-    sources: dict[str, Any] = {"m.0.1": (1,), "m.1.0": (2,), "m.2.2": (3,)}
-    assert back("m.$A.$B -> m.$B.$A", sources) == ["m.$B.$A -> m.$A.$B"]
-    assert back("m.$A.$B^T -> m.$B.$A", sources | {"m.0.1": (1, 2)}) == [
-        "m.1.0 -> \"new m.0.1\", permute='[1,0]'",
-        'm.0.1 -> "new m.1.0"',
-        '"new m.0.1" -> m.0.1',
-        '"new m.1.0" -> m.1.0',
-    ]
-
-
-def test_instances_of_one_statement_are_undone_in_an_order_in_which_none_overwrites_another() -> None:
-    sources: dict[str, Any] = {"m.0": (1,), "m.1": (2, 3), "m.2": (3,)}
-    assert back("m.$L^T -> m.$L+1", sources) == ["m.1 -> m.0", "m.2 -> m.1, permute='[1,0]'", "m.3 -> m.2"]
 
 
 TEXTUAL = {
@@ -124,6 +98,7 @@ TEXTUAL = {
     "x -> y, fused_ffn, src_tp=2": "y -> x, fused_ffn, dst_tp=2",
     "a -> b; b -> c": "c -> b\nb -> a",
     "a -> a": "",
+    "module.** -> **": "** -> module.**",
     "_ -> n": "n -> _",
 }
 
@@ -133,18 +108,6 @@ def test_without_tensors_an_inverse_says_what_the_text_tells(text: str) -> None:
     inverse = Rewrite(text).inverse()
     assert str(inverse) == TEXTUAL[text]
     assert inverse.inverse() == Rewrite(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a -> b, dtype='float64'",
-        "a -> b; a -> c; c -> _",  # what is dropped is there once more
-        "a -> b; a -> _",
-    ],
-)
-def test_what_can_be_undone_is_not_named(text: str) -> None:
-    assert Rewrite(text).check({"a": A, "c0": A}).losses == ()
 
 
 def test_what_the_text_does_not_tell_comes_from_the_target() -> None:
@@ -209,15 +172,6 @@ REFUSED = Refusals(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_undone_is_refused(case: str) -> None:
     REFUSED.check(case)
-
-
-@pytest.mark.parametrize("text", LOSSY)
-def test_a_lossy_rewrite_is_inverted_when_told_to(text: str) -> None:
-    sources = LOSSY[text]
-    checked = Rewrite(text).check(sources)
-    assert checked.losses
-    again = checked.inverse(lossy="allow").check(checked.outputs, checked.sources)
-    assert again.outputs.keys() | again.added == sources.keys()
 
 
 def test_a_copy_next_to_what_the_target_has_itself_is_a_loss() -> None:

@@ -119,48 +119,35 @@ def test_any_text_is_read_or_is_a_finding_at_a_place(text: str) -> None:
 
 ERRORS = r"""
 a
-a = b
 axis=1
-a <- b
 a => b
-a --> b
-a -> b -> c
 a -> b, c -> d
 a ->
 -> b
 a,,b -> c, axis=0
-,a -> b
 a -> , b
 a b -> c
 a -> b c
 a -> b, axis=0 fused_qkv_old, num_heads=2
 a -> b, axis=0 2
 axis=1, a -> b
-=1 -> b
 a -> b, =1
 a -> b, axis=1=2
 a -> b, axis=
-a -> b, axis==1
 a -> b =
-a -> b, permute=[1,0
 a -> b, dtype='float16
 a -> b, axis=0, c
 a -> b, axis=0, fused_fnn
 a -> b, "axis"=1
 a-b -> c
-a -> m.$L/w
 a/b^T -> c
-a -> (b)
 a -> "b
-a -> 'b
 a^S -> b
 $layer.w -> b
 {n} -> b
-a[0:x] -> b
 a[0] -> b
 w[3:3] -> b, axis=0
 w[7:1000008] -> b, axis=0
-w[0:1000000000000000] -> b, axis=0
 m.$L-123456789 -> b
 "" -> b
 3 -> b
@@ -187,7 +174,6 @@ a -> b, c, axis=0, axis=1
 a -> b, dtype='float16', optional=1, dtype='float32'
 a -> b, axis=one
 a, b -> c, stack=1.5
-a, b -> c, axis='[1]'
 a -> b, axis=1000000000000000000
 a, s -> b, dequantise='[0,4]'
 a -> b, dequantise='[4]'
@@ -209,7 +195,6 @@ a -> b, dtype='float61'
 a -> b, dtype=3
 a -> b, src_dtype='float16'
 a -> b, dst_dtype='float16', dst_dtype=float32, src_dtype=float16
-a -> b, optional=2
 a -> b, optional
 g, u -> x, fused_ffn=1
 a, b -> c, d, axis=0
@@ -219,21 +204,15 @@ a -> b, c, d
 g, u -> x, fused_ff
 q, k, v -> x, fused_qvk, num_heads=8, num_key_value_groups=4
 e.*.w -> x
-x -> e.*.w
 g, u -> x, stack=0, axis=1
-g, u -> x, fused_ffn, stack=0, axis=1
 a -> b, stack=0
 a -> b, c, axis=0, sizes='[1,2,3]'
-a -> b, c, sizes='[1,2]'
 a, b -> c, stack=0, sizes='[1,2]'
 a -> b, axis=0, sizes='[1]'
 a, b -> c, axis=0, sizes=recorded
 a, b -> c, fused_qkv
-a, b -> c, fused_qkv_old
-a, b, c -> d, fused_ffn
 a -> e.*, fused_ffn
 q, k, v -> x, fused_qkv, num_key_value_groups=4
-q, k, v -> x, fused_qkv, num_heads=10, num_key_value_groups=4
 q, k, v -> x, fused_qkv, num_heads=0, num_key_value_groups=4
 g, u -> x, fused_ffn, num_heads=3
 a -> b, dst_tp=2
@@ -241,7 +220,6 @@ g, u -> x, fused_ffn, src_tp=2
 x -> q, k, v, fused_qkv_old, num_heads=4, num_key_value_groups=2, dst_tp=2
 a.**.b -> c
 a.$N.** -> b.**
-a.*.** -> b.**
 a.*** -> b.**
 a.** -> b.**[0:2]
 """.strip().splitlines()

@@ -72,3 +72,10 @@ def pieces_of(draw: st.DrawFn, shape: Shape, name: str = "w") -> Piece:
     box = draw(boxes_within(shape))
     run = draw(st.none() | runs_within(box.num_elements))
     return Piece(name=name, dtype="float32", global_shape=shape, offset=box.offset, shape=box.shape, run=run)
+
+
+@st.composite
+def piece_pairs(draw: st.DrawFn) -> tuple[Piece, Piece]:
+    """Two pieces of one tensor."""
+    shape = draw(shapes())
+    return draw(pieces_of(shape)), draw(pieces_of(shape))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.space import Box
 from shardwise.space.boxes import index_of_element, row_major_strides
 from tests.space.plain import Shape, boxes_within, indices_of_box, proven, shapes
@@ -64,27 +63,20 @@ def test_a_scalar_box_has_one_element_and_meets_itself() -> None:
     assert scalar.num_elements == 1
     assert scalar.intersect(scalar) == scalar
     assert scalar.slices() == ()
+    assert list(scalar.minus(scalar)) == []
+
+
+@proven
+@given(box_pairs())
+def test_a_remainder_has_what_was_not_taken_each_index_once_in_few_boxes(pair: tuple[Box, Box]) -> None:
+    box, taken = pair
+    left = list(box.minus(taken))
+    indices = [index for each in left for index in indices_of_box(each)]
+    assert sorted(indices) == sorted(set(indices_of_box(box)) - set(indices_of_box(taken)))
+    assert len(left) <= max(1, 2 * box.ndim)
 
 
 def test_a_box_is_a_value() -> None:
     assert {Box((0,), (2,)): "here"}[Box((0,), (2,))] == "here"
     with pytest.raises(AttributeError):
         Box((0,), (2,)).offset = (1,)  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("offset", "shape", "message"),
-    [((0,), (1, 2), "one offset and one size per dim"), ((-1,), (2,), "negative"), ((0,), (-2,), "negative")],
-)
-def test_a_box_that_cannot_be_is_refused(offset: Shape, shape: Shape, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        Box(offset, shape)
-
-
-def test_boxes_of_different_ndim_do_not_meet() -> None:
-    with pytest.raises(PlanError, match="same number of dims"):
-        Box((0,), (2,)).intersect(Box((0, 0), (2, 2)))
-    with pytest.raises(PlanError, match="has 1 dims"):
-        Box((0,), (2,)).relative_to((0, 0))
-    with pytest.raises(PlanError, match="negative"):
-        Box((0,), (2,)).relative_to((1,))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.space import Mesh, Piece, PieceIndex
 from tests.space.layouts import Layout, Shard
 from tests.space.plain import elements_of_piece, pieces_of, proven, runs_within, shapes
@@ -33,20 +32,6 @@ def test_overlapping_pieces_are_those_with_a_common_element(case: tuple[list[Pie
     elements = set(elements_of_piece(piece))
     expected = [at for at, each in enumerate(pieces) if not elements.isdisjoint(elements_of_piece(each))]
     assert PieceIndex(pieces).overlapping(piece) == expected
-
-
-def test_among_all_runs_of_a_few_elements_those_with_a_common_one_are_found() -> None:
-    pieces = [
-        Piece(name="w", dtype="float32", global_shape=(2, 3), run=(start, stop))
-        for start in range(7)
-        for stop in range(start, 7)
-    ]
-    index = PieceIndex(pieces)
-    for piece in pieces:
-        elements = set(range(*piece.elements))
-        assert index.overlapping(piece) == [
-            at for at, each in enumerate(pieces) if not elements.isdisjoint(range(*each.elements))
-        ]
 
 
 def runs(num_pieces: int) -> list[Piece]:
@@ -79,9 +64,3 @@ def test_a_search_looks_at_few_of_many_runs_and_blocks_of_rows(
 
 def test_an_index_of_nothing_finds_nothing() -> None:
     assert PieceIndex([]).overlapping(Piece(name="w", dtype="float32", global_shape=(4,))) == []
-
-
-def test_a_piece_of_another_tensor_is_refused() -> None:
-    index = PieceIndex([Piece(name="w", dtype="float32", global_shape=(4,), run=(0, 1))])
-    with pytest.raises(PlanError, match=r"of w with shape .* and v with shape"):
-        index.overlapping(Piece(name="v", dtype="float32", global_shape=(4,), run=(2, 3)))

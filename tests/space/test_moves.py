@@ -1,27 +1,20 @@
 """Moves between the storages of two pieces, against copying element by element."""
 
 import math
-from itertools import combinations_with_replacement, pairwise, product
+from collections.abc import Iterable
+from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.space import BlockPart, Box, Mesh, Move, Piece, moves, overlap
-from shardwise.space.moves import reach
+from shardwise.space.moves import reach, stretch_of
 from tests.space.layouts import Cut, Layout, Shard
-from tests.space.plain import Shape, elements_of_box, elements_of_piece, pieces_of, proven, shapes
+from tests.space.plain import Shape, elements_of_box, elements_of_piece, piece_pairs, pieces_of, proven, shapes
 
 
 def piece(shape: Shape, offset: Shape, box: Shape, run: tuple[int, int] | None = None, dtype: str = "float32") -> Piece:
     return Piece(name="w", dtype=dtype, global_shape=shape, offset=offset, shape=box, run=run)
-
-
-@st.composite
-def piece_pairs(draw: st.DrawFn) -> tuple[Piece, Piece]:
-    shape = draw(shapes())
-    return draw(pieces_of(shape)), draw(pieces_of(shape))
 
 
 def places(part: BlockPart, shape: Shape) -> list[int]:
@@ -29,21 +22,24 @@ def places(part: BlockPart, shape: Shape) -> list[int]:
     return [part.start + element for element in elements_of_box(part.block, Box(part.offset, shape))]
 
 
-def copied(source: Piece, target: Piece) -> list[tuple[int, int]]:
+def pairs_of(found: Iterable[Move]) -> list[tuple[int, int]]:
     """Every (place in the source's storage, place in the target's) that moves copy, in their order."""
+    return [
+        pair
+        for move in found
+        for pair in zip(places(move.source, move.shape), places(move.target, move.shape), strict=True)
+    ]
+
+
+def copied(source: Piece, target: Piece) -> list[tuple[int, int]]:
     found = moves(source, target)
     for move in found:
         assert move.num_elements == len(places(move.source, move.shape)) > 0
         assert move.source.first == places(move.source, move.shape)[0]
         assert move.target.first == places(move.target, move.shape)[0]
-    pairs = [
-        pair
-        for move in found
-        for pair in zip(places(move.source, move.shape), places(move.target, move.shape), strict=True)
-    ]
     heads = [(move.source.first, move.target.first) for move in found]
     assert all(a < c and b < d for (a, b), (c, d) in pairwise(heads))
-    return pairs
+    return pairs_of(found)
 
 
 def plainly_copied(source: Piece, target: Piece) -> list[tuple[int, int]]:
@@ -64,21 +60,9 @@ def test_moves_copy_every_shared_element_once_to_its_place_in_the_order_of_both_
     assert sorted(copied(target, source)) == sorted((a, b) for b, a in pairs)
 
 
-def test_moves_of_every_two_boxes_and_runs_of_a_small_tensor() -> None:
-    spans = [[(start, size - start) for start in range(size)] + [(0, 1)] for size in (2, 3, 2)]
-    boxes = [piece((2, 3, 2), offset, shape) for offset, shape in (zip(*each, strict=True) for each in product(*spans))]
-    whole, columns = (
-        [piece((2, 3, 2), offset, shape, run) for run in combinations_with_replacement(range(math.prod(shape) + 1), 2)]
-        for offset, shape in (((0, 0, 0), (2, 3, 2)), ((0, 1, 0), (2, 2, 2)))
-    )
-    pairs = [*product(boxes, boxes), *product(boxes, whole + columns), *product(whole, columns)]
-    for source, target in [*pairs, *((target, source) for source, target in pairs)]:
-        assert sorted(copied(source, target), key=lambda places: places[1]) == plainly_copied(source, target)
-
-
 @proven
 @given(piece_pairs())
-def test_a_piece_without_a_run_is_one_block_and_no_side_has_other_dims_than_the_other(
+def test_there_are_few_moves_however_many_rows_and_a_piece_without_a_run_is_one_block(
     pair: tuple[Piece, Piece],
 ) -> None:
     source, target = pair
@@ -86,14 +70,7 @@ def test_a_piece_without_a_run_is_one_block_and_no_side_has_other_dims_than_the_
         for held, part in ((source, move.source), (target, move.target)):
             assert len(move.shape) == len(part.block) == len(part.offset)
             assert part.start + math.prod(part.block) <= held.num_elements
-            if held.run is None:
-                assert (part.start, part.block) == (0, held.shape)
-
-
-@proven
-@given(piece_pairs())
-def test_there_are_few_moves_however_many_rows(pair: tuple[Piece, Piece]) -> None:
-    source, target = pair
+            assert held.run is not None or (part.start, part.block) == (0, held.shape)
     runs = (source.run is not None) + (target.run is not None)
     assert len(moves(source, target)) <= max(1, 2 * len(source.global_shape) - 1) ** runs
     assert len(moves(source, target)) <= len(list(overlap(source, target))) or runs
@@ -137,15 +114,21 @@ def test_scalars_move_and_empty_pieces_do_not() -> None:
     assert moves(piece((0, 3), (0, 0), (0, 3)), piece((0, 3), (0, 0), (0, 3))) == []
 
 
-def test_pieces_of_different_tensors_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"of w with shape \(4,\) and w with shape \(5,\)"):
-        moves(piece((4,), (0,), (4,)), piece((5,), (0,), (4,)))
-    with pytest.raises(PlanError, match=r"of w with shape .* and v with shape"):
-        moves(piece((4,), (0,), (4,)), Piece(name="v", dtype="float32", global_shape=(4,)))
-
-
 @proven
 @given(shapes().flatmap(pieces_of))
 def test_reach_is_from_the_first_element_to_the_last(held: Piece) -> None:
     elements = elements_of_piece(held)
     assert reach(held) == ((min(elements), max(elements) + 1) if elements else (0, 0))
+
+
+@proven
+@given(piece_pairs(), st.data())
+def test_a_stretch_is_the_same_elements_in_the_same_order(pair: tuple[Piece, Piece], data: st.DataObject) -> None:
+    found = moves(*pair)
+    every = pairs_of(found)
+    start = data.draw(st.integers(0, len(every)))
+    stop = data.draw(st.integers(start, len(every)))
+    stretch = list(stretch_of(found, start, stop))
+    assert pairs_of(stretch) == every[start:stop]
+    assert all(move.num_elements for move in stretch)
+    assert len(stretch) <= len(found) + 4 * len(pair[0].global_shape)

@@ -1,14 +1,11 @@
 """Portions of cut tensors, against numpy's own slicing."""
 
 import math
-from itertools import combinations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.space import Piece, Portion, check_cover, even_cuts
 from tests.properties import tried
 
@@ -51,12 +48,6 @@ def test_pieces_of_a_run_hold_its_elements_and_no_others(portion: Portion, data:
     check_pieces(portion, data.draw(st.sampled_from([None, (start, stop)])))
 
 
-def test_pieces_of_every_run_of_a_small_portion_hold_its_elements() -> None:
-    portion = Portion(global_shape=(3, 5), dim=1, ranges=((0, 1), (3, 5)))
-    for start, stop in combinations(range(10), 2):
-        check_pieces(portion, (start, stop))
-
-
 @tried(40)
 @given(st.integers(0, 12), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_portions_of_all_ranks_cover_a_packed_tensor_once(
@@ -78,12 +69,3 @@ def test_portions_of_all_ranks_cover_a_packed_tensor_once(
             pieces += [piece for piece, _ in portion.pieces("w", "float32", run)]
     if size:
         assert check_cover(pieces) == []
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"a portion along dim 2 of a tensor of shape \(4, 2\)"):
-        Portion(global_shape=(4, 2), dim=2, ranges=((0, 1),))
-    with pytest.raises(PlanError, match=r"has the indices \(3, 5\) along dim 0, but the tensor has 0 to 4"):
-        Portion(global_shape=(4, 2), dim=0, ranges=((0, 1), (3, 5)))
-    with pytest.raises(PlanError, match="10 indices are asked to be cut in units of 4"):
-        even_cuts(10, 2, unit=4)

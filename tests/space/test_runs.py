@@ -3,13 +3,10 @@
 import copy
 import math
 import pickle
-from itertools import product
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.errors import PlanError
 from shardwise.space import Box, Run, boxes_of_run, boxes_of_run_in_box
 from tests.space.plain import Shape, boxes_within, elements_of_box, indices_of_box, proven, runs_within, shapes
 
@@ -35,26 +32,6 @@ def test_boxes_of_a_run_laid_one_after_the_other_are_the_run(case: tuple[Shape, 
     assert elements == list(range(run.start, run.stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.num_elements for box in boxes)
-
-
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 2), (3, 1, 3), (1, 2, 4, 1), (2, 2, 2, 2), (2, 1, 2, 2, 2)])
-def test_no_fewer_boxes_hold_a_run_in_order(shape: Shape) -> None:
-    all_boxes = (
-        elements_of_box(shape, Box(offset, sizes))
-        for offset in product(*map(range, shape))
-        for sizes in product(*(range(1, size - start + 1) for size, start in zip(shape, offset, strict=True)))
-    )
-    stops_after: dict[int, list[int]] = {}
-    for elements in all_boxes:
-        if elements == list(range(elements[0], elements[-1] + 1)):
-            stops_after.setdefault(elements[0], []).append(elements[-1] + 1)
-    num_elements = math.prod(shape)
-    for start in range(num_elements):
-        fewest = {start: 0}
-        for position in range(start, num_elements):
-            for stop in stops_after[position]:
-                fewest[stop] = min(fewest.get(stop, num_elements), fewest[position] + 1)
-        assert {stop: len(boxes_of_run(shape, Run(start, stop))) for stop in fewest} == fewest
 
 
 @proven
@@ -84,17 +61,6 @@ def test_a_run_is_the_tuple_of_its_bounds() -> None:
     assert repr(run) == str(run) == "(2, 5)"
     assert sorted([Run(3, 4), Run(0, 9)]) == [(0, 9), (3, 4)]
     assert type(pickle.loads(pickle.dumps(run))) is type(copy.deepcopy(run)) is Run
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
-def test_a_run_that_goes_backwards_is_refused(start: int, stop: int) -> None:
-    with pytest.raises(PlanError, match="0 <= start <= stop"):
-        Run(start, stop)
-
-
-def test_a_run_outside_the_tensor_is_refused_with_both_numbers() -> None:
-    with pytest.raises(PlanError, match=r"run \(3, 13\) .* shape \(3, 4\), which has 12 elements"):
-        boxes_of_run((3, 4), Run(3, 13))
 
 
 def test_runs_of_scalars_and_empty_tensors_become_boxes() -> None:
