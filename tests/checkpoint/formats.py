@@ -246,21 +246,9 @@ FORMATS = [
         notes=("if the file of the last rank never came",),
     ),
     Format(
-        name="safetensors of one rank",
-        kind="safetensors",
-        made=writing(by_dcp("hub", save_distributed=False), without_complex128),
-        notes=("if the file of the last rank never came",),
-    ),
-    Format(
         name="torch",
         kind="torch",
         made=writing(lambda path, state: torch.save(state, path), every_tensor, "x.pt"),
-        has_checksums=True,
-    ),
-    Format(
-        name="torch by protocol 4",
-        kind="torch",
-        made=writing(lambda path, state: torch.save(state, path, pickle_protocol=4), every_tensor, "x.pth"),
         has_checksums=True,
     ),
     Format(
@@ -302,13 +290,12 @@ FORMATS = [
     Format(name="gguf", kind="gguf", made=recorded(FILES / "small.gguf", of_gguf)),
     *(
         Format(
-            name=name, kind="torch", made=recorded(FILES / name, of_file), notes=notes, step=step, has_checksums=zipped
+            name=name, kind="torch", made=recorded(FILES / name, of_file), notes=notes, step=step, has_checksums=True
         )
-        for name, notes, step, zipped in (
-            ("single/plain.pt", (GUESS,), 3, True),
-            ("single/legacy.pth", (GUESS,), 3, False),
-            ("full_state.pt", (), None, True),
-            ("lightning.ckpt", (GUESS,), 3, True),
+        for name, notes, step in (
+            ("single/plain.pt", (GUESS,), 3),
+            ("full_state.pt", (), None),
+            ("lightning.ckpt", (GUESS,), 3),
         )
     ),
     Format(
@@ -323,7 +310,6 @@ FORMATS = [
         Format(name=name, kind="dcp", made=recorded(FILES / name, reference), step=step, has_checksums=True)
         for name, reference, step in (
             ("fsdp1_dcp", of_fsdp, 3),
-            ("fsdp2_dcp", of_fsdp, 3),
             ("flattened_dcp", of_titan, None),
         )
     ),
@@ -351,7 +337,7 @@ FORMATS = [
             has_checksums=True,
             step=3,
             notes=notes,
-            needs_all_files="pipe" not in name,  # of a layer the masters of ZeRO are left
+            needs_all_files="pipe" not in name,  # nothing but its file tells of a layer that is not trained
         )
         for name, notes in (
             ("z0-bf16-2", (GUESS,)),

@@ -52,8 +52,6 @@ class Case:
     groups: bool = False
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
-    optimizer: str = "torch"
-    """`torch`: AdamW of torch, given by the client; else a type of DeepSpeed's configuration."""
     stages: int = 1
     """Of a pipeline."""
     tp: int = 1
@@ -103,8 +101,6 @@ def configuration(case: Case) -> dict[str, Any]:
     }
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True, **({"initial_scale_power": 8} if case.dtype == "fp16" else {})}
-    if case.optimizer != "torch":
-        config["optimizer"] = {"type": case.optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}}
     return config
 
 
@@ -125,14 +121,9 @@ def write_case(rank: int, name: str, folder: str) -> None:
     model = words_model(tied=case.tied, frozen=case.frozen, seed=seed) if case.stages == 1 else pipeline(case)
     trained = [each for each in model.parameters() if each.requires_grad]
     params = groups_of(model) if case.groups else trained
-    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1) if case.optimizer == "torch" else None
+    optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=params if optimizer is None else None,
-        config=configuration(case),
-        mpu=mpu,
-        dist_init_required=False,
+        model=model, optimizer=optimizer, config=configuration(case), mpu=mpu, dist_init_required=False
     )
 
     def update(step: int) -> float:

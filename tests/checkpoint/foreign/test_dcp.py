@@ -35,13 +35,6 @@ def test_members_of_enumerations_may_be_pickled_as_the_first_pythons_3_11_did(
     check_tensors(tmp_path, random_state())
 
 
-def test_tensors_that_do_not_lie_row_major_are_stored_in_few_boxes_that_do(tmp_path: Path) -> None:
-    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    save_dcp(tmp_path, {"row": torch.randn(1, 5).t(), "images": images})
-    tensors = checkpoint.open(tmp_path).tensors
-    assert (len(tensors["row"].pieces), len(tensors["images"].pieces)) == (1, 2 * 4 * 5)
-
-
 def test_objects_are_read_as_json_and_others_named(tmp_path: Path) -> None:
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a", "b"], "foreach": None, "fused": False}]
     odd = {"slice": slice(1, 2), "inf": math.inf, "keys": ({1: 2},), "device": torch.device("cpu"), "bytes": b"x"}

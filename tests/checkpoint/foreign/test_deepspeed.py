@@ -110,6 +110,8 @@ REFUSED = Refusals(
         ),
         "parts of different saves": damaged("z2-bf16-2", another_step),
         "experts": damaged("z1-fp32-1", writing("layer_0_expert_1_mp_rank_00_model_states.pt")),
+        "a layer of a pipeline": damaged("z1-bf16-4-pipe", without("layer_01*")),
+        "all layers of a pipeline": damaged("z1-fp32-2-pipe", without("layer_*")),
         "swapped to disks": damaged("z2-fp32-2", writing("offloaded_tensors/rank00/0.swp")),
     },
     kind=CheckpointError,
@@ -121,6 +123,14 @@ def test_what_is_missing_or_does_not_belong_together_is_refused(case: str) -> No
     REFUSED.check(case)
 
 
+def test_a_layer_of_which_nothing_tells_is_noted_where_its_file_is_missing(tmp_path: Path) -> None:
+    """ZeRO names what is trained, and this layer of the pipeline is not."""
+    shutil.copytree(DEEPSPEED / "z1-bf16-4-pipe", tmp_path / "save")
+    without("layer_02*")(tmp_path / "save" / "global_step3")
+    (note,) = checkpoint.open(tmp_path / "save").contents.notes
+    assert note.startswith("no file is of layer 2: functions have none")
+
+
 def test_tensor_parallel_ranks_are_joined_by_a_rewrite() -> None:
     rewrite = sw.Rewrite(["tp0.embed.weight, tp1.embed.weight -> embed.weight, axis=0"])
     target = {"embed.weight": torch.zeros(22, 6)}
@@ -129,21 +139,26 @@ def test_tensor_parallel_ranks_are_joined_by_a_rewrite() -> None:
     assert torch.equal(target["embed.weight"], torch.cat([expected[f"tp{rank}.embed.weight"] for rank in range(2)]))
 
 
-def test_optimizers_that_count_in_python_numbers_give_their_steps(tmp_path: Path) -> None:
-    """As FusedAdam and DeepSpeedCPUAdam do: their files have no tensor for the count of updates."""
-    weight = torch.arange(6.0).view(2, 3)
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bias_correction": True, "params": [0]}
-    state = {"step": 7, "exp_avg": torch.ones(6), "exp_avg_sq": torch.full((6,), 2.0)}
+GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bias_correction": True, "params": [0]}
+
+
+def write_small(folder: Path, weights: dict[str, torch.Tensor], vector: torch.Tensor, gaps: list[int]) -> None:
+    """A save of one rank. Its optimizer counts in Python's numbers, as FusedAdam and DeepSpeedCPUAdam do."""
+    state = {"step": 7, "exp_avg": vector + 1, "exp_avg_sq": torch.full_like(vector, 2.0)}
     parts = {
-        "base_optimizer_state": {"state": {0: state}, "param_groups": [group]},
-        "single_partition_of_fp32_groups": [weight.flatten()],
-        **{"partition_count": [1], "param_alignment_paddings": [[0]]},
+        "base_optimizer_state": {"state": {0: state}, "param_groups": [GROUP]},
+        "single_partition_of_fp32_groups": [vector],
+        **{"partition_count": [1], "param_alignment_paddings": [gaps]},
     }
-    model = {"module": {"w": weight}, "buffer_names": [], "param_shapes": [{"w": weight.shape}], "global_steps": 7}
-    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
-    torch.save({"optimizer_state_dict": parts}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    found = checkpoint.open(tmp_path)
-    assert found.read("optimizer/w/step").item() == 7
+    shapes = [{name: each.shape for name, each in weights.items()}]
+    model = {"module": weights, "buffer_names": [], "param_shapes": shapes, "global_steps": 7}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": parts}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def test_optimizers_that_count_in_python_numbers_give_their_steps(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).view(2, 3)
+    write_small(tmp_path, {"w": weight}, weight.flatten(), [0])
     linear = torch.nn.Linear(3, 2, bias=False)
     named = torch.nn.ParameterDict({"w": linear.weight})
     adamw = torch.optim.AdamW(named.parameters(), lr=0.5)
@@ -153,54 +168,41 @@ def test_optimizers_that_count_in_python_numbers_give_their_steps(tmp_path: Path
     assert (held["step"].item(), held["step"].dtype) == (7, torch.float32)
     assert torch.equal(held["exp_avg_sq"], torch.full((2, 3), 2.0))
     assert (adamw.param_groups[0]["lr"], adamw.param_groups[0]["weight_decay"]) == (0.1, 0.2)
+
+    def read_step(channel: sw.Channel) -> float:
+        target = {"w": torch.zeros(2, 3), "optimizer/w/step": torch.zeros(())}
+        sw.load(tmp_path, target, strict=False, channel=channel)
+        return target["optimizer/w/step"].item()
+
     # The value goes to other ranks, and into saves, as any tensor does.
-    assert sw.simulate(2, lambda channel: read_step(tmp_path, channel)) == [7.0, 7.0]
+    assert sw.simulate(2, read_step) == [7.0, 7.0]
     checkpoint.convert(tmp_path, tmp_path / "saves")
     assert checkpoint.open(tmp_path / "saves").read("optimizer/w/step").item() == 7
 
 
-def read_step(path: Path, channel: sw.Channel) -> float:
-    target = {"w": torch.zeros(2, 3), "optimizer/w/step": torch.zeros(())}
-    sw.load(path, target, strict=False, channel=channel)
-    return target["optimizer/w/step"].item()
-
-
 def test_parameters_may_have_padding_behind_them(tmp_path: Path) -> None:
-    """As DeepSpeed says it where it aligns them (`param_alignment_paddings`)."""
-    weight, bias = torch.arange(6.0).view(2, 3), torch.tensor([7.0, 8.0, 9.0])
-    state = {"step": 1, "exp_avg": torch.arange(11.0), "exp_avg_sq": torch.ones(11)}
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bias_correction": True, "params": [0]}
-    parts = {
-        "base_optimizer_state": {"state": {0: state}, "param_groups": [group]},
-        "single_partition_of_fp32_groups": [torch.cat([weight.flatten(), torch.zeros(2), bias])],
-        **{"partition_count": [1], "param_alignment_paddings": [[2, 0]]},
-    }
-    shapes = [{"w": weight.shape, "b": bias.shape}]
-    model = {"module": {"w": weight, "b": bias}, "buffer_names": [], "param_shapes": shapes, "global_steps": 1}
-    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
-    torch.save({"optimizer_state_dict": parts}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    check_tensors(
-        tmp_path, {"w": weight, "b": bias, "optimizer/b/exp_avg": torch.tensor([8.0, 9.0, 10.0])}, has_more=True
-    )
+    """As DeepSpeed says it where it aligns them."""
+    weights = {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0, 8.0, 9.0])}
+    write_small(tmp_path, weights, torch.cat([weights["w"].flatten(), torch.zeros(2), weights["b"]]), [2, 0])
+    moments = {f"optimizer/{name}/exp_avg": each + 1 for name, each in weights.items()}
+    check_tensors(tmp_path, weights | moments, has_more=True)
 
 
 def test_the_kind_of_the_optimizer_follows_from_groups_and_configuration() -> None:
-    own = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "params": [0]}
-
     def kind(group: dict[str, object], optimizer: object = None) -> str:
         found: str = optimizer_settings([group], [["w"]], {"optimizer": optimizer})["kind"]
         return found
 
-    assert kind(own) == "AdamW"
-    assert kind(own, {"type": "Adam", "params": {}}) == "AdamW"
-    assert kind(own, {"type": "Adam", "params": {"adam_w_mode": False}}) == "Adam"
-    assert kind({**own, "bias_correction": False}) == ""
+    assert kind(GROUP) == "AdamW"
+    assert kind(GROUP, {"type": "Adam", "params": {}}) == "AdamW"
+    assert kind(GROUP, {"type": "Adam", "params": {"adam_w_mode": False}}) == "Adam"
+    assert kind({**GROUP, "bias_correction": False}) == ""
     older = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "params": [0]}
     assert kind(older) == ""
     assert kind({**older, "weight_decay": 0.0}) == kind(older, {"type": "AdamW"}) == "AdamW"
     assert kind({**older, "decoupled_weight_decay": False}) == "Adam"
     assert kind({"lr": 0.1, "momentum": 0.9, "params": [0]}) == ""
-    settings = optimizer_settings([own], [["w"]], {})["groups"][0]["settings"]
+    settings = optimizer_settings([GROUP], [["w"]], {})["groups"][0]["settings"]
     assert settings.keys() == {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"}
     state = {"cur_scale": 64.0, "cur_iter": 12, "last_overflow_iter": 4, "scale_window": 5, "dynamic_loss_scale": True}
     assert loss_scale_of(state) == {"loss_scale": {"scale": 64.0, "in_a_row": 2}}

@@ -14,29 +14,30 @@ from shardwise.checkpoint.foreign.pickles import parse
 from shardwise.errors import CheckpointError
 from tests.properties import tried
 
-keys = st.integers(-(1 << 60) + 1, (1 << 60) - 1)
-"""Longer ones are refused: see `_MAX_KEY`."""
-
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=4).map(tuple)
-        | st.dictionaries(st.text() | keys | st.tuples(st.text(), keys), inner, max_size=4)
-        | st.sets(keys, max_size=4)
-        | st.frozensets(st.text(), max_size=4)
-    ),
+KEYS = st.integers(-(1 << 60) + 1, (1 << 60) - 1)
+"""Longer ones are refused."""
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+WRITTEN = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+READ = st.one_of(
+    WRITTEN,
+    st.binary(),
+    st.dictionaries(st.text() | KEYS | st.tuples(st.text(), KEYS), LEAVES | st.binary(), max_size=4),
+    st.sets(KEYS, max_size=4),
+    st.frozensets(st.text(), max_size=4),
 )
 
 
 @tried(40)
-@given(plain, st.integers(4, 5))
-def test_plain_values_are_parsed_as_pickle_loads_them(value: object, protocol: int) -> None:
+@given(st.lists(READ, max_size=3), st.integers(4, 5))
+def test_plain_values_are_parsed_as_pickle_loads_them(value: list[object], protocol: int) -> None:
     data = pickle.dumps([value, value], protocol=protocol)
     parsed = parse(data, lambda module, name: False)
     assert repr(parsed) == repr(pickle.loads(data))
-    assert parsed[0] is parsed[1] or value in ((), "", b"", frozenset()) or isinstance(value, int | float | str | bytes)
+    assert parsed[0] is parsed[1]
 
 
 @tried(40)
@@ -46,22 +47,8 @@ def test_any_bytes_are_parsed_or_refused(data: bytes) -> None:
         parse(data, lambda module, name: True)
 
 
-def test_an_absurd_place_in_the_memo_or_length_costs_nothing() -> None:
-    assert parse(b"N" + b"r\xff\xff\xff\xff" + b".", lambda module, name: False) is None
-    for code in (b"\x8d", b"\x8e"):
-        with pytest.raises(CheckpointError, match="damaged"):
-            parse(code + b"\xff" * 8, lambda module, name: False)
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
-)
-
-
-@given(VALUES)
-@tried(100)
+@tried(40)
+@given(WRITTEN)
 def test_a_written_pickle_has_its_value(value: Any) -> None:
     assert pickle.loads(pickled(value)) == value
     with pytest.raises(TypeError, match="a set is no value"):

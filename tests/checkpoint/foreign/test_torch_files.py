@@ -3,7 +3,6 @@
 import argparse
 import collections
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +163,13 @@ def test_what_is_no_plain_tensor_is_named_wherever_it_is(tmp_path: Path, kind: s
         checkpoint.open(tmp_path / "whole.pt")
 
 
-@pytest.mark.parametrize("way", ["convert", "hf", "average", "diff"])
-def test_nothing_is_made_where_no_tensor_can_be_read(tmp_path: Path, way: str) -> None:
+def test_nothing_is_made_where_no_tensor_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "object.pt"
     torch.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, path)
-    ways: dict[str, Callable[[], object]] = {
-        "convert": lambda: checkpoint.convert(path, tmp_path / "made"),
-        "hf": lambda: checkpoint.convert(path, tmp_path / "made", to="hf"),
-        "average": lambda: checkpoint.average([path, path], tmp_path / "made"),
-        "diff": lambda: checkpoint.diff(path, path),
-    }
-    with pytest.raises(CheckpointError, match=r"has no tensor (?s:.*)model is left out: it is a torch\.nn\.modules"):
-        ways[way]()
-    assert not (tmp_path / "made").exists()
+    for to in ("whole", "hf"):
+        with pytest.raises(CheckpointError, match=r"has no tensor (?s:.*)model is left out: it is a torch\.nn"):
+            checkpoint.convert(path, tmp_path / "made", to=to)  # type: ignore[arg-type]
+        assert not (tmp_path / "made").exists()
 
 
 def test_a_save_of_values_alone_is_copied(tmp_path: Path) -> None:
@@ -203,15 +196,3 @@ def test_a_part_of_a_tensor_reads_its_bytes_alone(tmp_path: Path) -> None:
     [values] = target.values()
     assert values.tolist() == [99, 100, 101]
     assert loaded.report.read_bytes == 24
-
-
-def test_conjugated_and_negated_tensors_are_averaged_and_compared_by_their_values(tmp_path: Path) -> None:
-    values = torch.complex(torch.randn(5, 3), torch.randn(5, 3)).conj()
-    values[:1, :1] = torch.tensor(complex("nan+nanj"))
-    negated = torch.complex(torch.randn(4), torch.randn(4)).conj().imag
-    held = {"plain": torch.ones(2), "a": values, "turned": values.movedim(0, -1), "b": negated, "part": values[1:]}
-    torch.save(held, tmp_path / "x.pt")
-    checkpoint.convert(tmp_path / "x.pt", tmp_path / "save")
-    checkpoint.average([tmp_path / "x.pt"] * 2, tmp_path / "mean")
-    for other in ("save", "mean"):
-        assert checkpoint.diff(tmp_path / "x.pt", tmp_path / other).equal

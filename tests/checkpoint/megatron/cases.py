@@ -68,12 +68,7 @@ class Case:
     te_names: bool = False
     """Whether the norm of a layer of experts has the name that it has with Transformer Engine."""
     version: str = "0.16"
-    """Of megatron-core."""
-
-    @property
-    def old(self) -> bool:
-        """Whether its calls have other arguments."""
-        return self.version == "0.12"
+    """Of megatron-core; `write` has the calls of 0.16."""
 
 
 CASES = {

@@ -2,12 +2,11 @@
 
     python3.11 -m venv V; V/bin/pip install torch==2.13.0 megatron-core==0.16.1 safetensors
     V/bin/python -m tests.checkpoint.megatron.write [--reference] [NAME ...]
-    V/bin/pip install --no-deps --target OLD megatron-core==0.12.3    # and 0.15.3, for the cases of these versions
-    PYTHONPATH=OLD:. V/bin/python -m tests.checkpoint.megatron.write llama-4-tp-model-space
 
 Each folder is what `dist_checkpointing.save` left after `STEPS` updates. Beside it, `NAME.safetensors` has what
 Megatron's own loader makes of it, in one process: the state dict of the model, masters and moments under its names, the
 logits of a batch, and the losses of the next updates. Megatron wants GPUs: here its CUDA calls land on the processor.
+Cases of older versions were written by this file as it was then (see its history), and are not written again.
 """
 
 import argparse
@@ -17,11 +16,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
@@ -60,11 +57,6 @@ class NoStream:
         return lambda *_, **__: None
 
 
-def written_by_torch(write: Any, form: Any, *args: Any) -> Any:
-    """A call of torch with its newest argument."""
-    return write(*args, form)
-
-
 def without_cuda() -> None:
     """Let CUDA calls of Megatron do nothing, or the same on the processor."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -72,7 +64,6 @@ def without_cuda() -> None:
     torch.cuda.Stream = torch.cuda.current_stream = lambda *_, **__: NoStream()  # type: ignore[assignment, misc]
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    numpy.product = numpy.prod  # type: ignore[attr-defined]  # older versions of Megatron are for numpy 1
     kind = torch.Tensor.type
 
     def type_of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -99,15 +90,6 @@ class Run:
         from megatron.core.transformer.moe import moe_utils
 
         moe_utils.te_general_gemm = None  # left undefined without transformer_engine
-        if case.old:
-            from megatron.core import fp8_utils
-            from megatron.core.dist_checkpointing.strategies import filesystem_async
-            from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
-
-            # As torch before 2.7 had it.
-            filesystem_async._write_item = partial(written_by_torch, _write_item, SerializationFormat.TORCH_SAVE)
-
-            fp8_utils._quantize_param_shard_impl = lambda *_, **__: None  # it has no parameters of 8 bits
         set_state = DistributedOptimizer._set_main_param_and_optimizer_states
 
         def set_all(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
@@ -185,13 +167,8 @@ class Run:
             num_experts=self.config.num_moe_experts,
             moe_grouped_gemm=False,
             qk_layernorm=self.config.qk_layernorm,
-            **({"normalization": self.config.normalization} if not self.case.old else {}),
+            normalization=self.config.normalization,
         )
-        if self.case.old:  # its local specification has layer norm alone
-            from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-            for each in ("input_layernorm", "pre_mlp_layernorm"):
-                setattr(spec.submodules, each, WrappedTorchNorm)
         if self.case.te_names:
             del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
         torch.manual_seed(0)
@@ -249,19 +226,13 @@ class Run:
 
     def metadata(self) -> dict[str, Any]:
         """What Megatron says of a save."""
-        made: dict[str, Any] = dict.fromkeys(self.case.metadata, True)
-        if self.case.form:
-            made["distrib_optim_sharding_type"] = self.case.form
-        if not self.case.old:
-            made["chained_optim_avoid_prefix"] = True
-        return made
+        form = {"distrib_optim_sharding_type": self.case.form} if self.case.form else {}
+        return {**dict.fromkeys((*self.case.metadata, "chained_optim_avoid_prefix"), True), **form}
 
     def sharded(self, *, is_loading: bool) -> dict[str, Any]:
         """What is given to the save and to the load."""
         model = self.model.module.sharded_state_dict(metadata=self.metadata())
-        optimizer = self.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, **({"metadata": self.metadata()} if not self.case.old else self._old())
-        )
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=self.metadata())
         return {"model": model, "optimizer": optimizer}
 
     def load(self, folder: Path, *, model_only: bool = False) -> None:
@@ -282,9 +253,6 @@ class Run:
         for optimizer in self.optimizer.chained_optimizers:
             for state in optimizer.optimizer.state.values():
                 state["step"] = state["step"].clone()
-
-    def _old(self) -> dict[str, Any]:
-        return {"sharding_type": self.case.form} if self.case.form else {}
 
 
 def positions(words: torch.Tensor) -> torch.Tensor:
@@ -315,14 +283,13 @@ def write_case(rank: int, name: str, folder: str) -> None:
         args = argparse.Namespace(num_layers=2, padded_vocab_size=PADDED, tensor_model_parallel_size=case.tp)
         values = {"args": args, "checkpoint_version": 3.0, "iteration": STEPS}
         values["opt_param_scheduler"] = run.scheduler.state_dict()
-        content = {} if case.old else {"content_metadata": run.metadata()}
         place = saved
         if case.kind == "legacy":
             write_legacy(run, saved)
             place = Path(folder) / "twin"  # from which the reference is made
             place.mkdir(exist_ok=True)
         sharded = run.sharded(is_loading=False)
-        dist_checkpointing.save({**values, **sharded}, str(place), ("torch_dist", 1), **content)
+        dist_checkpointing.save({**values, **sharded}, str(place), ("torch_dist", 1), content_metadata=run.metadata())
         if case.ep > 1:  # its optimizer loads on as many ranks alone, so that this run goes on
             losses = torch.tensor([run.update(STEPS + step) for step in range(MORE_STEPS)], dtype=torch.float64)
             dist.all_reduce(losses)

@@ -296,32 +296,42 @@ def _add_layers(found: FoundTensors, files: _SavedFiles, cut: int) -> None:
 
     cut: the tensor-parallel rank.
     """
-    trained = {
+    models = [model for of_rank in files.model.values() for _, model in of_rank.values()]
+    said = [model.get(key) for model in models for key in ("param_shapes", "frozen_param_shapes")]
+    known = {
         name: shape
-        for models in files.model.values()
-        for _, model in models.values()
-        if model.get("param_shapes") is not None
-        for each in shapes_of(model["param_shapes"])
-        for name, shape in each.items()
+        for each in said
+        if each
+        for shapes in shapes_of(each if isinstance(each, list) else [each])
+        for name, shape in shapes.items()
     }
     for (owner, number), (file, layer) in sorted(files.layers.items()):
         if owner != cut:
             continue
         places = {name: place for name, place in layer.items() if isinstance(place, TensorPlace)}
-        prefix = (
-            _tied_prefix(places, trained) if trained.keys().isdisjoint(f"{number}.{each}" for each in places) else ""
-        )
+        prefix = _tied_prefix(places, known) if known.keys().isdisjoint(f"{number}.{each}" for each in places) else ""
         for name, place in places.items():
             found.add(stored_tensor(f"{prefix or f'{number}.'}{name}", file, place))
+    numbers = {number for owner, number in files.layers if owner == cut}
+    if gaps := [str(each) for each in range(max(numbers, default=0)) if each not in numbers]:
+        found.notes.append(
+            f"no file is of layer {few_of(gaps, quotes=False)}: functions have none, but if it has weights "
+            "that are not trained, they are missing"
+        )
+    lacking = [name for name in known if name not in found.tensors]
+    if lacking and not any(map(_module, models)):
+        raise CheckpointError(
+            f"no file of a layer (layer_*-model_states.pt) has {few_of(lacking)} of the model; copy all of the save"
+        )
 
 
-def _tied_prefix(places: Mapping[str, TensorPlace], trained: Mapping[str, tuple[int, ...]]) -> str:
+def _tied_prefix(places: Mapping[str, TensorPlace], known: Mapping[str, tuple[int, ...]]) -> str:
     """What DeepSpeed puts before names of a layer that others are tied to; "" for a layer that is not tied."""
     fitting = {
         match[1]
-        for name in trained
+        for name in known
         if (match := _TIED.fullmatch(name))
-        and all(trained.get(f"{match[1]}{each}") == place.shape for each, place in places.items())
+        and all(known.get(f"{match[1]}{each}") == place.shape for each, place in places.items())
     }
     return fitting.pop() if len(fitting) == 1 and places else ""
 
