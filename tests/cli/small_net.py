@@ -39,14 +39,10 @@ class Layer(nn.Module):
             raise RuntimeError("the layer went wrong")
         if self.calls == self.at and self.fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.calls == self.at and self.fault in ("SIGTERM", "twice") and not SENT:
+        if self.calls == self.at and self.fault == "SIGTERM" and not SENT:
             send("SIGTERM", "parent")
         if self.calls == self.at and self.fault == "SIGUSR1" and not SENT:
             send("SIGUSR1", "rank")
-        if self.fault == "twice" and len(SENT) == 1:
-            threading.Event().wait(1.2)  # signals within a second are one request
-            send("SIGTERM", "parent")
-            threading.Event().wait(60)
         return states + nn.functional.dropout(self.linear(states), 0.3, self.training)
 
 
@@ -57,8 +53,6 @@ class Net(nn.Module):
         fault = fault if rank in ("", RANK) else ""
         if fault == "build":
             raise ValueError("this net cannot be built")
-        if fault == "early":
-            send("SIGTERM", "rank")
         self.embedding = nn.Embedding(256, 8)
         self.layers = nn.ModuleList([Layer(), Layer(), Layer(), Layer(fault, at)])
         self.head = nn.Linear(8, 256)

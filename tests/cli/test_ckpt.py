@@ -154,31 +154,6 @@ def test_verify_of_a_damaged_save_names_every_file_and_piece(saves: Path) -> Non
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["ls", "absent"], 1, "holds no checkpoint"),
-        (["verify", "absent"], 1, "holds no checkpoint"),
-        (["ls", "saves", "--step", "7"], 1, "it has saves of these steps: 10, 20"),
-        (["verify", "saves", "--step", "7"], 1, "it has saves of these steps: 10, 20"),
-        (["ls", "unknown-scheme://x"], 1, "unknown-scheme"),
-        (["ls", "saves/save-00000002/manifest.json"], 1, "it is one file of several; name the folder that holds it"),
-        (["ls"], 2, "Missing argument 'PATH'"),
-        (["verify", "saves", "--step", "first"], 2, "not a valid integer"),
-        (["repair", "saves"], 2, "No such command 'repair'"),
-    ],
-)
-def test_what_goes_wrong_is_one_paragraph_on_stderr(
-    saves: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, message: str
-) -> None:
-    monkeypatch.chdir(saves.parent)
-    result = ckpt(*arguments)
-    assert (result.exit_code, message in result.stderr) == (code, True), result.stderr
-    assert "Traceback" not in result.stderr
-    if code == 1:
-        assert "Traceback" in ckpt(*arguments, "--debug").stderr
-
-
 @pytest.mark.processes
 def test_a_reader_that_goes_away_ends_the_list_without_a_word(tmp_path: Path) -> None:
     save_file({f"tensor.number.{number}": torch.zeros(1) for number in range(4_000)}, tmp_path / "m.safetensors")

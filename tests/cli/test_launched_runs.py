@@ -68,17 +68,6 @@ def test_a_signal_ends_the_run_with_a_save_from_which_it_goes_on_bit_for_bit(
     assert without_times(metrics(config.parent / "out")) == without_times(metrics(uninterrupted))
 
 
-@STRESS
-@pytest.mark.parametrize(("fault", "at"), [("early", 0), ("twice", 5)])
-def test_before_the_first_update_and_at_the_second_signal_the_run_ends_at_once(
-    config: Path, fault: str, at: int
-) -> None:
-    run = ended(config, fault, "checkpoint.every=6", at=at, rank="1")
-    assert run.returncode == 143, run.stderr
-    saves = config.parent / "out" / "checkpoints"
-    assert not saves.exists() or not list(saves.iterdir())
-
-
 @pytest.mark.parametrize(
     ("fault", "at", "code", "message"),
     [

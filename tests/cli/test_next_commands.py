@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.cli.exit_verdicts import errors_in_words
 from shardwise.cli.next_commands import next_commands
-from shardwise.cli.train import _way_to_go_on, train
+from shardwise.cli.train import train
+from shardwise.train import rank
 from shardwise.train.config import find_config, read_config
+from tests.cli.processes import in_this_process
 
 OWN_MODEL = """
 model = {factory = "net.py:Net"}
@@ -86,10 +87,11 @@ def test_a_run_without_saves_has_no_next_commands(tmp_path: Path) -> None:
     assert lines("demo", "checkpoint.every=null", num_processes=2) == []
 
 
-def test_ctrl_c_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), errors_in_words(debug=False), _way_to_go_on(read_config(find_config(Path("demo")))):
+def test_ctrl_c_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt  # before the first save
-    said = capsys.readouterr().err
-    assert said == (
-        "stopped by Ctrl-C; --resume auto continues from the newest save in runs/demo/checkpoints, if there is one\n"
-    )
+
+    monkeypatch.setattr(rank, "run", stopped)
+    result = in_this_process("train", "demo")
+    said = "--resume auto continues from the newest save in runs/demo/checkpoints, if there is one"
+    assert (result.exit_code, result.stderr) == (130, f"stopped by Ctrl-C; {said}\n")

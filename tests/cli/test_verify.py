@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.processes import done, in_this_process
-from tests.train.row_kinds import run_of
 from tests.train.runs import small_run
 
 
@@ -24,17 +23,6 @@ def test_stages_are_equal(config: Path) -> None:
     assert lines[-1] == "verdict: equal"
     assert sum(line.startswith("step ") for line in lines) == 2
     assert not (config.parent / "out").exists()
-
-
-@pytest.mark.parametrize("kind", ["turns", "frames", "words"])
-def test_rows_turns_and_groups_hold_in_a_verification(tmp_path: Path, kind: str) -> None:
-    from shardwise.train.verification.program import configured
-    from shardwise.train.verification.verifier import verify_simulated
-
-    groups = ["train.groups=[{parameters=['*norm*'], frozen=true}, {parameters=['lm_head'], learning_rate=0.1}]"]
-    schedule = ["train.schedule=polynomial", "train.decay=null", "train.warmup_steps=1"]
-    words = [*groups, *schedule, "mesh.pp=2", "mesh.dp_shard=2"] if kind == "words" else ["mesh.dp_shard=2"]
-    assert verify_simulated(configured(run_of(tmp_path, kind, *words), steps=2)).verdict in ("equal", "rounding")
 
 
 @pytest.mark.processes
@@ -70,33 +58,3 @@ def test_a_divergence_is_named_and_the_exit_code_is_1(config: Path, name: str, c
     *_, named, last = result.stdout.splitlines()
     assert last == f"verdict: {verdict}"
     assert verdict != "diverges" or named.startswith("first diverging tensor: output")
-
-
-def test_a_layout_whose_ranks_fail_ends_in_one_paragraph(config: Path) -> None:
-    (config.parent / "mine.py").write_text(OTHER.replace("(FACTOR", "([][0]"))
-    result = in_this_process("verify", str(config), "--against", "dp_shard=2", "--set", "model.factory=mine.py:Other")
-    assert result.exit_code == 1
-    assert "Error: IndexError" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--against", "dp_shard=5"), "train.global_batch: 12 rows cannot be cut"),
-        (("--against", "pq=2"), "'pq' is no mesh axis"),
-        (("--against", "dp_shard=2", "--nproc", "3"), "asks for 2 ranks, but the world has 3"),
-        (("--against", "pp=2", "--simulate", "--nproc", "2"), "exclude each other"),
-        (
-            ("--against", "pp=2", "--nproc", "2", "--set", "train.device=quantum"),
-            "train.device: 'quantum' was asked for",
-        ),
-        (("--against", "pp=2", "--set", "train.step=2"), "did you mean train.steps?"),
-        ((), "--against"),
-    ],
-)
-def test_wrong_usage_is_told_with_exit_code_2(config: Path, words: tuple[str, ...], told: str) -> None:
-    result = in_this_process("verify", str(config), *words)
-    assert result.exit_code == 2, result.output
-    assert told in result.stderr
-    assert "Traceback" not in result.stderr

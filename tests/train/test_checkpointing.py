@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ SAVES = (
 )
 NOISY = "model.factory=net.py:Noisy"
 BF16 = "precision.compute=bfloat16"
+DYNAMIC, FIXED = "precision.loss_scale=dynamic", "precision.loss_scale=1024"
 TP = "tensor.rules={embedding='vocab', head='vocab'}"
 
 
@@ -49,12 +48,9 @@ def stopped(config: RunConfig, *, after_updates: float = 4.5) -> None:
     "overrides",
     [
         [NOISY],
-        [NOISY, "checkpoint.background=false", "checkpoint.layout=whole"],
-        ["train.optimizer=torch.optim:SGD", "train.optimizer_options.momentum=0.9", "train.decay=linear"],
-        ["train.optimizer=net.py:Drawing"],
-        ["mesh.dp_shard=2", BF16, "sharding.stage=0", "checkpoint.background=false"],
-        ["mesh.dp_shard=2", "sharding.partition=whole", "checkpoint.layout=whole", "train.microbatch=4"],
-        ["mesh.dp_replicate=2", "mesh.dp_shard=2", "sharding.owners=dp_shard"],
+        ["train.optimizer=net.py:Drawing", "checkpoint.background=false", "checkpoint.layout=whole"],
+        # The scale 65536 is infinite in float16: the first updates are skipped, and take no learning rate.
+        ["precision.compute=float16", DYNAMIC],
         ["mesh.tp=2", "mesh.dp_shard=2", "sharding.stage=3", BF16, TP],
         ["mesh.pp=2", "mesh.dp_shard=2", NOISY, BF16, "average.decay=0.5", "average.every=2"],
     ],
@@ -64,54 +60,42 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been_bit_for_bit(tmp_pa
     whole, parts = (
         laid_out(tmp_path, *SAVES, f"train.output={tmp_path / name}", *overrides) for name in ("whole", "parts")
     )
-    through = finished(whole)
+    expected = finished(whole)
     stopped(parts)
     resumed = finished(parts, resume="auto")
     assert "goes on from step 4, saved in " in resumed.printed or "goes on from step 2, " in resumed.printed
     assert "seeded anew" not in resumed.printed
-    assert without_times(resumed.metrics) == without_times(through.metrics)
+    assert without_times(resumed.metrics) == without_times(expected.metrics)
+    assert any(line["skipped"] for line in expected.metrics) == (DYNAMIC in overrides)
     assert [line["step"] for line in resumed.metrics] == list(range(1, 7))
-    assert resumed.printed.splitlines()[-1] == through.printed.splitlines()[-1]
-    one, other = (checkpoint.open(each.saves) for each in (whole, parts))
-    assert one.tensors.keys() == other.tensors.keys()
-    assert all(torch.equal(one.read(name), other.read(name)) for name in one.tensors)
-
-
-@cache
-def through(folder: Path, global_batch: int) -> Finished:
-    """The run of one process that nobody stops."""
-    folder = folder / f"through {global_batch}"
-    folder.mkdir(exist_ok=True)
-    return finished(small_run(folder, *SAVES, NOISY, f"train.global_batch={global_batch}"))
+    assert resumed.printed.splitlines()[-1] == expected.printed.splitlines()[-1]
+    assert not checkpoint.diff(whole.saves, parts.saves).tensors
 
 
 MOVES = [
-    (["train.global_batch=12"], ["mesh.dp_shard=3"]),
-    (["mesh.dp_shard=2"], ["sharding.stage=0"]),
     (["mesh.pp=2", "mesh.dp_shard=2"], ["mesh.dp_replicate=2"]),
-    (["mesh.dp_shard=2"], ["mesh.pp=3"]),
     (["mesh.tp=2", "mesh.pp=2", TP], ["mesh.dp_shard=2", "sharding.stage=3"]),
-    (["mesh.dp_shard=2", "sharding.stage=3"], ["mesh.tp=2", "sharding.partition=whole", TP]),
-    ([], ["mesh.pp=2"]),
-    (["mesh.pp=3"], []),
     (["mesh.pp=2"], ["mesh.pp=3"]),
 ]
 
 
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run of one process that nobody stops."""
+    return finished(small_run(tmp_path_factory.mktemp("through"), *SAVES, NOISY))
+
+
 @pytest.mark.parametrize(("before", "after"), MOVES, ids=str)
 def test_a_run_goes_on_under_another_layout_with_the_same_dropout(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, before: list[str], after: list[str]
+    tmp_path: Path, through: Finished, before: list[str], after: list[str]
 ) -> None:
-    size = 12 if "train.global_batch=12" in before else 8
-    expected = through(tmp_path_factory.getbasetemp(), size)
-    words = [*SAVES, f"train.global_batch={size}", NOISY]
-    stopped(laid_out(tmp_path, *words, *before))
-    resumed = finished(laid_out(tmp_path, *words, *after), resume="auto")
+    stopped(laid_out(tmp_path, *SAVES, NOISY, *before))
+    resumed = finished(laid_out(tmp_path, *SAVES, NOISY, *after), resume="auto")
     for curve in ("loss", "grad_norm", "held_out_loss", "learning_rate"):
-        assert resumed.curve(curve) == pytest.approx(expected.curve(curve), rel=1e-4)
+        assert resumed.curve(curve) == pytest.approx(through.curve(curve), rel=1e-4)
     assert "seeded anew" not in resumed.printed
     if all(not each or each.startswith("mesh.pp") for each in (*before, *after)):
-        assert without_times(resumed.metrics) == without_times(expected.metrics), "stages change no bit"
+        assert without_times(resumed.metrics) == without_times(through.metrics), "stages change no bit"
 
 
 def test_what_an_optimizer_draws_begins_anew_under_another_mesh_and_a_line_says_so(tmp_path: Path) -> None:
@@ -129,7 +113,7 @@ def test_what_an_optimizer_draws_begins_anew_under_another_mesh_and_a_line_says_
     assert without_times(a.metrics) == without_times(b.metrics), "and it can be repeated"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "images", "own", "stream", "endless", "turns"])
+@pytest.mark.parametrize("kind", ["jsonl", "stream", "endless", "turns"])
 def test_rows_go_on_in_the_middle_of_an_epoch_under_another_layout(tmp_path: Path, kind: str) -> None:
     words = (*PLAIN, "checkpoint.every=4", f"train.output={tmp_path / 'parts'}")
     expected = plain_losses(run_of(tmp_path, kind, *PLAIN))
@@ -148,12 +132,10 @@ NONE = "train.seed=5"
     ("then", "now", "layouts"),
     [
         (NONE, ONE, [[], []]),
-        (ONE, NONE, [["mesh.dp_shard=3"], ["mesh.dp_shard=2", "sharding.stage=3"]]),
         (NONE, FROZEN, [["average.decay=0.5"]] * 2),
         (FROZEN, ONE, [["mesh.dp_shard=2", "sharding.stage=3"], ["mesh.dp_shard=3"]]),
-        (FROZEN, NONE, [["average.decay=0.5"]] * 2),
     ],
-    ids=["none to one", "one to none", "none to frozen", "frozen to one", "frozen to none"],
+    ids=["none to one", "none to frozen", "frozen to one"],
 )
 def test_a_run_goes_on_after_its_groups_were_changed(
     tmp_path: Path, then: str, now: str, layouts: list[list[str]]
@@ -191,25 +173,6 @@ def test_patience_with_skipped_updates_is_not_renewed_by_a_resume(tmp_path: Path
         finished(small_run(tmp_path, *words, "train.steps=60"), resume="auto")
 
 
-DYNAMIC, FIXED = "precision.loss_scale=dynamic", "precision.loss_scale=1024"
-ONE_MICROBATCH = "train.microbatch=12"
-
-
-def test_a_dynamic_scale_and_its_skipped_updates_go_on_and_metrics_have_them(tmp_path: Path) -> None:
-    # The scale 65536 is infinite in float16. Rates are of the updates that were taken.
-    words = ["precision.compute=float16", DYNAMIC, "checkpoint.every=3", ONE_MICROBATCH]
-    through = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'through'}"))
-    finished(small_run(tmp_path, *words, "train.steps=6", "checkpoint.keep=9"))
-    third = str(tmp_path / "out" / "checkpoints" / "save-00000001")
-    resumed = finished(small_run(tmp_path, *words, f"train.output={tmp_path / 'parts'}"), resume=third)
-    assert without_times(resumed.metrics) == without_times(through.metrics)[3:]
-    scales = through.curve("loss_scale")
-    assert scales[0] == 65536.0
-    assert [one / two for one, two in pairwise(scales)] == [1.0 + line["skipped"] for line in through.metrics[:-1]]
-    assert any(line["skipped"] for line in through.metrics[:3])
-    assert "loss_scale" not in resumed.printed
-
-
 @pytest.mark.parametrize(
     ("then", "now", "said", "scale"),
     [
@@ -223,8 +186,9 @@ def test_a_dynamic_scale_and_its_skipped_updates_go_on_and_metrics_have_them(tmp
 def test_another_loss_scale_than_in_the_saved_run_is_said_and_taken(
     tmp_path: Path, then: list[str], now: list[str], said: str, scale: float | None
 ) -> None:
-    finished(small_run(tmp_path, *then, ONE_MICROBATCH, "checkpoint.every=2", "train.steps=2"))
-    resumed = finished(small_run(tmp_path, *now, ONE_MICROBATCH, "checkpoint.every=2", "train.steps=3"), resume="auto")
+    words = ["train.microbatch=12", "checkpoint.every=2"]
+    finished(small_run(tmp_path, *then, *words, "train.steps=2"))
+    resumed = finished(small_run(tmp_path, *now, *words, "train.steps=3"), resume="auto")
     assert f"precision.loss_scale {said}\n" in resumed.printed
     assert resumed.metrics[-1].get("loss_scale") == scale
 
@@ -254,8 +218,7 @@ def folders(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "steps"),
     [
-        (["checkpoint.keep=1", "checkpoint.background=false"], [10]),
-        (["checkpoint.keep=2"], [9, 10]),
+        (["checkpoint.keep=2", "checkpoint.background=false"], [9, 10]),
         (["checkpoint.keep=9"], [3, 6, 9, 10]),
         (["checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=3"], [3, 6, 9, 10]),
     ],
@@ -314,12 +277,11 @@ def test_saves_can_lie_at_an_address_and_none_are_made_unless_asked_for(tmp_path
     assert "saved step" not in none.printed
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_auto_begins_where_there_is_no_save_and_says_which(tmp_path: Path, num_processes: int) -> None:
+def test_auto_begins_where_there_is_no_save_and_says_which(tmp_path: Path) -> None:
     torn = tmp_path / "out" / "checkpoints" / "save-00000001"
     torn.mkdir(parents=True)
     (torn / "5e1f09ab-rank00000.safetensors").write_bytes(b"half")
-    done = finished(small_run(tmp_path, "checkpoint.every=3", num_processes=num_processes), resume="auto")
+    done = finished(small_run(tmp_path, "checkpoint.every=3", num_processes=2), resume="auto")
     assert f"--resume auto: {torn.parent} holds no save yet; torn and not loadable: save-00000001" in done.printed
     assert folders(torn.parent) == ["save-00000001", "save-00000002"]
 
@@ -341,8 +303,7 @@ def test_a_resumed_run_continues_its_metrics_and_drops_what_came_after_the_save(
     assert elapsed == sorted(elapsed)
 
 
-@pytest.mark.parametrize("victim", ["manifest.json", "*rank00000.safetensors"])
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(("victim", "num_processes"), [("manifest.json", 2), ("*rank00000.safetensors", 1)])
 def test_a_damaged_newest_save_is_named_with_the_way_to_the_one_before_it(
     tmp_path: Path, victim: str, num_processes: int
 ) -> None:

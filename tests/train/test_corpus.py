@@ -64,18 +64,6 @@ def test_a_directory_a_glob_and_a_file_are_read_in_a_fixed_order(tmp_path: Path)
     assert letters("texts/d.md") == "d"
 
 
-def test_rows_are_windows_of_the_training_text(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(bytes(range(100)))
-    corpus = corpus_of(tmp_path, "text.txt")
-    rows = corpus.rows(np.arange(40), seed=1)
-    assert rows.shape == (40, 4)
-    assert rows.dtype == np.int64
-    training = corpus.training.tolist()
-    doubled = training + training
-    for row in rows.tolist():
-        assert any(doubled[start : start + 4] == row for start in range(len(training)))
-
-
 def test_a_tokenizer_file_makes_the_tokens(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "?": 3}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -93,8 +81,6 @@ def test_the_default_corpus_is_the_text_inside_cpython() -> None:
     assert len(corpus.training) > 4_000_000
     text = corpus.text(corpus.training[:400_000].tolist())
     assert 'The "assert" statement' in text
-    again = read_corpus(DataTable(sequence_length=256), Path("/"))
-    assert np.array_equal(corpus.training, again.training)
 
 
 def test_evaluation_rows_are_spread_over_the_held_out_rows_and_never_repeat(tmp_path: Path) -> None:
@@ -127,37 +113,12 @@ def test_every_epoch_visits_each_window_once_and_no_token_twice(
     num_tokens = num_windows * window + min(extra, window - 1)
     order = SampleOrder(seed=seed, num_tokens=num_tokens, window=window)
     assert order.num_windows == num_windows
+    asked_together = order.starts(np.arange(3 * num_windows))
     for epoch in range(3):
         starts = order.starts(np.arange(epoch * num_windows, (epoch + 1) * num_windows))
+        assert starts.tolist() == asked_together[epoch * num_windows :][:num_windows].tolist()
         read = [(int(start) + offset) % num_tokens for start in starts for offset in range(window)]
         assert len(read) == len(set(read)) == num_windows * window
-
-
-def test_a_sample_does_not_depend_on_what_is_asked_with_it() -> None:
-    order = SampleOrder(seed=7, num_tokens=1000, window=8)
-    together = order.starts(np.arange(400))
-    one_by_one = [int(order.starts(np.array([sample]))[0]) for sample in range(400)]
-    assert together.tolist() == one_by_one
-
-
-def test_seeds_and_epochs_give_different_orders_that_look_random() -> None:
-    num_windows, window = 500, 4
-    orders = {
-        (seed, epoch): tuple(
-            SampleOrder(seed=seed, num_tokens=num_windows * window, window=window)
-            .starts(np.arange(epoch * num_windows, (epoch + 1) * num_windows))
-            .tolist()
-        )
-        for seed in (0, 1, 2)
-        for epoch in (0, 1)
-    }
-    assert len(set(orders.values())) == len(orders)
-    for order in orders.values():
-        steps = np.diff(np.array(order)) % (num_windows * window)
-        # Neighbours stay neighbours about once in a permutation of any length.
-        assert (steps == window).sum() <= 8
-        correlation = np.corrcoef(np.arange(num_windows), np.array(order))[0, 1]
-        assert abs(correlation) < 0.2
 
 
 def test_the_order_of_a_seed_is_the_same_in_every_version() -> None:

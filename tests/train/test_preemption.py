@@ -10,20 +10,14 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import alone
-
-
-def engine_on(channel: sw.Channel) -> sw.Engine[Any]:
-    torch.manual_seed(0)
-    return sw.parallelize(
-        torch.nn.Linear(2, 1),
-        sw.Plan(mesh=sw.Mesh(dp_shard=channel.size)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss=lambda output, batch: output.square().mean(),
-        channel=channel,
-    )
-
+from tests.engine.loops import begun
+from tests.refusals import Refusals
 
 BATCH = {"input": torch.ones(2, 2)}
+
+
+def engine_on(channel: sw.Channel) -> Any:
+    return begun(channel, lambda: torch.nn.Linear(2, 1), sw.Plan(mesh=sw.Mesh(dp_shard=channel.size)))
 
 
 @pytest.fixture(autouse=True)
@@ -73,37 +67,24 @@ def test_a_signal_ends_all_loops_after_the_same_step_and_only_then_costs_a_messa
         assert preemption.exit_code == 128 + signal.SIGUSR1
 
 
-@pytest.mark.parametrize("comes_within", [True, False])
-def test_a_loop_inside_of_another_ends_both_and_each_signal_reaches_both(comes_within: bool) -> None:
+@pytest.mark.parametrize("comes", ["before", "within", "after"])
+def test_a_signal_ends_a_loop_and_the_one_around_it(comes: str) -> None:
     engine = engine_on(alone())
     with sw.Preemption() as outer:
         engine.step(BATCH)
         assert not outer.requested(engine)
-        if not comes_within:
+        if comes == "before":
             signal.raise_signal(signal.SIGTERM)
         with sw.Preemption() as inner:
-            if comes_within:
+            if comes == "within":
                 signal.raise_signal(signal.SIGTERM)
             engine.step(BATCH)
-            assert inner.requested(engine)
+            assert inner.requested(engine) == (comes != "after")
+        if comes == "after":
+            signal.raise_signal(signal.SIGTERM)
         engine.step(BATCH)
         assert outer.requested(engine)
-    assert (inner.exit_code, outer.exit_code) == (143, 143)
-
-
-def test_an_inner_loop_that_ends_leaves_the_outer_one_its_question() -> None:
-    engine = engine_on(alone())
-    with sw.Preemption() as outer:
-        engine.step(BATCH)
-        assert not outer.requested(engine)
-        with sw.Preemption() as inner:
-            engine.step(BATCH)
-            assert not inner.requested(engine)
-        signal.raise_signal(signal.SIGUSR1)
-        engine.step(BATCH)
-        assert engine.asked_to_stop
-        assert outer.requested(engine)
-    assert (inner.exit_code, outer.exit_code) == (0, 138)
+    assert (inner.exit_code, outer.exit_code) == (0 if comes == "after" else 143, 143)
 
 
 def test_a_signal_after_the_last_call_is_in_the_exit_code_and_one_before_an_error_in_its_note(
@@ -127,9 +108,20 @@ def test_a_signal_after_the_last_call_is_in_the_exit_code_and_one_before_an_erro
     assert caught.value.__notes__ == ["shardwise: SIGUSR1 had come, and its loop was not asked again"]
 
 
-def test_calls_that_cannot_be_answered_say_what_to_do() -> None:
-    engine, preemption = engine_on(alone()), sw.Preemption()
-    with pytest.raises(sw.ShardwiseError, match=r"put the loop into `with sw.Preemption"):
-        preemption.requested(engine)
-    with preemption, pytest.raises(sw.ShardwiseError, match=r"given a Linear; give the engine that sw.parallelize"):
+def asked_of_no_engine() -> None:
+    with sw.Preemption() as preemption:
         preemption.requested(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+REFUSED = Refusals(
+    "train.preemption",
+    {
+        "outside of the context": lambda: sw.Preemption().requested(engine_on(alone())),
+        "no engine": asked_of_no_engine,
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_that_cannot_be_answered_say_what_to_do(case: str) -> None:
+    REFUSED.check(case)

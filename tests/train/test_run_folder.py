@@ -8,16 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
 
 from shardwise.errors import ConfigError
-from shardwise.train.observers import TensorBoard
 from shardwise.train.rank_table import heading, line, table
 from shardwise.train.run_folder import view
 from shardwise.train.stop_signals import Stopped
-from tests.train.run_folders import ANY, step, times, written
+from tests.train.run_folders import step, times, written
 from tests.train.runs import finished, small_run
 
 
@@ -37,25 +33,19 @@ def test_a_table_has_the_means_of_ranks_and_names_the_slow_one(tmp_path: Path) -
     assert table(seen, most_rows=1)[2] == "and 1 ranks that were busy for less time"
 
 
-def test_means_are_of_a_rank_where_lines_show_other_ranks(tmp_path: Path) -> None:
+def test_of_many_ranks_a_line_has_the_busiest_and_means_are_of_a_rank_where_it_is_shown(tmp_path: Path) -> None:
     every = [[times(rank, 9.0 if rank == late else 1.0 + rank % 5, {}) for rank in range(100)] for late in (90, 95)]
     written(tmp_path / "many", *(step(n, *ranks) for n, ranks in enumerate(every, 1)))
     seen = view(tmp_path / "many")
-    shown = {text.split()[0]: text.split() for text in table(seen)[1:-1]}
+    for late, line_of_run in zip((90, 95), seen.lines, strict=True):
+        shown = [each["rank"] for each in line_of_run["ranks"]]
+        assert (len(shown), shown) == (64, sorted(shown))
+        assert {late, *(rank for rank in range(100) if rank % 5 == 4)} <= set(shown)
+        assert line_of_run["slowest"][0] == late
+    rows = {text.split()[0]: text.split() for text in table(seen)[1:-1]}
     # Each of the two is idle enough to be left out of the other line.
-    assert (shown["95"][1] == "slow", *shown["95"][2:4]) == (True, "9", "s")
-    assert "90" not in shown
-
-
-def test_metrics_of_many_ranks_have_the_busiest(tmp_path: Path) -> None:
-    ranks = [times(rank, 1.0 + rank % 7, {}) for rank in range(100)]
-    written(tmp_path / "many", step(1, *ranks))
-    found = view(tmp_path / "many").lines[0]
-    assert len(found["ranks"]) == 64
-    shown = [each["rank"] for each in found["ranks"]]
-    assert shown == sorted(shown)
-    assert {rank for rank in range(100) if rank % 7 == 6} <= set(shown)
-    assert found["slowest"] == [6, 13, 20]
+    assert (rows["95"][1] == "slow", *rows["95"][2:4]) == (True, "9", "s")
+    assert "90" not in rows
 
 
 def test_times_that_no_clock_gave_are_null_and_shown_as_unknown(tmp_path: Path) -> None:
@@ -126,22 +116,3 @@ def test_a_run_leaves_the_times_of_its_ranks_and_its_end(tmp_path: Path) -> None
     seen = view(tmp_path / "out")
     assert (seen.ended, seen.mark["steps"], seen.mark["ranks"]) == ("finished", 6, 2)
     assert heading(seen).startswith("out  step 6/6  loss ")
-
-
-def test_tensorboard_has_a_curve_per_rank(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
-    board.on_begin(ANY)
-    board.on_step(ANY, step(1, times(0, 0.5, {1: 0.25}), times(1, 0.75, {})))
-    board.on_end(ANY, None)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("ranks/")}
-    assert found == {
-        "ranks/most compute_s": 0.75,
-        "ranks/most waiting_s": 0.25,
-        "ranks/most outside_s": pytest.approx(0.001),
-        "ranks/most peak_bytes": 612_000_000,
-        "ranks/compute_s of 0": 0.5,
-        "ranks/compute_s of 1": 0.75,
-        "ranks/waiting_s of 0": 0.25,
-        "ranks/waiting_s of 1": 0.0,
-    }

@@ -16,8 +16,6 @@ FEW = ["train.steps=3", "train.global_batch=4", "train.evaluate_every=2", "train
 UNITS = ["embedding", "norm", "head"]
 SHARDED = {"wait for reduce_scatter", "wait for all_gather"}
 LAYOUTS: dict[str, tuple[list[str], set[str]]] = {
-    "stage 0": (["mesh.dp_replicate=2", "sharding.stage=0"], SHARDED),
-    "stage 1": (["mesh.dp_shard=2"], SHARDED),
     "stage 3": (["mesh.dp_shard=2", "sharding.stage=3"], SHARDED),
     "tp": (["mesh.tp=2", 'tensor.rules={head="colwise_gather_output"}'], {"wait for all_gather"}),
     "pp and dp": (["mesh.pp=2", "mesh.dp_shard=2"], {"wait for receive", "wait for reduce_scatter"}),
@@ -99,7 +97,7 @@ def test_the_times_of_stages_are_means_without_waits() -> None:
     assert stage_times(Timeline(2, tuple(spans))) == {("F", 0): 2.0, ("B", 1): 0.5}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_the_offset_of_a_clock_is_found_as_well_as_exchanges_take_time(seed: int) -> None:
     chance = random.Random(seed)
     ahead = chance.uniform(-1e6, 1e6)
@@ -116,7 +114,7 @@ def test_the_offset_of_a_clock_is_found_as_well_as_exchanges_take_time(seed: int
     assert clock_offset([(before - ahead, after - ahead) for before, after in mine], reference) == 0.0
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_units_of_any_run_nest_in_their_passes(seed: int) -> None:
     """Random forwards of modules in modules, and their backwards in the reverse order."""
     chance = random.Random(seed)

@@ -43,13 +43,10 @@ def stopped(folder: Path, *words: str, at: int, rank: int = 0, resume: str | Non
         assert (caught.value.exit_code, caught.value.is_agreed) == (143, True)
         return str(caught.value)
 
-    size = config.plan.mesh.size
-    return [body(alone())] if size == 1 else simulate(size, body)
+    return simulate(config.plan.mesh.size, body)
 
 
 LAYOUTS = {
-    "alone": [],
-    "dp": ["mesh.dp_shard=3", "checkpoint.background=false"],
     "stage 3": ["mesh.dp_shard=2", "sharding.stage=3"],
     "pp": ["mesh.pp=2", "checkpoint.background=false"],
 }
@@ -113,7 +110,6 @@ def test_signals_are_noted_while_a_run_trains_and_end_it_else() -> None:
     with StopSignals() as signals, signals.noted(alone()) as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR1)  # passed on by a launcher that got it as well: the same request
         assert stop()
         assert signals.of_all(alone()) == signal.SIGUSR1
         signals.number = 0
@@ -139,3 +135,17 @@ def test_a_forked_child_dies_of_the_signal_and_handlers_of_others_stay() -> None
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(("seconds", "code"), [(-1.0, 128 + signal.SIGTERM), (60.0, 0)])
+def test_a_second_request_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch, seconds: float, code: int) -> None:
+    """Signals that come soon after the first are the same request: a launcher passes them on."""
+    monkeypatch.setattr(stop_signals, "ONE_REQUEST_SECONDS", seconds)
+    child = os.fork()
+    if not child:
+        with StopSignals() as signals, signals.noted(alone()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code

@@ -39,13 +39,12 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Double:
     return double
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_rank_0_writes_every_curve_and_the_settings(tmp_path: Path, wandb: Double, num_processes: int) -> None:
-    done = finished(small_run(tmp_path, TABLE, "train.evaluate_first=true", num_processes=num_processes))
+def test_rank_0_writes_every_curve_and_the_settings(tmp_path: Path, wandb: Double) -> None:
+    done = finished(small_run(tmp_path, TABLE, "train.evaluate_first=true", num_processes=2))
     (opened,) = wandb.opened
     assert (opened["project"], opened["mode"], opened["resume"]) == ("mine", "offline", "allow")
     assert opened["config"]["train"]["learning_rate"] == 0.02
-    assert ("dp_shard = 2" in opened["config"]["plan"]) == (num_processes == 2)
+    assert "dp_shard = 2" in opened["config"]["plan"]
     assert wandb.axes == [("step", {}), ("*", {"step_metric": "step"})]
     assert [each["step"] for each in wandb.points] == [0, 1, 2, 3, 4, 5, 6]
     for point, line in zip(wandb.points, done.metrics, strict=True):
