@@ -2,6 +2,7 @@
 
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,7 @@ from shardwise.checkpoint.contents_picture import contents_picture
 from shardwise.cli import main
 from shardwise.plan.plan_pictures import held, mesh_picture, step_picture
 from shardwise.rewrite.rewrite_picture import rewrite_picture
-from shardwise.svg import Picture, colour, shortened, stacked
+from shardwise.svg import Picture, colour, shortened
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -57,18 +58,6 @@ def test_the_picture_of_a_step_has_every_action_once(stage: int) -> None:
     assert text.count("<title>reduce-scatter of the merged") == (2 if stage == 1 else 0)
     assert text.count("<title>all-reduce of the merged") == (2 if stage == 0 else 0)
     assert boxes(text)
-
-
-def test_cells_of_a_small_tensor_show_every_element() -> None:
-    picture = Picture("all")
-    seen = []
-    picture.tensor(0, 0, (2, 3, 4), lambda index: seen.append(index) or colour(sum(index)))  # type: ignore[func-returns-value]
-    assert seen == list(product(range(2), range(3), range(4)))
-    many: list[tuple[int, ...]] = []
-    picture.tensor(0, 0, (1000, 7), lambda index: many.append(index))
-    assert len(many) == 48 * 7
-    assert all(row < 1000 for row, _ in many)
-    picture.tensor(0, 0, (), lambda index: colour(len(index)))
 
 
 def test_the_picture_of_a_rewrite_follows_each_element() -> None:
@@ -123,12 +112,6 @@ def test_the_command_draws_plans_configurations_and_checkpoints(tmp_path: Path) 
         assert boxes(text)
 
 
-def test_one_plan_has_one_picture() -> None:
-    plan = sw.Plan(mesh=sw.Mesh(dp_shard=40))
-    assert stacked([mesh_picture(plan), step_picture(plan)]) == stacked([mesh_picture(plan), step_picture(plan)])
-    assert "and 8 more ranks" in mesh_picture(plan).svg()
-
-
 def test_pictures_of_many_things_have_room_for_all_of_them() -> None:
     """Narrow bars keep a width, tall pictures their rows, and no two files have one colour."""
     mesh = sw.Mesh(pp=40, dp_shard=2)
@@ -173,14 +156,10 @@ def test_labels_of_ranks_do_not_overlap(mesh: sw.Mesh, labels: list[str]) -> Non
         assert label in text
 
 
-def test_the_mesh_says_what_is_on_the_host() -> None:
-    text = mesh_picture(sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(offload="state"))).svg()
-    assert ["masters (host)" in text, "optimizer state (host)" in text, "parameters (host)" in text] == [
-        True,
-        True,
-        False,
-    ]
-    assert "(host)" not in mesh_picture(sw.Plan(mesh=sw.Mesh(dp_shard=2))).svg()
+@pytest.mark.parametrize(("offload", "on_host"), [(None, []), ("state", ["masters", "optimizer state"])])
+def test_the_mesh_says_what_is_on_the_host(offload: Any, on_host: list[str]) -> None:
+    text = mesh_picture(sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(offload=offload))).svg()
+    assert [each for each in ("masters", "optimizer state", "parameters") if f"{each} (host)" in text] == on_host
 
 
 @pytest.mark.parametrize("name", ["a\x01\x1b", "half \ud800", '<b> & "c"', "\N{SNOWMAN} \u202e"])
@@ -192,9 +171,10 @@ def test_any_name_is_well_formed_xml(name: str) -> None:
 
 
 def test_a_rewrite_of_squares_copies_and_drops_shows_what_changed() -> None:
-    shapes = {"square": (4, 4), "gone": (2,), "same": (3, 3), "rows": (0, 3)}
+    shapes = {"square": (4, 4), "gone": (2,), "same": (3, 3), "rows": (0, 3), "point": ()}
     checked = sw.Rewrite("square^T -> turned\ngone -> _\nsame -> renamed").check(shapes)
     text = rewrite_picture(checked).svg()
+    assert "point []" in rewrite_picture(checked, ["point"]).svg()
     assert "turned [4, 4]" in text
     assert "renamed" not in text
     assert "dropped: gone" in text
@@ -231,23 +211,18 @@ def test_what_cannot_be_drawn_and_options_that_would_do_nothing_are_refused(
     assert not (tmp_path / "x.svg").exists()
 
 
-def test_a_folder_with_the_name_of_a_shipped_configuration_is_drawn_as_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_drawn_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder hides a shipped configuration, dots of a name stay, and dotted keys are a configuration."""
     monkeypatch.chdir(tmp_path)
+
+    def said(name: str) -> str:
+        return CliRunner().invoke(main, ["draw", name]).output
+
     (tmp_path / "demo").mkdir()
-    refused = CliRunner().invoke(main, ["draw", "demo"])
-    assert "This folder hides the configuration 'demo' that comes with shardwise" in refused.output
-    sw.save(tmp_path / "demo", {"a": torch.ones(2, 3)})
-    assert CliRunner().invoke(main, ["draw", "demo"]).output == "drawn in demo.svg\n"
-    assert "a [2, 3]" in (tmp_path / "demo.svg").read_text()
-
-
-def test_dots_of_a_name_stay_and_dotted_keys_are_a_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    sw.save(tmp_path / "llama-3.1-8b", {"a": torch.ones(2, 3)})
-    assert CliRunner().invoke(main, ["draw", "llama-3.1-8b"]).output == "drawn in llama-3.1-8b.svg\n"
+    assert "This folder hides the configuration 'demo' that comes with shardwise" in said("demo")
+    for name in ("demo", "llama-3.1-8b"):
+        sw.save(tmp_path / name, {"a": torch.ones(2, 3)})
+        assert said(name) == f"drawn in {name}.svg\n"
+        assert "a [2, 3]" in (tmp_path / f"{name}.svg").read_text()
     (tmp_path / "run.toml").write_text('model.factory = "torch.nn:Linear"\ntrain.steps = 2\ntrain.step = 3\n')
-    assert "did you mean train.steps" in CliRunner().invoke(main, ["draw", "run.toml"]).output
+    assert "did you mean train.steps" in said("run.toml")

@@ -26,6 +26,11 @@ def formed(
     return type(name, (base,), {"__init__": make, "forward": way, "__module__": way.__module__})
 
 
+def of_parts(*prepare: Callable[[Any], object], **parts: Any) -> Callable[[Callable[..., Any]], type[nn.Module]]:
+    """The function below becomes `formed` with these."""
+    return lambda way: formed(way, *prepare, **parts)
+
+
 def several(make: Callable[[], nn.Module], count: int) -> Callable[[], nn.ModuleList]:
     """A list of so many of them."""
     return lambda: nn.ModuleList(make() for _ in range(count))

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.oracle.batches import Batch, count_rows, factors_of, microbatches_of
-from tests.oracle.one_process import Trained, values_of
+from tests.oracle.batches import Batch
+from tests.oracle.one_process import Trained, train_in_one_process
+from tests.oracle.places import data_share
 from tests.oracle.program import seeded
 
 Make = Callable[[], nn.Module]
@@ -66,12 +67,7 @@ def begun(channel: sw.Channel, make: Make, plan: sw.Plan | None = None, **settin
 
 def share(engine: Any, batch: Batch) -> dict[str, Any]:
     """The rows of the engine's data rank."""
-    mesh = engine.plan.mesh
-    rank, ranks = mesh.data_rank(engine.channel.rank), mesh.num_data_ranks
-    return {
-        name: each.tensor_split(ranks)[rank] if isinstance(each, torch.Tensor) and each.ndim else each
-        for name, each in batch.items()
-    }
+    return dict(data_share(batch, engine.plan.mesh, engine.channel.rank))
 
 
 def on_ranks(
@@ -111,25 +107,17 @@ def in_one_process(
     region: AbstractContextManager[Any] | None = None,
 ) -> Trained:
     """The plain program, with as many microbatches as all data ranks together have."""
-    model, trained = seeded(make)().to(device), Trained()
-    stepper = optimizer(list(model.parameters()))
-    for batch in batches:
-        stepper.zero_grad()
-        [given] = microbatches_of({name: each.to(device) for name, each in batch.items()}, 1, parts)
-        weights, total = [count_rows(part) for part in given], 0.0
-        for part, weight, factor in zip(given, weights, factors_of(weights), strict=True):
-            with region or nullcontext():
-                value = loss(model(next(iter(part.values()))), part)
-            (value if factor == 1.0 else value * factor).backward()
-            total += value.item() * weight / sum(weights)
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        for each in gradients if parts > 1 else ():
-            each /= parts
-        trained.losses.append(total)
-        trained.grad_norms.append(float(nn.utils.get_total_norm(gradients)))
-        stepper.step()
-    trained.parameters = values_of(model)
-    return trained
+
+    def loss_of(model: nn.Module, part: Batch) -> torch.Tensor:
+        with region or nullcontext():
+            value: torch.Tensor = loss(model(next(iter(part.values()))), part)
+        return value
+
+    model = seeded(make)().to(device)
+    given = [{name: each.to(device) for name, each in batch.items()} for batch in batches]
+    return train_in_one_process(
+        model, optimizer(list(model.parameters())), given, loss_of=loss_of, num_microbatches=parts
+    )
 
 
 def assert_alike(got: Trained, expected: Trained, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

@@ -1,59 +1,66 @@
 """Nets whose values and parameters go other ways than through the outputs of modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call, grad
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
+from tests.engine.formed import formed, linear, of_parts, several
 from tests.oracle.batches import NUM_WORDS, Batch, word_loss
 from tests.oracle.program import LossOfBatch
 
 WIDTH = 4
+EMBEDDING, SAME, HEAD = partial(nn.Embedding, NUM_WORDS, WIDTH), linear(WIDTH, WIDTH), linear(WIDTH, NUM_WORDS)
 
 
-class Asides(nn.Module):
-    """Blocks whose losses go past all outputs of blocks."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Aside(kind) for _ in range(3))
-        self.head = nn.Linear(WIDTH, NUM_WORDS)
-
-    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out, torch.stack([block.aside for block in self.blocks]).sum()  # type: ignore[misc]
+def multiplied(net: Any, x: torch.Tensor) -> Any:
+    """Multiplies its output by a parameter that nothing else reads."""
+    return x * net.scale
 
 
-class Aside(nn.Module):
-    """Keeps a loss of its own on itself, computed after its output from parameters that nothing else reads."""
+def in_modules(net: Any, x: torch.Tensor) -> Any:
+    """Hands its output to modules that nothing else calls."""
+    return net.norm(net.gate(x)) * net.scale
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.gate = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
-        self.aside: torch.Tensor
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + torch.tanh(self.linear(x))
-        match self.kind:
-            case "multiplied":
-                aside = x * self.scale
-            case "module of a module":
-                aside = self.norm(self.gate(x)) * self.scale
-            case _:
-                aside = self.gate.weight.square() * self.scale.exp()
-        self.aside = aside.square().mean()
+def of_parameters(net: Any, x: torch.Tensor) -> Any:
+    """Looks at parameters only."""
+    return net.gate.weight.square() * net.scale.exp()
+
+
+def with_aside(measure: Callable[[Any, torch.Tensor], Any]) -> type[nn.Module]:
+    """Blocks whose losses go past all outputs of blocks: each keeps its own on itself."""
+
+    def aside(net: Any, x: torch.Tensor) -> Any:
+        x = x + torch.tanh(net.linear(x))
+        net.aside = measure(net, x).square().mean()
         return x
+
+    parts: Mapping[str, Any] = {
+        **{"linear": SAME, "gate": SAME, "norm": partial(nn.LayerNorm, WIDTH)},
+        "scale": lambda: nn.Parameter(torch.full((WIDTH,), 1.5)),
+    }
+
+    def asides(net: Any, words: torch.Tensor) -> Any:
+        x = net.embedding(words)
+        for block in net.blocks:
+            x = block(x)
+        return net.head(x), torch.stack([block.aside for block in net.blocks]).sum()
+
+    return formed(asides, embedding=EMBEDDING, blocks=several(formed(aside, **parts), 3), head=HEAD)
+
+
+ASIDES = {
+    "multiplied": with_aside(multiplied),
+    "module of a module": with_aside(in_modules),
+    "parameters only": with_aside(of_parameters),
+}
 
 
 def loss_with_aside(output: Any, batch: Batch) -> torch.Tensor:
@@ -62,124 +69,91 @@ def loss_with_aside(output: Any, batch: Batch) -> torch.Tensor:
     return total
 
 
-class Reader(nn.Module):
+@of_parts(embedding=EMBEDDING, blocks=several(SAME, 3))
+def reader(net: Any, words: torch.Tensor) -> Any:
     """Its own forward reads a parameter of one of its children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return nn.functional.linear(x, self.embedding.weight)
+    x = net.embedding(words)
+    for block in net.blocks:
+        x = x + torch.tanh(block(x))
+    return F.linear(x, net.embedding.weight)
 
 
-class Sharing(nn.Module):
-    """Blocks that have one layer between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.Linear(WIDTH, WIDTH)
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-        self.head = nn.Linear(WIDTH, NUM_WORDS)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = x + block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+def share_first(net: Any) -> None:
+    """Blocks with one layer between them."""
+    for block in net.blocks:
+        block[0] = net.blocks[0][0]
 
 
-class Experts(nn.Module):
+@of_parts(
+    share_first, embedding=EMBEDDING, blocks=several(lambda: nn.Sequential(SAME(), nn.Tanh(), SAME()), 3), head=HEAD
+)
+def sharing(net: Any, words: torch.Tensor) -> Any:
+    x = net.embedding(words)
+    for block in net.blocks:
+        x = x + block(x)
+    return net.head(x)
+
+
+@of_parts(embedding=EMBEDDING, router=linear(WIDTH, 3), experts=several(SAME, 3), head=HEAD)
+def experts(net: Any, words: torch.Tensor) -> Any:
     """A router sends each word to some of its experts, which run where they have words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, NUM_WORDS)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        share, chosen = self.router(x).softmax(-1).topk(2)
-        mixed = torch.zeros_like(x)
-        for at, expert in enumerate(self.experts):
-            weight = (share * (chosen == at)).sum(-1, keepdim=True)
-            if bool((weight > 0).any()):
-                mixed = mixed + weight * expert(x)
-        out: torch.Tensor = self.head(x + mixed)
-        return out
+    x = net.embedding(words)
+    share, chosen = net.router(x).softmax(-1).topk(2)
+    mixed = torch.zeros_like(x)
+    for at, expert in enumerate(net.experts):
+        weight = (share * (chosen == at)).sum(-1, keepdim=True)
+        if bool((weight > 0).any()):
+            mixed = mixed + weight * expert(x)
+    return net.head(x + mixed)
 
 
-class OneExpert(nn.Module):
+@of_parts(embedding=EMBEDDING, experts=several(HEAD, 2))
+def one_expert(net: Any, words: torch.Tensor) -> Any:
     """Runs the expert that its first word asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, NUM_WORDS) for _ in range(2))
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.experts[int(words[0, 0]) % 2](self.embedding(words))
-        return out
+    return net.experts[int(words[0, 0]) % 2](net.embedding(words))
 
 
-class Swapping(nn.Module):
+@of_parts(embedding=EMBEDDING, layers=several(SAME, 2), head=HEAD)
+def swapping(net: Any, words: torch.Tensor) -> Any:
     """Runs two alike layers, one before the other by the first word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, NUM_WORDS)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for layer in self.layers if words[0, 0] % 2 else reversed(self.layers):
-            x = layer(x)
-        out: torch.Tensor = self.head(x)
-        return out
+    x = net.embedding(words)
+    for layer in net.layers if words[0, 0] % 2 else reversed(net.layers):
+        x = layer(x)
+    return net.head(x)
 
 
-class Crossing(nn.Module):
+@of_parts(key=SAME, value=SAME, mix=SAME)
+def crossing(net: Any, x: torch.Tensor, memory: torch.Tensor, *others: torch.Tensor) -> Any:
     """Uses one value several times in each of several blocks, as cross attention does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.value, self.mix = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, memory: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        x = x + torch.tanh(self.key(memory)) * self.value(memory) * memory
-        out: torch.Tensor = x + self.mix(sum(others) * memory)
-        return out
+    x = x + torch.tanh(net.key(memory)) * net.value(memory) * memory
+    return x + net.mix(sum(others) * memory)
 
 
-class Translation(nn.Module):
+def translated(net: Any, words: torch.Tensor, run: Callable[..., torch.Tensor]) -> Any:
     """Blocks that all get the encoded words, and all that came before them."""
+    memory = torch.tanh(net.encoder(net.embedding(words)))
+    x = net.embedding(words.flip(1))
+    passed = [x]
+    for block in net.blocks:
+        x = run(block, x, memory, *passed)
+        passed = [*passed, x * memory]
+    return net.head(x + sum(passed))
 
-    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.run = run
-        self.embedding = nn.Embedding(NUM_WORDS, WIDTH)
-        self.encoder = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Crossing() for _ in range(3))
-        self.head = nn.Linear(WIDTH, NUM_WORDS)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        memory = torch.tanh(self.encoder(self.embedding(words)))
-        x = self.embedding(words.flip(1))
-        passed = [x]
-        for block in self.blocks:
-            x = self.run(block, x, memory, *passed)
-            passed = [*passed, x * memory]
-        out: torch.Tensor = self.head(x + sum(passed))
-        return out
+TRANSLATION: Mapping[str, Any] = {
+    **{"embedding": EMBEDDING, "encoder": SAME, "blocks": several(crossing, 3), "head": HEAD}
+}
+
+
+@of_parts(**TRANSLATION)
+def translation(net: Any, words: torch.Tensor) -> Any:
+    return translated(net, words, lambda block, *given: block(*given))
+
+
+@of_parts(**TRANSLATION)
+def translation_again(net: Any, words: torch.Tensor) -> Any:
+    """Blocks in activation checkpoints."""
+    return translated(net, words, partial(checkpoint, use_reentrant=False))
 
 
 class Writer(nn.Module):
@@ -203,16 +177,13 @@ class Writer(nn.Module):
         return out
 
 
-class Critic(nn.Module):
+def score(net: Any, x: torch.Tensor) -> Any:
     """What a penalty takes the slope of."""
+    return net.last(F.softplus(net.second(torch.tanh(net.first(x)))))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, 8), nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(nn.functional.softplus(self.second(torch.tanh(self.first(x)))))
-        return out
+SCORE: Mapping[str, Any] = {"first": linear(WIDTH, 8), "second": linear(8, 8), "last": linear(8, 1)}
+critic = formed(score, **SCORE)
 
 
 def penalty(critic: nn.Module) -> LossOfBatch:
@@ -229,40 +200,33 @@ def penalty(critic: nn.Module) -> LossOfBatch:
     return loss
 
 
-class Force(Critic):
+@of_parts(**SCORE)
+def force(net: Any, x: torch.Tensor) -> Any:
     """Gives the slope of an energy, taken in its forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            x = x.clone().requires_grad_()
-            energy = super().forward(x).sum()
-            (slope,) = torch.autograd.grad(energy, x, create_graph=self.training)
-        return slope.sum(1, keepdim=True)
+    with torch.enable_grad():
+        x = x.clone().requires_grad_()
+        energy = score(net, x).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=net.training)
+    return slope.sum(1, keepdim=True)
 
 
-class Maml(nn.Module):
+@of_parts(net=linear(WIDTH, 1))
+def maml(net: Any, x: torch.Tensor) -> Any:
     """An inner step by torch.func in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        now = dict(self.net.named_parameters())
-        slopes = grad(lambda given: functional_call(self.net, given, (x,)).square().mean())(now)
-        out: torch.Tensor = functional_call(self.net, {name: now[name] - 0.1 * slopes[name] for name in now}, (x,))
-        return out
+    now = dict(net.net.named_parameters())
+    slopes = grad(lambda given: functional_call(net.net, given, (x,)).square().mean())(now)
+    return functional_call(net.net, {name: now[name] - 0.1 * slopes[name] for name in now}, (x,))
 
 
-class Added(nn.Module):
+def small(*shape: int) -> Callable[[], nn.Parameter]:
+    """A parameter full of 0.1."""
+    return lambda: nn.Parameter(torch.full(shape, 0.1))
+
+
+@of_parts(a=small(WIDTH, 1), b=small(1, WIDTH))
+def added(net: Any, weight: torch.Tensor) -> Any:
     """What an adapter adds to a weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.full((WIDTH, 1), 0.1)), nn.Parameter(torch.full((1, WIDTH), 0.1))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.a @ self.b
+    return weight + net.a @ net.b
 
 
 class Adapted(nn.Linear):
@@ -270,7 +234,7 @@ class Adapted(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.added = Added()
+        self.added = added()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         parametrize.register_parametrization(self, "weight", self.added)
@@ -287,7 +251,7 @@ class ReadsData(nn.Linear):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input + nn.functional.linear(input, self.weight.data * self.scale, self.bias)
+        return input + F.linear(input, self.weight.data * self.scale, self.bias)
 
 
 def in_a_row(make: Callable[[], nn.Module], prepare: Callable[[Any], object] = lambda _: None) -> nn.Module:
@@ -298,19 +262,10 @@ def in_a_row(make: Callable[[], nn.Module], prepare: Callable[[Any], object] = l
         prepare(made)
         return made
 
-    return Row([prepared() for _ in range(2)])
+    return formed(row, blocks=several(prepared, 2), last=linear(WIDTH, 1))()
 
 
-class Row(nn.Module):
-    """Blocks after one another, and a last layer."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        out: torch.Tensor = self.last(x)
-        return out
+def row(net: Any, x: torch.Tensor) -> Any:
+    for block in net.blocks:
+        x = torch.tanh(block(x))
+    return net.last(x)

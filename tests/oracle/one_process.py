@@ -16,6 +16,7 @@ from torch import nn
 from tests.oracle.batches import Batch, count_rows, factors_of, parts_of
 from tests.oracle.program import Loss, Optimizers, Program
 
+LossOfModel = Callable[[nn.Module, Batch], torch.Tensor]
 State = dict[str, torch.Tensor]
 """Parameters and persistent buffers under the model's names, moments as `optimizer/<parameter>/<key>`."""
 
@@ -61,44 +62,22 @@ def state_under_names(
 @cache
 def expected(program: Program, k: int, *, clip: float | None = None, optimizer_of: Optimizers | None = None) -> Trained:
     """One process on `program`, k microbatches per update."""
-    model = program.oracle()
+    model, weight = program.oracle(), program.loss_weight or count_rows
     optimizer = (optimizer_of or program.optimizer)(list(model.parameters()))
-    trained = Trained()
+    whole = Trained()
     for batch in program.batches:
-        optimizer.zero_grad()
-        trained.losses.append(_accumulate(program, model, batch, k, backward=True))
-        trained.grad_norms.append(_average_and_clip(model, k, clip))
-        optimizer.step()
-        trained.states.append(state_of(model, optimizer))
+        update = train_in_one_process(
+            model, optimizer, [batch], loss_of=program.loss_of, num_microbatches=k, clip=clip, loss_weight=weight
+        )
+        whole.losses += update.losses
+        whole.grad_norms += update.grad_norms
+        whole.states.append(state_of(model, optimizer))
     model.eval()
     with torch.no_grad():
-        trained.held_out = _accumulate(program, model, program.batches[0], k, backward=False)
-    trained.parameters = values_of(model)
-    return trained
-
-
-def _accumulate(program: Program, model: nn.Module, batch: Batch, k: int, *, backward: bool) -> float:
-    """The mean loss of k microbatches, whose gradients are added up in `.grad`."""
-    parts = parts_of(batch, k)
-    weights = [(program.loss_weight or count_rows)(part) for part in parts]
-    losses = []
-    for part, weight, factor in zip(parts, weights, factors_of(weights), strict=True):
-        if not weight:
-            losses.append(0.0)
-            continue
-        loss = program.loss_of(model, part)
-        if backward:
-            (loss if factor == 1.0 else loss * factor).backward()
-        losses.append(loss.item())
-    return math.fsum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / math.fsum(weights)
-
-
-def _average_and_clip(model: nn.Module, k: int, clip: float | None) -> float:
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    for parameter in parameters:
-        assert parameter.grad is not None
-        parameter.grad /= k
-    return torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip).item()
+        parts = parts_of(program.batches[0], k)
+        whole.held_out = _mean_loss(model, parts, program.loss_of, weight, backward=False)
+    whole.parameters = values_of(model)
+    return whole
 
 
 def train_in_one_process(
@@ -106,26 +85,51 @@ def train_in_one_process(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     *,
-    loss: Loss,
+    loss: Loss | None = None,
+    loss_of: LossOfModel | None = None,
     num_microbatches: int = 1,
     clip: float | None = None,
     loss_weight: Callable[[Batch], float] = count_rows,
     average: bool = True,
 ) -> Trained:
-    """`expected` for a model that is there: it is given the first value of the batch."""
+    """The plain loop on a model that is there. With `loss` it is given the first value of a microbatch."""
+
+    def of_output(model: nn.Module, part: Batch) -> torch.Tensor:
+        assert loss is not None
+        return loss(model(next(iter(part.values()))), part)
+
     trained = Trained()
     for batch in batches:
-        parts = parts_of(batch, num_microbatches)
-        weights = [loss_weight(part) for part in parts]
         optimizer.zero_grad()
-        total = 0.0
-        for part, weight, factor in zip(parts, weights, factors_of(weights), strict=True):
-            if weight:
-                value = loss(model(next(iter(part.values()))), part)
-                (value if factor == 1.0 else value * factor).backward()
-                total += value.item() * weight / math.fsum(weights)
-        trained.losses.append(total)
-        trained.grad_norms.append(_average_and_clip(model, num_microbatches if average else 1, clip))
+        parts = parts_of(batch, num_microbatches)
+        trained.losses.append(_mean_loss(model, parts, loss_of or of_output, loss_weight, backward=True))
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        for gradient in gradients:
+            gradient /= num_microbatches if average else 1
+        norm = nn.utils.get_total_norm(gradients)
+        if clip is not None:
+            nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+        trained.grad_norms.append(norm.item())
         optimizer.step()
     trained.parameters = values_of(model)
     return trained
+
+
+def _mean_loss(
+    model: nn.Module,
+    parts: Sequence[Batch],
+    loss_of: LossOfModel,
+    loss_weight: Callable[[Batch], float],
+    *,
+    backward: bool,
+) -> float:
+    """Of the microbatches, whose gradients are added up in `.grad`."""
+    weights = [loss_weight(part) for part in parts]
+    losses = [0.0] * len(parts)
+    for at, factor in enumerate(factors_of(weights)):
+        if weights[at]:
+            loss = loss_of(model, parts[at])
+            if backward:
+                (loss if factor == 1.0 else loss * factor).backward()
+            losses[at] = loss.item()
+    return math.fsum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / math.fsum(weights)

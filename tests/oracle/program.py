@@ -104,7 +104,8 @@ class Program:
             return self.loss_with(model)(part)
         given = part if dtype is None else {name: _as(dtype, value) for name, value in part.items()}
         if self.loss is not None:
-            names = inspect.signature(model.forward).parameters
+            whose: nn.Module = getattr(model, "module", model)  # where another library wraps it
+            names = inspect.signature(whose.forward).parameters
             return self.loss(model(**{name: value for name, value in given.items() if name in names}), part)
         output = model(**given)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output["loss"]

@@ -33,18 +33,16 @@ A program of one file stays in it: `assert_trains_like_one_process(Program(...),
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 from tests.oracle import by_other_ways as ways
 from tests.oracle import kept_state, shapes
 from tests.oracle import pipeline_programs as staged
-from tests.oracle.batches import NUM_WORDS, Batch, points, square_loss, word_batch, word_loss
+from tests.oracle.batches import Batch, points, square_loss, word_batch, word_loss
 from tests.oracle.decoder import DECODER, decoder
 from tests.oracle.of_transformers import CARRIED, TRANSFORMERS
 from tests.oracle.pipeline_values import PIPELINE_PROGRAMS
@@ -87,12 +85,6 @@ def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
 
 
-def run_again(block: nn.Module, *given: torch.Tensor) -> torch.Tensor:
-    """The block in an activation checkpoint."""
-    out: torch.Tensor = checkpoint(block, *given, use_reentrant=False)
-    return out
-
-
 UNITS = (
     *("", "tied", "twice", "recurrent", "checkpointed", "checkpoint of several", "frozen", "frozen middle"),
     *("unused output", "no gradient", "in place", "positions", "checkpointed reentrant"),
@@ -114,17 +106,12 @@ WORDS: Mapping[str, Program] = {
     "decoder, float32": replace(DECODER, make=lambda: decoder(dtype=torch.float32)),
     "decoder with dropout": replace(DECODER, make=lambda: decoder(0.2), draws=True),
     **{f"units {kind}".strip(): on_words(net(kind), noise=(".in_proj_bias",)) for kind in UNITS},
-    **{
-        f"aside, {kind}": on_words(partial(ways.Asides, kind), loss=ways.loss_with_aside)
-        for kind in ("multiplied", "module of a module", "parameters only")
-    },
-    "reader": on_words(ways.Reader),
-    "sharing": on_words(ways.Sharing),
-    "experts": on_words(ways.Experts, rules={"head": "vocab"}),
-    "translation": on_words(
-        lambda: ways.Translation(lambda block, *given: block(*given)), optimizer=sgd, has_order=False
-    ),
-    "translation, again": on_words(lambda: ways.Translation(run_again), optimizer=sgd, has_order=False),
+    **{f"aside, {kind}": on_words(make, loss=ways.loss_with_aside) for kind, make in ways.ASIDES.items()},
+    "reader": on_words(ways.reader),
+    "sharing": on_words(ways.sharing),
+    "experts": on_words(ways.experts, rules={"head": "vocab"}),
+    "translation": on_words(ways.translation, optimizer=sgd, has_order=False),
+    "translation, again": on_words(ways.translation_again, optimizer=sgd, has_order=False),
     "clamped weights": on_words(lambda: ways.Writer("clamped")),
     "momentum of weights": on_words(lambda: ways.Writer("momentum")),
 }
@@ -135,23 +122,21 @@ POINTS: Mapping[str, Program] = {
         lambda: nn.Linear(1, 1),
         batches=[{"input": p["x"], "y": p["y"]} for p in (points(seed, 24, width=1) for seed in range(3))],
     ),
-    "odd shapes": on_points(shapes.OddShapes, make_plain=shapes.row_major, rounds_by_hand=True),
+    "odd shapes": on_points(shapes.odd_shapes, make_plain=shapes.row_major, rounds_by_hand=True),
     "odd shapes, channels last": on_points(shapes.channels_last, make_plain=shapes.row_major, rounds_by_hand=True),
-    "odd names": on_points(shapes.OddNames, optimizer=sgd),
-    "branches": on_points(shapes.Branches, batches=shapes.TURNS),
-    "branches, momentum": on_points(shapes.Branches, batches=shapes.TURNS, optimizer=sgd),
-    "sparse gradients": on_points(
-        lambda: shapes.SparseLookup(sparse=True), make_plain=seeded(lambda: shapes.SparseLookup(sparse=False))
-    ),
+    "odd names": on_points(shapes.odd_names, optimizer=sgd),
+    "branches": on_points(shapes.branches, batches=shapes.TURNS),
+    "branches, momentum": on_points(shapes.branches, batches=shapes.TURNS, optimizer=sgd),
+    "sparse gradients": on_points(shapes.lookup(sparse=True), make_plain=seeded(shapes.lookup(sparse=False))),
     **{
         f"{kind} batches": on_points(
-            shapes.Beside, batches=shapes.beside(kind), rows={"odd": None}, rules={"map": "colwise_gather_output"}
+            shapes.mixed, batches=shapes.beside(kind), rows={"odd": None}, rules={"map": "colwise_gather_output"}
         )
         for kind in shapes.ODD_BATCHES
     },
-    "gradient penalty": on_points(ways.Critic, loss=None, loss_with=ways.penalty),
-    "force": on_points(ways.Force),
-    "inner step": on_points(ways.Maml),
+    "gradient penalty": on_points(ways.critic, loss=None, loss_with=ways.penalty),
+    "force": on_points(ways.force),
+    "inner step": on_points(ways.maml),
     "adapted in forward": on_points(lambda: ways.in_a_row(ways.Adapted)),
     "reads data": on_points(lambda: ways.in_a_row(ways.ReadsData)),
     "weight norm": on_points(lambda: ways.in_a_row(lambda: parametrizations.weight_norm(nn.Linear(4, 4)))),
@@ -159,23 +144,23 @@ POINTS: Mapping[str, Program] = {
     "pruned": on_points(
         lambda: ways.in_a_row(lambda: nn.Linear(4, 4), lambda each: prune.l1_unstructured(each, "weight", amount=0.5))
     ),
-    "batch norm": on_points(lambda: kept_state.Normed(nn.BatchNorm1d(6))),
+    "batch norm": on_points(kept_state.normed(nn.BatchNorm1d)),
     "batch norm of all ranks": on_points(
-        lambda: kept_state.Normed(nn.SyncBatchNorm(6)),
-        make_plain=seeded(lambda: kept_state.Normed(nn.BatchNorm1d(6))),
+        kept_state.normed(nn.SyncBatchNorm),
+        make_plain=seeded(kept_state.normed(nn.BatchNorm1d)),
         of_whole_batches=True,
         noise=("first.bias",),
         relative=1e-9,
     ),
-    "codebook": on_points(kept_state.Codebook),
-    "observed": on_points(kept_state.Observed),
+    "codebook": on_points(kept_state.codebook),
+    "observed": on_points(kept_state.observed),
     "quantised while it trains": on_points(kept_state.quantised),
-    "own generator": on_points(kept_state.OwnGenerator),
+    "own generator": on_points(kept_state.own_generator),
     "dropout": Program(
-        make=seeded(kept_state.DropChain), batches=staged.VECTORS, loss=staged.square, stages=staged.CHAIN, draws=True
+        make=seeded(kept_state.drop_chain), batches=staged.VECTORS, loss=staged.square, stages=staged.CHAIN, draws=True
     ),
     "dropout of torch": Program(
-        make=seeded(partial(kept_state.DropRecurrent, NUM_WORDS)),
+        make=seeded(kept_state.drop_recurrent),
         batches=staged.SENTENCES,
         loss=staged.word_entropy,
         stages={"embed": 0, "memory": 1, "layer": 2, "out": 3},

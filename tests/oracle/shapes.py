@@ -2,40 +2,45 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from tests.engine.formed import formed, linear, of_parts
 from tests.oracle.batches import points
 from tests.oracle.program import seeded
 
 
-class OddShapes(nn.Module):
+def filled(*shape: int) -> Callable[[], nn.Parameter]:
+    """A parameter with random values."""
+    return lambda: nn.Parameter(torch.randn(*shape))
+
+
+@of_parts(
+    scalar=lambda: nn.Parameter(torch.tensor(0.5)),
+    single=filled(1),
+    nothing=filled(0, 4),
+    five_dims=filled(2, 1, 3, 2, 4),
+    transposed=lambda: nn.Parameter(torch.randn(4, 6).t()),
+    every_other=lambda: nn.Parameter(torch.randn(4, 10)[:, ::2]),
+    convolution=partial(nn.Conv2d, 3, 5, 2),
+    nothing_else=lambda: nn.ParameterList([nn.Parameter(torch.randn(3, 0, 2))]),
+)
+def odd_shapes(net: Any, x: torch.Tensor) -> Any:
     """Scalars, single elements, nothing at all, five dims, and memory that is not row-major."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(0.5))
-        self.single = nn.Parameter(torch.randn(1))
-        self.nothing = nn.Parameter(torch.randn(0, 4))
-        self.five_dims = nn.Parameter(torch.randn(2, 1, 3, 2, 4))
-        self.transposed = nn.Parameter(torch.randn(4, 6).t())
-        self.every_other = nn.Parameter(torch.randn(4, 10)[:, ::2])
-        self.convolution = nn.Conv2d(3, 5, 2)
-        self.nothing_else = nn.ParameterList([nn.Parameter(torch.randn(3, 0, 2))])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self.scalar.dtype
-        values = (x.to(dtype) @ self.transposed.t() @ self.transposed @ self.every_other).sum(1, keepdim=True)
-        images = self.five_dims.reshape(2, 6, 4)[:, :, None, :].reshape(2, 3, 2, 4)
-        seen = self.convolution(images).square().mean()
-        y: torch.Tensor = values * self.scalar + self.single + self.nothing.sum() * seen + seen
-        return y.float() if dtype != torch.float64 else y
+    dtype = net.scalar.dtype
+    values = (x.to(dtype) @ net.transposed.t() @ net.transposed @ net.every_other).sum(1, keepdim=True)
+    images = net.five_dims.reshape(2, 6, 4)[:, :, None, :].reshape(2, 3, 2, 4)
+    seen = net.convolution(images).square().mean()
+    y = values * net.scalar + net.single + net.nothing.sum() * seen + seen
+    return y.float() if dtype != torch.float64 else y
 
 
 def channels_last() -> nn.Module:
     """Its images have their channels innermost."""
-    model = seeded(OddShapes)()
+    model: Any = seeded(odd_shapes)()
     weight = model.convolution.weight
     weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     return model
@@ -43,7 +48,7 @@ def channels_last() -> nn.Module:
 
 def row_major() -> nn.Module:
     """The same values in row-major memory, which is what a master is."""
-    model = seeded(OddShapes)()
+    model = seeded(odd_shapes)()
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
     return model
@@ -55,33 +60,21 @@ ODD_NAMES = (
 )
 
 
-class OddNames(nn.Module):
+@of_parts(
+    lambda net: net.add_module('module "of"\n \u00e9', nn.Linear(3, 1)),
+    table=lambda: nn.ParameterDict({name: nn.Parameter(torch.randn(4, 3)) for name in ODD_NAMES}),
+)
+def odd_names(net: Any, x: torch.Tensor) -> Any:
     """Parameters under names that were not made for text files."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.ParameterDict({name: nn.Parameter(torch.randn(4, 3)) for name in ODD_NAMES})
-        self.add_module('module "of"\n \u00e9', nn.Linear(3, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        last: torch.Tensor = self.get_submodule('module "of"\n \u00e9')(
-            sum(torch.tanh(x @ w) for w in self.table.values())
-        )
-        return last
+    last = net.get_submodule('module "of"\n \u00e9')
+    return last(sum(torch.tanh(x @ w) for w in net.table.values()))
 
 
-class Branches(nn.Module):
+@of_parts(always=linear(4, 1), sometimes=linear(4, 1), never=linear(4, 1))
+def branches(net: Any, x: torch.Tensor) -> Any:
     """Which parameters get a gradient depends on the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always = nn.Linear(4, 1)
-        self.sometimes = nn.Linear(4, 1)
-        self.never = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.always(x)
-        return y + self.sometimes(x) if x[0, 0] > 0 else y
+    y = net.always(x)
+    return y + net.sometimes(x) if x[0, 0] > 0 else y
 
 
 def branching(seed: int, *taken: bool) -> dict[str, torch.Tensor]:
@@ -101,18 +94,13 @@ TURNS = [
 ]
 
 
-class SparseLookup(nn.Module):
+def lookup(*, sparse: bool) -> type[nn.Module]:
     """An embedding whose gradient names the rows that it is not zero in, or is dense."""
 
-    def __init__(self, *, sparse: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4, sparse=sparse)
-        self.out = nn.Linear(4, 1)
+    def mean_of_words(net: Any, x: torch.Tensor) -> Any:
+        return net.out(net.embedding((x.abs() * 10).long() % 9).mean(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        words = (x.abs() * 10).long() % 9
-        y: torch.Tensor = self.out(self.embedding(words).mean(1))
-        return y
+    return formed(mean_of_words, embedding=partial(nn.Embedding, 9, 4, sparse=sparse), out=linear(4, 1))
 
 
 EYE = torch.eye(4) * torch.arange(1.0, 5.0)
@@ -129,31 +117,17 @@ ODD_BATCHES: dict[str, Callable[[], torch.Tensor]] = {
 """Tensors of other layouts than dense ones, for all rows of a batch."""
 
 
-class Beside(nn.Module):
-    """Takes a tensor of another layout beside plain rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.map, self.mix, self.head = nn.Linear(4, 8), Mix(), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.mix(self.map(x), odd))
-        return out
-
-
-class Mix(nn.Module):
+@of_parts(map=linear(4, 8))
+def mix(net: Any, h: torch.Tensor, odd: torch.Tensor) -> Any:
     """Adds what it makes of the other tensor: to each row its own where it has as many, else to all rows the sum."""
+    made = torch.stack([net.map(each).sum(0) for each in odd.unbind()]) if odd.is_nested else net.map(odd.to_dense())
+    return h + (made if len(made) == len(h) else made.sum(0))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.Linear(4, 8)
 
-    def forward(self, h: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-        if odd.is_nested:
-            made = torch.stack([self.map(each).sum(0) for each in odd.unbind()])
-        else:
-            made = self.map(odd.to_dense())
-        return h + (made if len(made) == len(h) else made.sum(0))
+@of_parts(map=linear(4, 8), mix=mix, head=linear(8, 1))
+def mixed(net: Any, x: torch.Tensor, odd: torch.Tensor) -> Any:
+    """Takes a tensor of another layout beside plain rows."""
+    return net.head(net.mix(net.map(x), odd))
 
 
 def beside(kind: str) -> list[dict[str, torch.Tensor]]:

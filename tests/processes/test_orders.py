@@ -7,7 +7,7 @@ from shardwise.comm import Channel
 from shardwise.errors import CallMismatchError
 from shardwise.testing import strict
 from tests.oracle.batches import share_of
-from tests.oracle.by_other_ways import Swapping
+from tests.oracle.by_other_ways import swapping
 from tests.oracle.program import plan_of
 from tests.oracle.programs import on_words
 from tests.processes.pool import STRICT_DEVICE, Pool, RankError
@@ -15,7 +15,7 @@ from tests.processes.pool import STRICT_DEVICE, Pool, RankError
 
 def swap_on_one_rank(channel: Channel) -> None:
     """One of the ranks swaps two alike layers in the last step."""
-    program = on_words(Swapping)
+    program = on_words(swapping)
     engine = program.engine(plan_of(program, "dp_shard=2", stage=3), channel)
     share = share_of(program.batches[0], channel.rank, channel.size)
     for first in (0, 1):  # both orders are known then

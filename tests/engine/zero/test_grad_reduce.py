@@ -17,7 +17,7 @@ from tests.covering import covering
 from tests.engine.channels import GoesOnAlone
 from tests.engine.loops import begun, plan_of
 from tests.oracle.batches import points, share_of, square_loss, word_batch, word_loss
-from tests.oracle.by_other_ways import OneExpert
+from tests.oracle.by_other_ways import one_expert
 from tests.oracle.one_process import values_of
 from tests.oracle.places import put_together, train_on
 from tests.oracle.program import adamw
@@ -173,7 +173,7 @@ def test_gradients_of_what_no_rank_used_before_come_late_and_whole(
     k: int, by_rank: bool, wrapped: type[GoesOnAlone]
 ) -> None:
     """After their bucket has left. A late sum is added per rank first: with k = 2, one rounding more of each term."""
-    program = replace(on_words(OneExpert), batches=in_turns(by_rank=by_rank))
+    program = replace(on_words(one_expert), batches=in_turns(by_rank=by_rank))
     for bucket_bytes in (1, 1 << 20):
         plan = plan_for(program, "dp_shard=2", stage=2, k=k, bucket_bytes=bucket_bytes, clip=0.3)
         wanted = in_rank_order(program, plan)

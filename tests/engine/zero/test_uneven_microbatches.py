@@ -12,11 +12,11 @@ from shardwise.comm import Work
 from shardwise.errors import CallMismatchError, MismatchError, ModelError, PeerError, ShardwiseError
 from tests.engine.channels import GoesOnAlone
 from tests.oracle.batches import share_of
-from tests.oracle.by_other_ways import OneExpert, Swapping
+from tests.oracle.by_other_ways import one_expert, swapping
 from tests.oracle.program import plan_of
 from tests.oracle.programs import PROGRAMS, count_targets, on_words
 
-SWAPPING = on_words(Swapping)
+SWAPPING = on_words(swapping)
 
 
 class Trusting(GoesOnAlone):
@@ -95,7 +95,7 @@ def test_ranks_that_tell_another_one_different_things_are_stopped() -> None:
 
 
 def test_ranks_whose_data_choose_other_units_are_told_to_make_one_of_them() -> None:
-    program = on_words(OneExpert)
+    program = on_words(one_expert)
 
     def run(channel: sw.Channel, units: tuple[str, ...] | None) -> float:
         engine = program.engine(plan_of(program, "dp_shard=2", stage=3, units=units), channel)
