@@ -100,7 +100,7 @@ def assert_same(got: Trained, wanted: Trained, *, exact: bool = False) -> None:
     near = 0.0 if exact else 1e-12
     assert got.losses == pytest.approx(wanted.losses, rel=near, abs=0)
     assert got.grad_norms == pytest.approx(wanted.grad_norms, rel=near, abs=0)
-    assert got.held_out == pytest.approx(wanted.held_out, rel=0 if exact else 1e-6, abs=0)  # other microbatches
+    assert got.held_out == pytest.approx(wanted.held_out, rel=near, abs=0)
     assert math.isfinite(got.held_out)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
 from tests.oracle.batches import word_batch
@@ -13,7 +12,7 @@ from tests.oracle.comparison import assert_close
 from tests.oracle.one_process import Trained
 from tests.oracle.places import data_share, put_together
 from tests.oracle.program import Optimizers, adamw, plan_of
-from tests.oracle.programs import PROGRAMS
+from tests.oracle.programs import PROGRAMS, in_groups
 
 PROGRAM = PROGRAMS["decoder"]
 
@@ -38,14 +37,6 @@ class Accumulating(torch.optim.Optimizer):
 
 def of_trained(kind: Callable[..., torch.optim.Optimizer]) -> Optimizers:
     return lambda parameters: kind([each for each in parameters if each.requires_grad], lr=1e-2)
-
-
-def in_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Matrices learn faster than the rest."""
-    matrices = [each for each in parameters if each.ndim > 1]
-    others = [each for each in parameters if each.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices, "lr": 2e-2}, {"params": others}]
-    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def trained(channel: sw.Channel, meshes: tuple[str, ...], make_optimizer: Optimizers) -> Any:

@@ -136,7 +136,8 @@ MAKERS: dict[str, Maker] = {
     "hrm": _maker(
         "HrmTextForCausalLM",
         "HrmTextConfig",
-        **{**_WORDS, **_FOUR, "intermediate_size": 32, "head_dim": 8, "num_layers_per_stack": 2, "use_cache": False},
+        **{**_WORDS, **_FOUR, "intermediate_size": 32, "head_dim": 8, "num_layers_per_stack": 1, "use_cache": False},
+        L_cycles=2,
     ),
     # Its head is a module that is given the embedding, on another stage, and multiplies by its weight.
     "perceiver": _maker(
