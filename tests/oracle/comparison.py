@@ -35,7 +35,7 @@ def has_bits_of_one_process(program: Program, plan: sw.Plan) -> bool:
     more than once, and its own stage again after that: the other stage's gradients come as their sum. Nor does a
     norm in float64 have one order, by which gradients are clipped.
     """
-    num_microbatches = plan.merge.microbatches * plan.mesh.num_data_ranks
+    num_microbatches = max(program.counts or [plan.merge.microbatches]) * plan.mesh.num_data_ranks
     if plan.mesh.tp > 1 or program.of_whole_batches:
         return False
     if plan.clip_grad_norm is not None and plan.mesh.num_data_ranks > 1 and program.is_wide():

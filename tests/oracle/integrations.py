@@ -67,7 +67,7 @@ def by_accelerate(program: Program, plan: sw.Plan) -> Sequence[OfRank]:
     return on_ranks(of_calls, run, gradient_accumulation_steps=plan.merge.microbatches)
 
 
-class Module(pl.LightningModule):
+class Module(pl.LightningModule):  # type: ignore[misc]
     """A program in a module of Lightning."""
 
     def __init__(self, program: Program) -> None:
@@ -77,8 +77,7 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         return self.program.loss_of(self.net, batch)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("held_out", self.training_step(batch, batch_idx), sync_dist=True, batch_size=1)
+    validation_step = training_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.program.optimizer(list(self.parameters()))
@@ -87,18 +86,21 @@ class Module(pl.LightningModule):
 def by_lightning(program: Program, plan: sw.Plan) -> Sequence[OfRank]:
     """A fit of Lightning, whose strategy cuts batches into microbatches."""
 
-    def run(strategy: Strategy) -> OfRank:
-        noted, rank = Noted(), strategy.global_rank
-        shares = [data_share(batch, plan.mesh, rank) for batch in program.batches]
-        after = pl.callbacks.LambdaCallback(
-            on_train_batch_end=lambda *_: noted.note(strategy.report, strategy.engine, within="net.")
+    def run(strategy: Strategy) -> tuple[Noted, list[float]]:
+        noted, rank, held_out = Noted(), strategy.global_rank, []
+        parts = parts_on(program, plan, rank)
+        shares: Any = [data_share(batch, plan.mesh, rank) for batch in program.batches]
+        between = pl.callbacks.LambdaCallback(
+            on_train_batch_end=lambda *_: noted.note(strategy.report, strategy.engine, within="net."),
+            on_validation_batch_end=lambda trainer, module, loss, *_: held_out.append(loss.item()),
         )
-        trainer = trainer_for(strategy, after, max_epochs=1, num_sanity_val_steps=0)
-        loaders: list[Any] = [DataLoader(each, batch_size=None) for each in (shares, parts_on(program, plan, rank)[0])]  # type: ignore[arg-type]
-        trainer.fit(Module(program), *loaders)
-        return noted.losses, noted.grad_norms, float(trainer.callback_metrics["held_out"]), noted.states
+        trainer = trainer_for(strategy, between, max_epochs=1, num_sanity_val_steps=0)
+        trainer.fit(Module(program), *(DataLoader(each, batch_size=None) for each in (shares, parts[0])))
+        return noted, held_out
 
-    return under(_within("net", plan), run)
+    ranks = under(_within("net", plan), run)
+    held_out = fmean(loss for _, losses in ranks for loss in losses)
+    return [(noted.losses, noted.grad_norms, held_out, noted.states) for noted, _ in ranks]
 
 
 def _within(name: str, plan: sw.Plan) -> sw.Plan:

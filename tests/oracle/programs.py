@@ -90,17 +90,17 @@ UNITS = (
     *("unused output", "no gradient", "in place", "positions", "checkpointed reentrant"),
 )
 
+WITH_WORDS = on_words(words_with_kept_norm, keep=("norm",), rounds_by_hand=True)
+
 WORDS: Mapping[str, Program] = {
-    "words": on_words(words_with_kept_norm, keep=("norm",), rounds_by_hand=True),
-    "words, by targets": on_words(
-        words_with_kept_norm, batches=[masked_batch(0), masked_batch(1)], loss_weight=count_targets, optimizer=sgd
+    "words": WITH_WORDS,
+    "words, by targets": replace(
+        WITH_WORDS, batches=[masked_batch(0), masked_batch(1)], loss_weight=count_targets, optimizer=sgd
     ),
-    "words, other counts": on_words(
-        words_with_kept_norm,
+    "words, other counts": replace(
+        WITH_WORDS,
         batches=[word_batch(seed, rows) for seed, rows in enumerate([24, 40, 25, 30, 48])],
         counts=[1, 4, 1, 3, 4],
-        keep=("norm",),
-        rounds_by_hand=True,
     ),
     "decoder": DECODER,
     "decoder, float32": replace(DECODER, make=lambda: decoder(dtype=torch.float32)),

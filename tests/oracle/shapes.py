@@ -43,7 +43,7 @@ def channels_last() -> nn.Module:
     model: Any = seeded(odd_shapes)()
     weight = model.convolution.weight
     weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def row_major() -> nn.Module:

@@ -18,12 +18,16 @@ class MasterOf:
     def __init__(self, model: nn.Module, inventory: Inventory, updated: Sequence[Owned], *, owns_all: bool) -> None:
         """inventory: of the whole model. updated: what the optimizers have. owns_all: whether each rank has all."""
         self._model = model
+        self._masters = [each.parameter for each in updated]
+        self._numbers = frozenset(map(id, self._masters))
         # Else on no rank, also for what happens to be whole on one: ranks run one program.
         self._whole = {each.segment.name: each.parameter for each in updated} if owns_all else {}
         self._elsewhere = set() if owns_all else {spec.name for spec in inventory.specs if spec.trainable}
 
     def __call__(self, parameter: Any) -> nn.Parameter | None:
         """The master; None of what is no trained parameter. Raises OptimizerError where it is not whole here."""
+        if id(parameter) in self._numbers:  # the first step asks with each master, and would go through the model
+            return None
         # Asked anew: a rank keeps no parameters of other stages, and a reference, a weak one too, keeps torch from
         # swapping a parameter.
         named = self._model.named_parameters() if isinstance(parameter, torch.Tensor) else ()
