@@ -88,14 +88,14 @@ def by_lightning(program: Program, plan: sw.Plan) -> Sequence[OfRank]:
 
     def run(strategy: Strategy) -> tuple[Noted, list[float]]:
         noted, rank, held_out = Noted(), strategy.global_rank, []
-        parts = parts_on(program, plan, rank)
-        shares: Any = [data_share(batch, plan.mesh, rank) for batch in program.batches]
+        shares = [data_share(batch, plan.mesh, rank) for batch in program.batches]
+        given: list[Any] = [shares, parts_on(program, plan, rank)[0]]
         between = pl.callbacks.LambdaCallback(
             on_train_batch_end=lambda *_: noted.note(strategy.report, strategy.engine, within="net."),
             on_validation_batch_end=lambda trainer, module, loss, *_: held_out.append(loss.item()),
         )
         trainer = trainer_for(strategy, between, max_epochs=1, num_sanity_val_steps=0)
-        trainer.fit(Module(program), *(DataLoader(each, batch_size=None) for each in (shares, parts[0])))
+        trainer.fit(Module(program), *(DataLoader(each, batch_size=None) for each in given))
         return noted, held_out
 
     ranks = under(_within("net", plan), run)

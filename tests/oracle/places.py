@@ -61,7 +61,8 @@ def train_on(channel: sw.Channel, program: Program, plan: sw.Plan, *, between: b
 
 def simulated(program: Program, plan: sw.Plan) -> Sequence[OfRank]:
     """Simulated ranks in this process."""
-    return sw.simulate(plan.mesh.size, lambda channel: train_on(channel, program, plan))
+    # Some programs compile, and the machine may have other work.
+    return sw.simulate(plan.mesh.size, lambda channel: train_on(channel, program, plan), timeout_seconds=600)
 
 
 @dataclass(frozen=True)
