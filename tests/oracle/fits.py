@@ -98,13 +98,13 @@ def fitting(name: str) -> list[str]:
 
 
 def chosen(turns: Iterable[int]) -> list[tuple[str, str]]:
-    """For each program the layouts of these turns: every second one has stages."""
+    """For each program the layouts of these turns: every second one has stages, of programs for stages the first."""
     pairs = []
     for at, name in enumerate(PROGRAMS):
         fit = fitting(name)
         of_stages = [layout for layout in fit if layout in OF_STAGES]
         for turn in turns:
-            is_of_stages = turn % 2 == 1
+            is_of_stages = turn % 2 == (0 if name in FLOWS else 1)
             among = of_stages if of_stages and is_of_stages else fit
             if turn == 0 and (name in CARRIED or name in TRANSFORMERS or "compiled" in name):
                 continue  # they take a second or two

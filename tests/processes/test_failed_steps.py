@@ -12,7 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.errors import BatchError, PeerError
+from shardwise.errors import BatchError, ModelError, PeerError
+from tests.engine.tensor import planted_faults
 from tests.oracle.pipeline_programs import Chain
 from tests.oracle.places import data_share
 from tests.oracle.program import Program, plan_of, seeded
@@ -108,6 +109,19 @@ def test_a_batch_that_one_rank_cannot_split_is_refused_by_all_and_training_goes_
     assert first == second
     assert first[0].startswith("rank 1: a batch of 1 rows cannot be split into 2 microbatches")
     assert first[1] is False
+
+
+def refuse_a_tensor_plan(channel: Channel) -> str:
+    make, rules = planted_faults.FAULTS["softmax"]
+    with pytest.raises(ModelError) as caught:
+        planted_faults.train(channel, make, planted_faults.plan_of(rules))
+    return str(caught.value)
+
+
+def test_a_wrong_plan_of_tensor_parallelism_is_refused_alike_by_all(pool: Pool) -> None:
+    first, second = pool.run(2, refuse_a_tensor_plan, poisons=True)
+    assert first == second
+    assert "'block' (Between) gives other numbers when it is cut" in first
 
 
 def break_a_relayout(channel: Channel) -> str:

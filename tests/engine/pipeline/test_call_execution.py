@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, assume, example, given
 from hypothesis import strategies as st
 
 import shardwise as sw
 from tests.engine.pipeline.value_programs import CALLS, MODULES, Program, Seen, Step, programs
 from tests.oracle.program import adamw
+from tests.properties import tried
 
 ROWS = 4
 LARGEST = 1 << 20
@@ -126,9 +127,8 @@ FAILED_ONCE: list[tuple[list[Step], list[int], int, int, list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("num_examples", [18, pytest.param(1000, marks=pytest.mark.stress)])
-def test_any_program_sees_and_trains_what_it_does_in_one_process(num_examples: int) -> None:
-    @settings(max_examples=num_examples, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_program_sees_and_trains_what_it_does_in_one_process() -> None:
+    @tried(8, *HealthCheck)
     @given(programs() | called_again, some_kinds, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), orders)
     def run(steps: list[Step], kinds: list[int], k: int, chunks: int, order: list[int]) -> None:
         assert_as_one_process(steps, kinds, k, chunks, [stage % (2 * chunks) for stage in order])

@@ -11,7 +11,7 @@ from shardwise.engine.pipeline.module_placement import count_work, outline_of
 from shardwise.errors import ModelError
 from shardwise.plan import Outline, Pipeline, Placement, place
 from tests.engine.formed import formed
-from tests.engine.pipeline.transformers_models import MAKERS, case_of
+from tests.engine.pipeline.transformers_models import case_of
 
 
 def elements_by_stage(model: nn.Module, placement: Placement) -> list[int]:
@@ -34,7 +34,7 @@ def num_elements(outline: Outline) -> int:
     return sum(count for module in outline.modules() for _, count in module.own_parameters)
 
 
-@pytest.mark.parametrize("name", sorted(MAKERS))
+@pytest.mark.parametrize("name", ["llama", "t5", "bart", "mixtral", "mamba", "perceiver", "hrm", "vit"])
 def test_a_balanced_placement_covers_every_model(name: str) -> None:
     case = case_of(name)
     model = case.make()
@@ -51,14 +51,6 @@ def test_a_balanced_placement_covers_every_model(name: str) -> None:
             of_stages[stage] += work[each]
         assert min(of_stages) >= 0
         assert max(of_stages) <= 0.85 * work[""]
-
-
-def test_layers_of_a_decoder_are_dealt_out_whole() -> None:
-    placement = place(outline_of(case_of("llama", tied=False).make()), Pipeline(), num_ranks=2)
-    assert dict(placement.modules) == {
-        **{"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 0},
-        **{"model.layers.2": 1, "model.layers.3": 1, "model.norm": 1, "lm_head": 1},
-    }
 
 
 class Shared(nn.Module):

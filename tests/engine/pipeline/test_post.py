@@ -97,21 +97,6 @@ def test_a_sender_that_went_past_the_wanted_value_is_noticed() -> None:
         two_ranks(first, lambda post: post.take(0, Key(MessageKind.VALUE, 3, 0)))
 
 
-def test_both_may_send_first_and_write_to_it_afterwards() -> None:
-    def swap(own: float, other: int) -> Callable[[Post], list[float]]:
-        def body(post: Post) -> list[float]:
-            value = torch.full((1000,), own)
-            post.send(other, VALUE, value)
-            value.zero_()
-            content = post.take(other, VALUE).content
-            assert content is not None
-            return content.unique().tolist()  # type: ignore[no-any-return]
-
-        return body
-
-    assert two_ranks(swap(1.0, 1), swap(2.0, 0)) == [[2.0], [1.0]]
-
-
 @pytest.mark.parametrize("num_messages", [4, 64])
 def test_what_was_received_does_not_stay_with_its_sender(num_messages: int) -> None:
     def body(channel: Channel) -> int:

@@ -10,102 +10,82 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.inventory import Inventory, take_inventory
-from shardwise.engine.pipeline.stage_contents import StageParameters, assign_parameters, drop_foreign
 from shardwise.errors import CheckpointError
-from shardwise.plan import Placement
-from tests.engine.formed import formed
+from tests.engine.formed import formed, linear
 from tests.oracle.batches import points, square_loss
 from tests.oracle.program import adamw, seeded
 
 
 class Net(nn.Module):
-    """Ties, a shared module, a parameter outside of placed modules, a recurrent net, buffers of every kind."""
+    """Ties of two and three stages, a parameter outside of placed modules, a recurrent net, buffers of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(4, 6, bias=False)
-        self.shared = nn.LayerNorm(6)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), self.shared, nn.BatchNorm1d(6)) for _ in range(3)])
+        self.embed, self.head = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(3)])
+        for block in self.blocks[1:]:
+            block[0].bias = self.blocks[0][0].bias  # type: ignore[index]
         self.memory = nn.LSTM(6, 6, batch_first=True)
         self.scale = nn.Parameter(torch.ones(6))
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
         table, mask = torch.arange(6.0), torch.ones(6)
         self.register_buffer("table", table)
         self.blocks[0].register_buffer("table", table)
         self.blocks[1].register_buffer("mask", mask)
         self.blocks[2].register_buffer("mask", mask)
 
-
-def assigned(model: nn.Module, inventory: Inventory, num_ranks: int = 3, num_stages: int = 3) -> StageParameters:
-    """The head is on the last stage."""
-    modules = {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 2, "memory": 1, "head": num_stages - 1}
-    placement = Placement(num_ranks=num_ranks, num_stages=num_stages, modules=modules, parameters={"scale": 1})
-    return assign_parameters(model, inventory, placement)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.memory(self.blocks[1](self.blocks[0](self.embed(x)))[:, None])[0][:, 0]
+        out: torch.Tensor = self.blocks[2](h * self.scale) + self.head(x)
+        return out[:, :1]
 
 
-TIES = {"embed.weight", "shared.weight", "shared.bias"}
-
-
-def test_every_parameter_has_one_owner_and_the_users_that_hold_it() -> None:
-    model = Net()
-    inventory = take_inventory(model, sw.Precision())
-    stages = assigned(model, inventory)
-    of_one = {name: (stages.owner(name), stages.users(name)) for name in stages.stages if name not in TIES}
-    wanted = {"blocks.0": 0, "blocks.1": 1, "blocks.2": 2, "memory": 1, "scale": 1}
-    for name, found in of_one.items():
-        at = next(stage for prefix, stage in wanted.items() if f"{name}.".startswith(f"{prefix}."))
-        assert found == (at, {at: at}), name
-    assert (stages.owner("embed.weight"), stages.users("embed.weight")) == (0, {0: 0, 2: 2})
-    assert (stages.owner("shared.weight"), stages.users("shared.weight")) == (0, {0: 0, 1: 1, 2: 2})
-    assert stages.of_several_stages() == TIES
-    owned = [stages.owned_by(coordinate) for coordinate in range(3)]
-    assert sorted(chain(*owned)) == sorted(stages.stages)
-    stages = assigned(model, inventory, 2, 4)
-    assert (stages.owner("embed.weight"), stages.users("embed.weight")) == (0, {0: 0, 1: 3})
-    assert (stages.owner("shared.weight"), stages.users("shared.weight")) == (0, {0: 2, 1: 1}), (
-        "stages of a rank are one"
-    )
-    assert stages.held_by(0) & stages.held_by(1) == TIES
-
-
-KEPT = {
-    0: "embed head shared blocks.0 blocks.1.1 blocks.2.1 table",
-    1: "blocks.1 memory scale shared blocks.0.1 blocks.2.1 blocks.2.mask table blocks.0.table",
-    2: "blocks.2 embed head shared blocks.0.1 blocks.1.1 blocks.1.mask table blocks.0.table",
+STAGES = {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": 2, "memory": 1, "head": 2, "scale": 1}
+HELD = {
+    0: "embed head blocks.0 blocks.1.0.bias blocks.2.0.bias table",
+    1: "blocks.1 memory scale blocks.0.0.bias blocks.2.0.bias blocks.2.mask table blocks.0.table",
+    2: "blocks.2 embed head blocks.0.0.bias blocks.1.0.bias blocks.1.mask table blocks.0.table",
 }
 """Prefixes of what each rank keeps: its stages, ties by any name, and buffers of the model itself."""
+OWNED = {0: "embed blocks.0", 1: "blocks.1.0.weight blocks.1.1 memory scale", 2: "blocks.2.0.weight blocks.2.1"}
+"""Ties are those of the first stage that has them."""
 
 
-@pytest.mark.parametrize("coordinate", range(3))
-def test_a_rank_keeps_what_its_stages_hold_and_not_a_byte_of_the_rest(coordinate: int) -> None:
-    model: Any = Net()
-    model.embed.weight.note = model.head.weight.note = "kept"
-    inventory = take_inventory(model, sw.Precision())
-    stages = assigned(model, inventory)
-    held = stages.held_by(coordinate)
-    before = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
-    foreign = [weakref.ref(each) for name, each in inventory.parameters.items() if name not in held]
-    drop_foreign(model, inventory, stages, coordinate, keeps_objects=False)
-    kept = inventory.restricted(held)
-    del inventory
-    gc.collect()
-    assert foreign
-    assert all(reference() is None for reference in foreign)  # the list of a recurrent net lets go too
-    assert kept.parameters.keys() == held
-    for name, value in model.state_dict(keep_vars=True).items():
-        is_kept = any(f"{name}.".startswith(f"{prefix}.") for prefix in KEPT[coordinate].split())
-        assert value.is_meta is not is_kept, name
-        assert (value.shape, value.dtype) == (before[name].shape, before[name].dtype)
-        assert value.requires_grad is isinstance(value, nn.Parameter)
-        assert value.is_meta or torch.equal(value, before[name])
-    assert model.embed.weight is model.head.weight
-    assert model.get_buffer("blocks.1.mask") is model.get_buffer("blocks.2.mask")
-    assert model.embed.weight.note == "kept", "notes of the user stay, also on what is elsewhere"
+def begins(name: str, prefixes: str) -> bool:
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes.split())
 
 
-# -- in an engine
+def test_a_rank_keeps_what_its_stages_hold_and_not_a_byte_of_the_rest() -> None:
+    """It optimizes what it owns."""
+
+    def run(channel: sw.Channel) -> set[str]:
+        model: Any = seeded(Net)()
+        model.embed.weight.note = "kept"
+        before = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
+        parameters = {name: weakref.ref(each) for name, each in model.named_parameters()}
+        engine = parallelized(channel, sw.Pipeline(stages=STAGES), model)
+        gc.collect()
+        for name, value in model.state_dict(keep_vars=True).items():
+            assert value.is_meta is not begins(name, HELD[channel.rank]), name
+            assert (value.shape, value.dtype) == (before[name].shape, before[name].dtype)
+            assert value.requires_grad is isinstance(value, nn.Parameter)
+            assert value.is_meta or torch.equal(value, before[name])
+        alive = {name for name, reference in parameters.items() if reference() is not None}
+        assert alive == {name for name in parameters if begins(name, HELD[channel.rank])}  # lists of the LSTM let go
+        assert model.embed.weight is model.head.weight
+        assert model.get_buffer("blocks.1.mask") is model.get_buffer("blocks.2.mask")
+        assert model.embed.weight.note == "kept", "notes of the user stay, also on what is elsewhere"
+        engine.step(points(0, 4))
+        owned = {name for name in parameters if begins(name, OWNED[channel.rank])}
+        elements = sum(before[name].numel() for name in owned)
+        [group] = engine.optimizer.param_groups
+        assert engine.footprint().owned_elements == sum(each.numel() for each in group["params"]) == elements
+        assert engine.settings()["optimizers"][0]["groups"][0]["parameters"] == list(parameters)
+        assert {piece.name for piece in engine.state()} >= {*owned, *(f"optimizer/{each}/exp_avg" for each in owned)}
+        return {piece.name for piece in engine.state() if piece.name in parameters}
+
+    held = sw.simulate(3, run)
+    assert sorted(chain(*held)) == sorted(name for name, _ in Net().named_parameters())
 
 
 def three_layers() -> nn.Sequential:
@@ -116,31 +96,10 @@ TWO = sw.Pipeline(stages={"0": 0, "1": 1, "2": 1})
 
 
 def parallelized(channel: sw.Channel, pipeline: sw.Pipeline = TWO, model: Any = None, **settings: Any) -> sw.Engine:
-    mesh = sw.Mesh(pp=channel.size) if channel.size < 3 else sw.Mesh(pp=2, dp_shard=2)
+    mesh = sw.Mesh(pp=channel.size) if channel.size < 4 else sw.Mesh(pp=2, dp_shard=2)
     model = model or three_layers()
     plan = sw.Plan(mesh=mesh, pipeline=pipeline if channel.size > 1 else sw.Pipeline())
     return sw.parallelize(model, plan, optimizer=adamw, loss=square_loss, channel=channel, **settings)
-
-
-def test_an_engine_keeps_nothing_foreign_alive_and_optimizes_what_it_owns() -> None:
-    def run(channel: sw.Channel) -> set[str]:
-        model = three_layers()
-        parameters = {name: weakref.ref(each) for name, each in model.named_parameters()}
-        engine = parallelized(channel, model=model)
-        gc.collect()
-        alive = {name for name, reference in parameters.items() if reference() is not None}
-        assert alive == {name for name, each in model.named_parameters() if not each.is_meta}
-        elements = sum(each.numel() for each in model.parameters() if not each.is_meta)
-        assert engine.footprint().owned_elements == elements
-        [group] = engine.optimizer.param_groups
-        assert sum(each.numel() for each in group["params"]) == elements
-        assert engine.settings()["optimizers"][0]["groups"][0]["parameters"] == list(parameters)
-        assert {piece.name for piece in engine.state()} == alive
-        return alive
-
-    first, second = sw.simulate(2, run)
-    assert first == {"0.weight", "0.bias"}
-    assert second == {"1.0.weight", "1.0.bias", "2.weight", "2.bias"}
 
 
 def test_a_rank_that_trains_nothing_takes_part_and_data_ranks_have_batches_of_their_own() -> None:
@@ -158,33 +117,24 @@ def test_a_rank_that_trains_nothing_takes_part_and_data_ranks_have_batches_of_th
         assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("balance", ["flops", "seconds"])
-def test_a_sample_is_measured_by_rank_0_and_moves_nothing(balance: Any) -> None:
-    def run(channel: sw.Channel) -> tuple[set[str], float]:
-        engine = parallelized(channel, sw.Pipeline(balance=balance), sample=points(0, 4))
-        return {piece.name for piece in engine.state()}, engine.step(points(0, 4)).loss
-
-    (first, loss), (second, other) = sw.simulate(2, run)
-    assert first.isdisjoint(second)
-    assert loss == other
-
-
-def test_a_sample_tells_the_order_in_which_modules_are_cut() -> None:
-    """The layers are registered in another order than that in which they are called."""
+@pytest.mark.parametrize("balance", ["parameters", "flops", "seconds"])
+def test_a_sample_tells_the_order_in_which_modules_are_cut_and_moves_nothing(balance: Any) -> None:
+    """The layers are registered in another order than that in which they are called. Rank 0 measures."""
     last_first = formed(
         lambda net, x: net.last(torch.tanh(net.middle(net.first(x)))),
-        last=lambda: nn.Linear(6, 1),
-        middle=lambda: nn.Linear(6, 6),
-        first=lambda: nn.Linear(4, 6),
+        **{"last": linear(6, 1), "middle": linear(6, 6), "first": linear(4, 6)},
     )
 
-    def run(channel: sw.Channel, sample: Any) -> set[str]:
-        engine = parallelized(channel, sw.Pipeline(), seeded(last_first)(), sample=sample)
-        engine.step(points(0, 4))
-        return {piece.name.split(".")[0] for piece in engine.state() if not piece.name.startswith("optimizer/")}
+    def run(channel: sw.Channel, sample: Any) -> tuple[set[str], float]:
+        engine = parallelized(channel, sw.Pipeline(balance=balance), seeded(last_first)(), sample=sample)
+        return {piece.name.split(".")[0] for piece in engine.state()}, engine.step(points(0, 4)).loss
 
-    assert "first" in sw.simulate(2, lambda channel: run(channel, points(1, 4)))[0]
-    assert "last" in sw.simulate(2, lambda channel: run(channel, None))[0], "control: by registration"
+    (first, loss), (second, other) = sw.simulate(2, lambda channel: run(channel, points(1, 4)))
+    assert "first" in first
+    assert first.isdisjoint(second)
+    assert loss == other
+    if balance == "parameters":
+        assert "last" in sw.simulate(2, lambda channel: run(channel, None))[0][0], "control: by registration"
 
 
 # -- buffers that several stages have

@@ -156,37 +156,22 @@ PROGRAMS = {
     "recomputing": program(recomputing, 1),
     "given again": Program(batches=[vectors(0), vectors(1)], loss=halved, **AGAIN),  # type: ignore[arg-type]
 }
-LAYOUTS = {
-    "1f1b": {"mesh": "pp=4", "k": 4},
-    "three": {"mesh": "pp=3", "k": 2},
-    "one microbatch": {"mesh": "pp=4"},
-    "interleaved": {"mesh": "pp=2", "k": 4, "schedule": "interleaved"},
-    "interleaved, uneven": {"mesh": "pp=2", "k": 3, "schedule": "interleaved"},
-    "fthenb": {"mesh": "pp=2", "k": 3, "schedule": "fthenb"},
-    "stage 3": {"mesh": "pp=2", "k": 2, "chunks": 2, "schedule": "fthenb", "stage": 3},
-    "two": {"mesh": "pp=2", "k": 2},
-}
-QUICK = {
-    ("reading", "three"),
-    ("reading", "interleaved, uneven"),
-    *(("peeking", "1f1b"), ("peeking", "interleaved")),
-    *(("choosing", "1f1b"), ("choosing", "interleaved")),
-    ("recomputing", "one microbatch"),
-    ("given again", "two"),
-}
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("reading", {"mesh": "pp=3", "k": 2}),
+    ("reading", {"mesh": "pp=2", "k": 3, "schedule": "interleaved"}),
+    ("reading", {"mesh": "pp=2", "k": 2, "chunks": 2, "schedule": "fthenb", "stage": 3}),
+    ("peeking", {"mesh": "pp=4", "k": 4}),
+    ("peeking", {"mesh": "pp=2", "k": 4, "schedule": "interleaved"}),
+    ("choosing", {"mesh": "pp=4", "k": 4}),
+    ("choosing", {"mesh": "pp=2", "k": 4, "schedule": "interleaved"}),
+    ("recomputing", {"mesh": "pp=4"}),
+    ("given again", {"mesh": "pp=2", "k": 2}),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if (name, layout) in QUICK else pytest.mark.stress)
-        for name in PROGRAMS
-        for layout in LAYOUTS
-        if name not in ("given again", "recomputing") or (name, layout) in QUICK
-    ],
-)
-def test_programs_that_read_train_like_one_process(name: str, layout: str) -> None:
-    assert_trains_like_one_process(PROGRAMS[name], plan_of(PROGRAMS[name], **LAYOUTS[layout]))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=str)
+def test_programs_that_read_train_like_one_process(name: str, layout: dict[str, Any]) -> None:
+    assert_trains_like_one_process(PROGRAMS[name], plan_of(PROGRAMS[name], **layout))
 
 
 @pytest.mark.parametrize("k", [1, 2])

@@ -18,22 +18,6 @@ from tests.oracle.pipeline_programs import Block
 CPU = torch.device("cpu")
 
 
-def test_forwards_go_on_where_they_parked() -> None:
-    seen: list[str] = []
-    turns: dict[str, Turn] = {}
-
-    def body(name: str) -> None:
-        seen.append(f"{name}0")
-        turns[name].park()
-        seen.append(f"{name}1")
-
-    for name in "ab":
-        turns[name] = Turn(lambda name=name: body(name), CPU)  # type: ignore[misc]
-    for name in "abbaa":
-        turns[name].advance()
-    assert seen == ["a0", "b0", "b1", "a1"], "a forward that has ended stays ended"
-
-
 def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
     """Without gradients, autocast, a default device, a count of operations, and where what autograd saves goes."""
     saved: list[torch.Tensor] = []
@@ -62,16 +46,6 @@ def test_modes_and_hooks_of_the_caller_hold_in_the_forward() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         Turn(lambda: made.append((torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))), CPU).advance()
     assert made[-1] == (False, torch.bfloat16)
-
-
-def test_what_a_forward_raises_is_raised_where_it_was_advanced() -> None:
-    def body() -> None:
-        raise ValueError("from inside")
-
-    turn = Turn(body, CPU)
-    with pytest.raises(ValueError, match="from inside"):
-        turn.advance()
-    turn.abandon()
 
 
 def test_an_abandoned_forward_unwinds_and_leaves_no_thread() -> None:

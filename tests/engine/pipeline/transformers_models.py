@@ -96,23 +96,15 @@ MAKERS: dict[str, Maker] = {
     ),
     "gpt2 with dropout": gpt2,
     "qwen3": _maker("Qwen3ForCausalLM", "Qwen3Config", **DECODER, head_dim=8),
-    "gemma": _maker("GemmaForCausalLM", "GemmaConfig", **DECODER, head_dim=8),
     "gemma3": _maker(
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
         **DECODER,
         **{"head_dim": 8, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
-    "phi": _maker("PhiForCausalLM", "PhiConfig", **{**DECODER, "num_key_value_heads": 2}),
     "mixtral": _maker("MixtralForCausalLM", "MixtralConfig", **DECODER, num_local_experts=4, output_router_logits=True),
     "qwen3-moe": _maker("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **_EXPERTS, output_router_logits=True),
     "falcon": _maker("FalconForCausalLM", "FalconConfig", **_WORDS, **_FOUR, **_ENDS),
-    "bloom": _maker("BloomForCausalLM", "BloomConfig", **_WORDS, hidden_size=16, n_layer=4, n_head=2),
-    "opt": _maker(
-        "OPTForCausalLM",
-        "OPTConfig",
-        **{**_WORDS, **_FOUR, "word_embed_proj_dim": 16, "ffn_dim": 24, "max_position_embeddings": 32, "dropout": 0.0},
-    ),
     "t5": _maker(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -147,8 +139,6 @@ MAKERS: dict[str, Maker] = {
     ),
 }
 
-gpt2_still, t5 = MAKERS["gpt2"], MAKERS["t5"]
-
 LLAMA_STAGES = {
     "model.embed_tokens": 0,
     "model.layers.0": 0,
@@ -173,27 +163,10 @@ T5_STAGES = {
 }
 """Embeddings and head are one parameter, which lies on stage 0: the last stage's output goes back there."""
 
-BART_STAGES = {
-    "model.shared": 0,
-    "model.encoder.embed_tokens": 0,
-    "model.decoder.embed_tokens": 0,
-    "lm_head": 0,
-    "model.encoder.embed_positions": 0,
-    "model.encoder.layernorm_embedding": 0,
-    "model.encoder.layers.0": 0,
-    "model.encoder.layers.1": 1,
-    "model.decoder.embed_positions": 1,
-    "model.decoder.layernorm_embedding": 1,
-    "model.decoder.layers.0": 2,
-    "model.decoder.layers.1": 3,
-}
-"""As for T5; the decoder's embedding is on stage 0, its positions on stage 1."""
-
 STAGES = {
     "llama": LLAMA_STAGES,
     "t5": T5_STAGES,
     "t5 apart": {**T5_STAGES, "decoder.embed_tokens": 2, "lm_head": 3},
-    "bart": BART_STAGES,
 }
 """`t5 apart`: each use of its one embedding is on a stage of its own."""
 

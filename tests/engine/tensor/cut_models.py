@@ -1,141 +1,80 @@
-"""Models cut over simulated ranks by a plan of tensor parallelism alone, beside the whole model in one process."""
+"""Models cut by rules of tensor parallelism over simulated ranks, beside the whole model in one process."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
+import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
 from shardwise.comm.recorded import Recorded, RecordedCall
-from shardwise.engine.tensor.cut_outline import tensor_outline
-from shardwise.engine.tensor.styles import TensorParallel
-from shardwise.engine.tensor.summed_gradients import SummedGradients
-from shardwise.engine.tensor.tensor_decision import portion_of
-from shardwise.plan.tensor_cuts import plan_tensor
 from shardwise.plan.tensor_plan import TensorPlan
+from tests.oracle.program import seeded
 
 MakeModel = Callable[[], nn.Module]
 Rules = Mapping[str, str]
+AnyRules = Rules | Literal["auto"]
 Run = Callable[[nn.Module], torch.Tensor]
-"""From a model to what is computed with it; its sum is what the gradients are of."""
+"""From a model to what is computed with it; its sum is the loss."""
+
+descent = partial(torch.optim.SGD, lr=1.0)
 
 
 @dataclass
 class Computed:
     """What one process, or all ranks together, computed."""
 
-    output: torch.Tensor
-    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
-    plan: TensorPlan = field(default_factory=lambda: TensorPlan(num_ranks=1))
-    calls: list[list[RecordedCall]] = field(default_factory=list)
-    """Of each rank."""
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    """What plain descent took away."""
+    plan: TensorPlan
+    """What the rules came to."""
+    calls: list[RecordedCall]
+    """Of a rank in its step."""
 
 
-def compute_whole(make_model: MakeModel, run: Run) -> Computed:
-    """One process, the model as it is."""
-    model = _made(make_model)
-    output = run(model)
-    output.sum().backward()
-    return Computed(output.detach(), {name: each.grad for name, each in model.named_parameters()})
+def compute(make_model: MakeModel, run: Run, num_ranks: int = 1, rules: AnyRules | None = None) -> Computed:
+    """One step in float64, whose rules are taken at their word; all ranks have the same numbers."""
 
-
-def compute_cut(
-    make_model: MakeModel, rules: Mapping[str, str] | str, num_ranks: int, run: Run, *, is_completed: bool = False
-) -> Computed:
-    """Simulated ranks with the portions that the rules give them; the gradients put together.
-
-    All that is whole is compared: outputs and gradients have the same bits on every rank. Which gradients are summed is
-    read from the graph; it is what the rules say, unless it `is_completed` so.
-    """
-
-    def on_rank(
-        channel: sw.Channel,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None], TensorPlan, list[RecordedCall]]:
-        model = _made(make_model)
-        outline = tensor_outline(model)
-        plan = plan_tensor(outline, rules, num_ranks=num_ranks)  # type: ignore[arg-type]
-        for name, portion in plan.portions(channel.rank).items():
-            parameter = model.get_parameter(name)
-            parameter.data = portion_of(parameter.detach(), portion).clone()
+    def on_rank(channel: sw.Channel) -> Computed:
+        model = seeded(make_model)().double()
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
         recorded = Recorded(channel)
-        TensorParallel(model, plan, recorded)
-        output = run(model)
-        loss = output.sum()
-        parameters = dict(model.named_parameters())
-        watched = SummedGradients(parameters, cut=plan.cuts, summed=plan.summed, named=plan.named)
-        watched.look_at(loss)
-        summed = watched.names
-        assert is_completed or summed == plan.summed, summed ^ plan.summed
-        loss.backward()
-        gradients = {name: each.grad for name, each in parameters.items()}
-        return output.detach(), gradients, replace(plan, summed=summed), recorded.calls
+        engine = sw.parallelize(
+            model,
+            sw.Plan(mesh=sw.Mesh(tp=num_ranks), tensor=sw.Tensor(rules=rules, prove=False)),
+            optimizer=descent,
+            loss=lambda batch: run(model).sum(),
+            channel=recorded,
+        )
+        num_calls = len(recorded.calls)
+        loss = engine.step({"row": torch.ones(1)}).loss
+        calls, after = recorded.calls[num_calls:], dict(sw.full(engine))
+        gradients = {name: value - after[name] for name, value in before.items()}
+        return Computed(loss, gradients, engine.tensor_decision.plan, calls)
 
-    ranks = sw.simulate(num_ranks, on_rank)
-    outputs, gradients, plans, calls = zip(*ranks, strict=True)
-    plan = plans[0]
-    for other in outputs[1:]:
-        assert torch.equal(other, outputs[0])
-    return Computed(
-        outputs[0],
-        {name: _together(name, [each[name] for each in gradients], plan) for name in gradients[0]},
-        plan,
-        list(calls),
-    )
+    first, *others = sw.simulate(num_ranks, on_rank)
+    for other in others:
+        assert other.loss == first.loss
+        assert all(torch.equal(value, first.gradients[name]) for name, value in other.gradients.items())
+    return first
 
 
 def assert_cut_is_right(
-    make_model: MakeModel, rules: Rules | str, run: Run, num_ranks: int = 2, *, is_completed: bool = False
+    make_model: MakeModel, rules: AnyRules, run: Run, num_ranks: int = 2, *, relative: float = 1e-12, floor: float = 1.0
 ) -> Computed:
-    """The cut model computes what the whole one does."""
-    got = compute_cut(make_model, rules, num_ranks, run, is_completed=is_completed)
-    assert_close(got, compute_whole(make_model, run))
-    return got
+    """The cut model has the loss and the gradients of the whole one, to `relative` of the largest element.
 
-
-def assert_close(got: Computed, expected: Computed, *, relative: float = 1e-12, floor: float = 1.0) -> None:
-    """Outputs and gradients are equal to `relative` of the largest element: sums were taken in another order.
-
-    floor: what the largest element counts as at least, since terms of order 1 may cancel.
+    Sums are taken in another order. floor: what the largest element counts as at least: terms of order 1 may cancel.
     """
-    _assert_near("the output", got.output, expected.output, relative, floor)
-    assert got.gradients.keys() == expected.gradients.keys()
-    for name, gradient in got.gradients.items():
-        other = expected.gradients[name]
-        assert (gradient is None) == (other is None), f"{name}: {gradient} and {other}"
-        if gradient is not None and other is not None:
-            _assert_near(name, gradient, other, relative, floor)
-
-
-def _assert_near(what: str, one: torch.Tensor, other: torch.Tensor, relative: float, floor: float) -> None:
-    assert one.shape == other.shape, what
-    bound = relative * max(floor, float(other.abs().max()))
-    largest = float((one - other).abs().max())
-    assert largest <= bound, f"{what} differs by {largest}, more than {bound}"
-
-
-def _made(make_model: MakeModel) -> nn.Module:
-    torch.manual_seed(0)
-    return make_model().double()
-
-
-def _together(name: str, parts: list[torch.Tensor | None], plan: TensorPlan) -> torch.Tensor | None:
-    held = [each for each in parts if each is not None]
-    if not held:
-        return None
-    if name in plan.summed:
-        return torch.stack(held).sum(0)
-    if name not in plan.cuts:
-        assert len(held) == len(parts)
-        for other in held[1:]:
-            assert torch.equal(other, held[0]), f"{name} has another gradient on another rank"
-        return held[0]
-    whole = torch.full(plan.cuts[name].shape, torch.nan, dtype=held[0].dtype)
-    for rank, gradient in enumerate(held):
-        for box, local in plan.portions(rank)[name].boxes():
-            whole[_slices(box)] = gradient[_slices(local)]
-    return whole
-
-
-def _slices(box: sw.space.Box) -> tuple[slice, ...]:
-    return tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))
+    got, whole = compute(make_model, run, num_ranks, rules), compute(make_model, run)
+    assert got.loss == pytest.approx(whole.loss, rel=relative, abs=relative * floor)
+    assert got.gradients.keys() == whole.gradients.keys()
+    for name, wanted in whole.gradients.items():
+        bound = relative * max(floor, float(wanted.abs().max()))
+        largest = float((got.gradients[name] - wanted).abs().max())
+        assert largest <= bound, f"{name} differs by {largest}, more than {bound}"
+    return got

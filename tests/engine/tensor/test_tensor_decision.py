@@ -1,6 +1,6 @@
-"""Plans that models carry, in wrappers and beside adapters too, against the whole model; and rules that are wrong."""
+"""Plans that models carry, beside adapters too, against the whole model; and rules that are wrong."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -11,8 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from tests.engine.formed import formed, linear
-from tests.engine.tensor.cut_models import Rules, assert_close, assert_cut_is_right, compute_cut, compute_whole
-from tests.engine.tensor.planted_faults import HEADS
+from tests.engine.tensor.cut_models import AnyRules, Rules, assert_cut_is_right, compute
 from tests.oracle.program import adamw
 from tests.refusals import Refusals
 
@@ -61,7 +60,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 AUTO = {"*": "auto"}
-CARRIED: dict[str, Rules | str] = {
+CARRIED: dict[str, AnyRules] = {
     "llama": "auto",
     "qwen3": "auto",  # a norm of each head
     "gemma2": "auto",  # an embedding that scales, a tie
@@ -93,13 +92,11 @@ CARRIED: dict[str, Rules | str] = {
 @pytest.mark.parametrize("name", CARRIED)
 def test_a_carried_plan_gives_what_the_whole_model_gives(name: str) -> None:
     """What it lacks is found out or added."""
-    rules = CARRIED[name]
 
     def make() -> nn.Module:
         return tiny_model(name.split(",")[0])
 
-    got = compute_cut(make, rules, 2, loss_of, is_completed=rules != "auto")
-    assert_close(got, compute_whole(make, loss_of), relative=FLOAT32_INSIDE, floor=1e-3)
+    assert_cut_is_right(make, CARRIED[name], loss_of, relative=FLOAT32_INSIDE, floor=1e-3)
 
 
 def train(model_type: str, rules: Rules, num_ranks: int) -> list[float]:
@@ -138,7 +135,7 @@ def test_a_carried_plan_that_does_not_fit_is_refused_and_can_be_put_right(name: 
     assert train(name, {**AUTO, **cure}, 2) == pytest.approx(train(name, {}, 1), rel=FLOAT32_INSIDE)
 
 
-# -- wrappers, and adapters beside linear maps (as the library peft makes them)
+# -- adapters beside linear maps (as the library peft makes them)
 
 
 class Adapted(nn.Module):
@@ -162,104 +159,48 @@ class Adapted(nn.Module):
         return out if self.outputs is None else out @ self.outputs
 
 
-def layer(net: Any, x: torch.Tensor) -> Any:
-    """Attention, then two maps."""
-    x = x + net.attention(x)
-    return x + net.down(torch.tanh(net.up(x)))
+TWO = formed(lambda net, x: net.down(torch.tanh(net.up(x))), up=linear(4, 9), down=linear(9, 4))
+BY_HAND = {"up": "column", "down": "row"}
 
 
-LAYER = formed(layer, attention=HEADS, up=linear(8, 12), down=linear(12, 8))
-
-
-class Carrying(nn.Module):
-    """A model that carries a plan."""
-
-    tp_plan: Mapping[str, str] = {
-        **{"layers.*.attention": "heads", "layers.*.attention.q": "colwise", "layers.*.attention.k": "colwise"},
-        **{"layers.*.attention.v": "colwise", "layers.*.attention.out": "rowwise"},
-        **{"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output"},
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([LAYER(), LAYER()])
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for each in self.layers:
-            x = each(x)
-        out: torch.Tensor = self.head(x)
-        return out
-
-
-class Wrapper(nn.Module):
-    """Hands on the attributes of what it wraps, its plan among them, under names that do not hold here."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("model"), name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.model(x)
-        return out
-
-
-EVERYWHERE = ("attention.q", "attention.k", "attention.v", "attention.out", "up", "down")
-
-
-def adapted(names: tuple[str, ...] = EVERYWHERE, *, head: bool = True, is_mixed: bool = False) -> Wrapper:
-    model: Any = Carrying()
-    for each in [*(f"layers.{at}.{name}" for at in range(2) for name in names), *(["head"] if head else [])]:
-        holder, _, attribute = each.rpartition(".")
-        module = model.get_submodule(holder)
-        setattr(module, attribute, Adapted(getattr(module, attribute), is_mixed=is_mixed))
-    return Wrapper(Wrapper(model))
+def adapted(*names: str, is_mixed: bool = False) -> nn.Module:
+    """Two maps, these of them with adapters."""
+    net: Any = TWO()
+    for name in names:
+        setattr(net, name, Adapted(getattr(net, name), is_mixed=is_mixed))
+    return net  # type: ignore[no-any-return]
 
 
 def run(model: nn.Module) -> torch.Tensor:
-    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out: torch.Tensor = model(x)
+    out: torch.Tensor = model(torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     return out.square()
 
 
-FIRST, EACH = "model.model.layers.0", "model.model.layers.*"
-
-
-@pytest.mark.parametrize(
-    ("names", "num_ranks"),
-    [(EVERYWHERE, 2), (EVERYWHERE, 3), (("attention.q", "attention.v"), 2), (("attention.out", "down"), 3)],
-    ids=str,
-)
-def test_the_plan_of_a_wrapped_model_cuts_maps_and_adapters(names: tuple[str, ...], num_ranks: int) -> None:
-    cuts = assert_cut_is_right(lambda: adapted(names), "auto", run, num_ranks, is_completed=True).plan.cuts
-    assert (f"{FIRST}.attention.q.lora_B.default.weight" in cuts) == ("attention.q" in names)
-    assert (f"{FIRST}.down.lora_A.default.weight" in cuts) == ("down" in names)
-    assert f"{FIRST}.down.lora_B.default.weight" not in cuts
-
-
-BY_HAND = {f"{EACH}.up": "column", f"{EACH}.down": "row"}
+@pytest.mark.parametrize(("names", "num_ranks"), [(("up", "down"), 2), (("up",), 3), (("down",), 2)])
+def test_the_rule_of_a_map_cuts_its_adapter_too(names: tuple[str, ...], num_ranks: int) -> None:
+    cuts = assert_cut_is_right(lambda: adapted(*names), BY_HAND, run, num_ranks).plan.cuts
+    assert ("up.lora_B.default.weight" in cuts) == ("up" in names)
+    assert ("down.lora_A.default.weight" in cuts) == ("down" in names)
+    assert "down.lora_B.default.weight" not in cuts
 
 
 def test_what_the_rules_of_an_adapter_and_of_its_map_sum_is_summed_once() -> None:
     """As with the carried plan of a model whose embedding has an adapter, and whose head is tied to the map in it."""
-    rules = {**BY_HAND, f"{EACH}.up.base_layer": "column", f"{EACH}.down.base_layer": "row"}
-    assert_cut_is_right(adapted, rules, run, is_completed=True)
+    rules = {**BY_HAND, "up.base_layer": "column", "down.base_layer": "row"}
+    assert_cut_is_right(lambda: adapted("up", "down"), rules, run)
 
 
 def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut() -> None:
-    def make() -> nn.Module:
-        return adapted(("up", "attention.out"), head=False, is_mixed=True)
-
-    plan = assert_cut_is_right(make, "auto", run, is_completed=True).plan
-    assert {name.rpartition(".")[2] for name in plan.left} == {"up", "out"}
-    assert not any(".up." in name or ".out." in name for name in plan.cuts)
-    assert f"{FIRST}.down.weight" in plan.cuts
+    carried = {f"{layer}.{name}": rule for layer in ("one", "two") for name, rule in BY_HAND.items()}
+    make = formed(
+        lambda net, x: net.two(net.one(x)),
+        lambda net: vars(net).update(_tp_plan=carried),
+        one=lambda: adapted("up", is_mixed=True),
+        two=TWO,
+    )
+    plan = assert_cut_is_right(make, "auto", run).plan
+    assert "one.up" in plan.left
+    assert plan.cuts.keys() == {"two.up.weight", "two.up.bias", "two.down.weight"}
 
 
 def engine_with(make: Callable[[], nn.Module], rules: Any, *, tp: int = 2, call: str = "") -> Callable[[], object]:
@@ -273,17 +214,14 @@ def engine_with(make: Callable[[], nn.Module], rules: Any, *, tp: int = 2, call:
     return lambda: sw.simulate(tp, on_rank)
 
 
-TWO = formed(lambda net, x: net.down(torch.tanh(net.up(x))), up=linear(4, 9), down=linear(9, 4))
-SCATTERED = {f"{EACH}.up": "column(gather=1)", f"{EACH}.down": "row(scatter=1)"}
-
 REFUSED = Refusals(
     "engine.tensor_rules",
     {
-        "an adapter and its map in two ways": lambda: compute_cut(
-            adapted, {**BY_HAND, f"{EACH}.down.base_layer": "row(scatter=1)"}, 2, run, is_completed=True
+        "an adapter and its map in two ways": lambda: compute(
+            lambda: adapted("up", "down"), run, 2, {**BY_HAND, "down.base_layer": "row(scatter=1)"}
         ),
         "an adapter of parts of a sequence": engine_with(
-            lambda: adapted(("down",), head=False, is_mixed=True), SCATTERED
+            lambda: adapted("down", is_mixed=True), {"up": "column(gather=1)", "down": "row(scatter=1)"}
         ),
         "a dim that is none": engine_with(TWO, {"up": "column", "down": "row(scatter=9)"}, call="step"),
         "a dim that is cut": engine_with(TWO, {"up": "column", "down": "row(scatter=1)"}, call="step"),
