@@ -28,14 +28,17 @@ class CollectiveCalls:
     def __init__(self, world: Channel, data_ranks: Channel) -> None:
         self._is_data_alone = world.size == data_ranks.size
         self._warns = world.rank == 0 and data_ranks.size > 1
-        self._names: dict[object, str] = {}
-        """What is looked for, by its code: however a program came by the function."""
+        self._names: dict[int, tuple[object, str]] = {}
+        """What is looked for, by the id of its code: however a program came by the function.
+
+        Not by the code itself: what torch's compiler makes may hold a dict, and has no hash then.
+        """
         if world.size > 1 and dist.is_available():
             has_group = dist.is_initialized()
             for name, each in vars(dist).items():
                 code = getattr(inspect.unwrap(each), "__code__", None) if callable(each) else None
                 if code is not None and ("async_op" in code.co_varnames if has_group else name == "is_initialized"):
-                    self._names[code] = name
+                    self._names[id(code)] = code, name
 
     def noticed(self, run: Callable[..., Output], *args: Any) -> Output:
         """`run(*args)`, looked at."""
@@ -49,8 +52,9 @@ class CollectiveCalls:
             sys.setprofile(None)
 
     def _notice(self, frame: FrameType, event: str, _: object) -> None:
-        if event != "call" or (name := self._names.get(frame.f_code)) is None:
+        if event != "call" or (found := self._names.get(id(frame.f_code))) is None:
             return
+        _, name = found
         caller = frame.f_back
         while caller is not None and caller.f_globals.get("__name__", "").startswith("torch.distributed"):
             caller = caller.f_back

@@ -200,7 +200,7 @@ def test_an_adapter_that_cannot_be_cut_is_whole_amid_what_is_cut() -> None:
     )
     plan = assert_cut_is_right(make, "auto", run).plan
     assert "one.up" in plan.left
-    assert plan.cuts.keys() == {"two.up.weight", "two.up.bias", "two.down.weight"}
+    assert plan.cuts.keys() == {"one.down.weight", "two.up.weight", "two.up.bias", "two.down.weight"}
 
 
 def engine_with(make: Callable[[], nn.Module], rules: Any, *, tp: int = 2, call: str = "") -> Callable[[], object]:
