@@ -5,14 +5,12 @@ import json
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise.plan import Bucket, Ownership, Parameter, Sharding, plan_ownership
 from shardwise.plan.buckets import ALIGNMENT_ELEMENTS
 from shardwise.plan.dtypes import itemsize_bytes
-from shardwise.plan.specs import Partition
 from shardwise.space import Portion, even_cuts
 from tests.plan.strategies import models, names, ownerships, precisions, proven, shardings
 from tests.plan.texts import ownership_from
@@ -188,19 +186,3 @@ def test_any_names_stand_in_the_text_on_one_line_each(odd: list[str]) -> None:
     assert text.splitlines()[-1] == f"  {(len(odd) - 1) * 16} +1 {json.dumps(odd[0])}"
     assert text.isascii()
     assert ownership_from(text) == ownership
-
-
-@pytest.mark.parametrize(
-    ("partition", "counts", "segments"),
-    [
-        ("slice", (48, 48), [[("w2", (0, 16)), ("w1", (0, 32))], [("w1", (32, 40)), ("w0", (0, 10))]]),
-        ("whole", (48, 32), [[("w1", (0, 40))], [("w2", (0, 16)), ("w0", (0, 10))]]),
-    ],
-)
-def test_the_figure_of_the_module_holds(
-    partition: Partition, counts: tuple[int, ...], segments: list[list[tuple[str, tuple[int, int]]]]
-) -> None:
-    ownership = plan_ownership(of_size(10, 40, 16), Sharding(partition=partition), num_owners=2, num_replicas=1)
-    (bucket,) = ownership.buckets
-    assert bucket.counts == counts
-    assert [[(each.name, each.run) for each in bucket.segments(owner)] for owner in range(2)] == segments

@@ -91,12 +91,6 @@ def test_every_group_gets_what_its_parameters_had_or_a_finding(cut: list[tuple[s
     assert set(over.source) == {name for name, *_ in cut}
 
 
-def test_lists_stay_lists_and_tuples_tuples() -> None:
-    live = {"a": [1, 2], "b": (1, (2, 3)), "c": None}
-    take_over(live, {"a": [3, 4], "b": [5, [6, 7]], "c": [8]})
-    assert live == {"a": [3, 4], "b": (5, (6, 7)), "c": (8,)}
-
-
 def test_tensors_are_written_in_place_wherever_they_are() -> None:
     rate, beta = Tensor(0.5), Tensor(0.9)
     live = {"lr": rate, "betas": (beta, 0.99)}
@@ -141,11 +135,6 @@ def test_parameters_are_found_through_the_ties_of_both_sides() -> None:
     saved = as_saved(adam(group("ab", lr=1.0)), ties={"x": "a"})
     over = plan_take_over([adam(group("xy", lr=2.0))], {"b": "y"}, saved)
     assert {name: then for name, (then, _) in over.source.items()} == {"x": "a", "y": "b"}
-    assert over.findings == ()
-
-
-def test_a_parameter_that_was_two_is_no_finding_for_the_second() -> None:
-    over = plan_take_over([adam(group("a", lr=2.0))], {"b": "a"}, as_saved(adam(group("ab", lr=1.0))))
     assert over.findings == ()
 
 

@@ -137,21 +137,6 @@ def test_waits_inside_a_measured_forward_are_not_busy_time() -> None:
     assert timeline.bubble == 1 - 16 / 42
 
 
-def test_a_timeline_without_spans_is_empty() -> None:
-    empty = Timeline(2, ())
-    assert (empty.makespan_s, empty.busy_s, empty.bubble) == (0.0, (0.0, 0.0), 0.0)
-    assert draw_timeline(empty).splitlines()[:2] == ["rank 0  ", "rank 1  "]
-
-
-def test_the_drawing_shows_who_runs_what_when() -> None:
-    assert draw_timeline(equal_stages(made("1f1b", 3, 1, 4), 0.01, 0.02), width=62) == (
-        "rank 0  0--1--2--............0=====3--1=====...2=====...3=====\n"
-        "rank 1  ...0--1--......0=====2--1=====3--2=====...3=====......\n"
-        "rank 2  ......0--0=====1--1=====2--2=====3--3=====............\n"
-        "3- forward, 3= backward of microbatch 3; . idle; 180 ms, bubble 33.3%\n"
-    )
-
-
 def test_the_drawing_names_stages_where_ranks_have_several_and_there_is_room() -> None:
     timeline = equal_stages(made("interleaved", 2, 2, 2))
     assert draw_timeline(timeline, width=70) == (

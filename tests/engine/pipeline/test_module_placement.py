@@ -34,7 +34,7 @@ def num_elements(outline: Outline) -> int:
     return sum(count for module in outline.modules() for _, count in module.own_parameters)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "bart", "mixtral", "mamba", "perceiver", "hrm", "vit"])
+@pytest.mark.parametrize("name", ["t5", "mixtral", "perceiver", "vit"])
 def test_a_balanced_placement_covers_every_model(name: str) -> None:
     case = case_of(name)
     model = case.make()

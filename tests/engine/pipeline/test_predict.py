@@ -100,28 +100,6 @@ def test_an_object_that_ranks_have_in_parts_is_none_in_a_prediction() -> None:
         assert type(other) is Kept
 
 
-def grown(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """A loop that looks at values."""
-    while net(x).mean() < 0:
-        x = x + 1
-    return x
-
-
-def test_a_prediction_may_read_values_of_stages() -> None:
-    """In a loop, and by `item`; or the loop runs around it."""
-    make = seeded(formed(lambda net, x: net.layers[1](torch.relu(net.layers[0](x))), layers=LAYERS))
-    alone = make().eval()
-
-    def on_rank(channel: sw.Channel) -> None:
-        net = make()
-        engine = engine_of(channel, net)
-        assert torch.equal(engine.predict(TURN, lambda turn: grown(net, turn["x"])), grown(alone, X))
-        assert engine.predict(TURN, lambda turn: net(turn["x"]).sum().item()) == alone(X).sum().item()
-        assert torch.equal(grown(lambda x: engine.predict({"x": x}), X), grown(alone, X))
-
-    sw.simulate(2, on_rank)
-
-
 def with_a_cache(call: Any) -> None:
     def run(channel: sw.Channel) -> None:
         net = formed(keeping, layers=KEEPING)()

@@ -173,23 +173,6 @@ def test_the_owner_alone_has_it_in_optimizer_and_state() -> None:
     assert sum(count for _, count in ranks) == len(list(four().parameters()))
 
 
-@pytest.mark.parametrize(("prepare", "compute"), [(lambda model: None, "bfloat16"), (freeze, None)])
-def test_a_restored_tie_reaches_all_stages(prepare: Change, compute: str | None) -> None:
-    def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
-        model = four()
-        prepare(model)
-        engine = engine_of(channel, model, plan_on("pp=4", precision=sw.Precision(compute=compute)))
-        restoration = engine.restore({piece.name: piece for piece in engine.state()}, {})
-        for tensor in restoration.wanted.values():
-            tensor.fill_(0.25)
-        restoration.finish()
-        return held_by(model)
-
-    for held in sw.simulate(4, run):
-        assert held
-        assert all(torch.all(value == 0.25) for value in held.values())
-
-
 def changed(change: Change) -> Callable[[], None]:
     """On the first rank alone."""
 

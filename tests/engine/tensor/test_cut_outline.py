@@ -127,11 +127,6 @@ def test_what_cannot_be_cut_is_refused(case: str) -> None:
     REFUSED.check(case)
 
 
-def test_inputs_and_rows_of_what_has_odd_outputs_can_be_cut() -> None:
-    for module, rule in ((Stubborn(4, 6), "row"), (Scaled(4, 6), "vocab")):
-        assert plan_tensor(tensor_outline(nn.ModuleDict({"it": module})), {"it": rule}, num_ranks=2).cuts
-
-
 def test_a_configuration_that_refuses_an_attribute_is_no_obstacle() -> None:
     class Refusing:
         @property
@@ -141,11 +136,3 @@ def test_a_configuration_that_refuses_an_attribute_is_no_obstacle() -> None:
     module = nn.Linear(4, 6)
     vars(module)["config"] = Refusing()
     assert only(module).configured == {}
-
-
-def test_a_tie_is_one_parameter_under_its_first_name() -> None:
-    embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-    head.weight = nn.Parameter(embedding.weight.detach())
-    outline = tensor_outline(nn.ModuleDict({"one": embedding, "two": head}))
-    assert outline.shapes == {"one.weight": (5, 4)}
-    assert [dict(module.parameters) for module in outline.modules[1:]] == [{"weight": "one.weight"}] * 2

@@ -17,14 +17,9 @@ from tests.refusals import Refusals
 PROGRAM = PROGRAMS["decoder"]
 
 RULED: Mapping[str, tuple[str, Any]] = {
-    "fewer groups of heads than ranks": ("tp=4", RULES),
-    "fewer units of a vocabulary than ranks": ("tp=3", {"head": "vocab(unit=4)", "embedding": "vocab(unit=4)"}),
-    "fewer units of columns than ranks": ("tp=4", {"blocks.*.up": "column(unit=11)", "blocks.*.down": "row(unit=11)"}),
     "a name of nothing": ("pp=2,dp_shard=2,tp=2", {"layers.*": "column"}),
     "no plan to carry": ("pp=2,dp_shard=2,tp=2", "auto"),
-    "nothing is cut": ("tp=2", {"norm": "replicate"}),
     "half of a tie": ("pp=2,dp_shard=2,tp=2", {"embedding": "vocab"}),
-    "columns of a norm": ("tp=2", {"norm": "column"}),
     "several findings": ("tp=4", {**RULES, "nothing": "row"}),
 }
 

@@ -201,7 +201,7 @@ def test_what_is_first_called_later_is_proved_then() -> None:
         sw.simulate(4, run)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_data_ranks_that_skip_microbatches_prove_in_step(stage: int) -> None:
     """The first data rank skips the first microbatch: under stage 3 it gathers what the other one gathers."""
 

@@ -61,13 +61,9 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 AUTO = {"*": "auto"}
 CARRIED: dict[str, AnyRules] = {
-    "llama": "auto",
-    "qwen3": "auto",  # a norm of each head
     "gemma2": "auto",  # an embedding that scales, a tie
     "phi3": "auto",  # everything gathered
     "gpt_neox": "auto",  # query, key and value of a head side by side
-    "glm": "auto",
-    "olmo2": "auto",  # a norm of all heads
     "mixtral": "auto",
     "flex_olmo": "auto",
     "aria_text": "auto",  # experts whose weights are (inputs, outputs)
