@@ -2,14 +2,17 @@
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 from unittest.mock import patch
 
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.comm import connections
+from shardwise.comm.frames import FORMAT, FrameKind
 from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.links import PeerLink
 from shardwise.comm.processes import ProcessChannel
@@ -18,6 +21,58 @@ from shardwise.comm.rendezvous import Rendezvous
 from shardwise.comm.switchboard import Switchboard
 
 T = TypeVar("T")
+
+PATIENCE_SECONDS = 60.0
+"""For what must come, however busy the machine is."""
+
+
+Sent = Counter[tuple[int, int]]
+"""Chunks of messages by sender and receiver."""
+
+
+def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
+    """What each returns, called in a thread of its own."""
+    results: dict[int, T] = {}
+
+    def live(number: int) -> None:
+        results[number] = bodies[number]()
+
+    threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), "a thread hangs"
+    return [results[number] for number in range(len(bodies))]
+
+
+def meeting(rank: int, size: int, store: Store, *, patience_seconds: float = 60.0) -> Rendezvous:
+    """Where ranks of this process find each other."""
+    return Rendezvous(
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        store=PrefixStore("meeting", store),
+        store_host=None,
+        patience_seconds=patience_seconds,
+    )
+
+
+def count_chunks(channel: ProcessChannel) -> Sent:
+    """From now on, what a rank sends to each other one."""
+    sent: Sent = Counter()
+
+    def counting(peer: int, put: Callable[..., None]) -> Callable[..., None]:
+        def counted(*content: bytes, **how: object) -> None:
+            if FORMAT.unpack_from(content[0])[0] == FrameKind.CHUNK:
+                sent[channel.rank, peer] += 1
+            put(*content, **how)
+
+        return counted
+
+    for link in channel.board.links.values():
+        link.put = counting(link.rank, link.put)  # type: ignore[method-assign]
+    return sent
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -65,15 +120,7 @@ def relayed_boards(size: int, *, ranks_of_a_host: int, timeout_seconds: float = 
 
     def start(rank: int) -> None:
         here.kernel = f"host {rank // ranks_of_a_host}"
-        meeting = Rendezvous(
-            rank=rank,
-            size=size,
-            device=torch.device("cpu"),
-            store=store,
-            store_host=None,
-            patience_seconds=60.0,
-        )
-        connected = connections.connect(meeting, shared_memory=True)
+        connected = connections.connect(meeting(rank, size, store), shared_memory=True)
         made[rank] = Switchboard(
             rank,
             {},
@@ -84,11 +131,7 @@ def relayed_boards(size: int, *, ranks_of_a_host: int, timeout_seconds: float = 
         )
 
     with patch.object(connections, "host_identity", lambda: here.kernel):
-        threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(90)
+        in_threads([partial(start, rank) for rank in range(size)])
     return [made[rank] for rank in range(size)]
 
 
@@ -115,12 +158,7 @@ def on_threads(
             errors[channel.rank] = error
             channel.abort(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=live, args=(channel,), daemon=True) for channel in channels]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
+    in_threads([partial(live, channel) for channel in channels])
     for channel in channels:
         channel.close()
     for rank in sorted(errors):

@@ -54,11 +54,6 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     return made
 
 
-def test_the_cpu_has_one_generator_and_a_device_two() -> None:
-    assert random_sources(CPU) == {"cpu": torch.default_generator}
-    assert random_sources(torch.device("meta")) == {"cpu": torch.default_generator}
-
-
 def test_generators_of_a_device_are_taken_where_its_module_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     own = [torch.Generator() for _ in range(2)]
     begun: list[None] = []
@@ -78,17 +73,6 @@ def test_a_device_without_generators_gives_states_and_takes_seeds(module: Module
     expected = torch.rand(3, generator=torch.Generator().manual_seed(5))
     assert torch.equal(torch.rand(3, generator=module.generators[1]), expected)
     assert not torch.equal(module.generators[0].get_state(), module.generators[1].get_state())
-
-
-def test_a_kind_with_one_device_is_asked_without_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(3)
-    one = SimpleNamespace(get_rng_state=lambda: generator.get_state(), set_rng_state=generator.set_state)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: one)
-    source = random_sources(torch.device("mps", 0))["mps"]
-    state = source.get_state()
-    first = torch.rand(3, generator=generator)
-    source.set_state(state)
-    assert torch.equal(torch.rand(3, generator=generator), first)
 
 
 def test_what_is_drawn_inside_changes_no_later_number(module: Module) -> None:

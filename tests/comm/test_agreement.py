@@ -74,6 +74,23 @@ def compare_lines(*of_ranks: Sequence[str]) -> None:
     )
 
 
+def refused(errors: Mapping[int, ShardwiseError], only: int | None = None) -> ShardwiseError:
+    """What all of three ranks raise when some have these errors."""
+
+    def run(channel: sw.Channel) -> None:
+        with agreed(channel, purpose="verdict", only=only):
+            if channel.rank in errors:
+                raise errors[channel.rank]
+
+    error = same_error_everywhere(3, run)
+    assert isinstance(error, ShardwiseError)
+    return error
+
+
+def raise_refused(errors: Mapping[int, ShardwiseError]) -> None:
+    raise refused(errors)
+
+
 REFUSED = Refusals(
     "comm.agreement",
     {
@@ -99,6 +116,7 @@ REFUSED = Refusals(
         "a line more": lambda: compare_lines(["a"], ["a", "b"], ["a"]),
         "lines fewer": lambda: compare_lines(["a", "b"], [], ["a"]),
         "the first of two lines": lambda: compare_lines(["a", "b"], ["a", "c"], ["x", "b"]),
+        "two refuse": lambda: raise_refused({1: BatchError("no \u00e9 rows\nat all"), 2: ModelError("no model")}),
         "a line of two": lambda: compare_lines(["a\nb"], ["a", "b"], ["a\nb"]),
     },
 )
@@ -107,34 +125,6 @@ REFUSED = Refusals(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_differs_is_named_with_the_ranks_and_the_first_difference(case: str) -> None:
     REFUSED.check(case)
-
-
-def test_values_are_given_in_rank_order_when_nobody_refuses() -> None:
-    def run(channel: sw.Channel) -> Sequence[bytes]:
-        with agreed(channel, purpose="names") as agreement:
-            agreement.value = b"-" + bytes([channel.rank])
-        return agreement.values
-
-    assert sw.simulate(3, run) == [[b"-\x00", b"-\x01", b"-\x02"]] * 3
-
-
-def refused(errors: Mapping[int, ShardwiseError], num_ranks: int = 3) -> ShardwiseError:
-    """What all ranks raise when some have these errors."""
-
-    def run(channel: sw.Channel) -> None:
-        with agreed(channel, purpose="verdict"):
-            if channel.rank in errors:
-                raise errors[channel.rank]
-
-    error = same_error_everywhere(num_ranks, run)
-    assert isinstance(error, ShardwiseError)
-    return error
-
-
-def test_a_verdict_keeps_the_kind_of_the_first_refusal_and_its_words() -> None:
-    error = refused({1: BatchError("no \u00e9 rows\nat all"), 2: ModelError("no model")})
-    assert type(error) is BatchError
-    assert str(error) == "rank 1: no \u00e9 rows\nat all\nrank 2: no model"
 
 
 @pytest.mark.parametrize(
@@ -167,18 +157,9 @@ def test_problems_and_notes_name_the_rank_where_not_all_refuse() -> None:
     assert str(error) == f"rank 1: {PlanError('one', 'two')}\nrank 2: no model"
     assert error.problems == ("rank 1: one", "rank 1: two", "rank 2: no model")
     assert error.__notes__ == ["rank 1: a note"]
-
-
-def test_the_error_of_the_only_rank_that_decides_does_not_name_it() -> None:
-    def run(channel: sw.Channel) -> None:
-        with agreed(channel, purpose="verdict", only=0):
-            if channel.rank == 0:
-                raise PlanError("one", "two")
-
-    error = same_error_everywhere(2, run)
-    assert isinstance(error, PlanError)
-    assert str(error) == str(PlanError("one", "two"))
-    assert error.problems == ("one", "two")
+    # That of the only rank which decides does not name it.
+    error = refused({0: PlanError("one", "two")}, only=0)
+    assert (str(error), error.problems) == (str(PlanError("one", "two")), ("one", "two"))  # type: ignore[attr-defined]
 
 
 def test_a_kind_that_no_user_knows_becomes_the_kind_that_it_is() -> None:

@@ -7,14 +7,13 @@ import time
 import pytest
 import torch
 
-from shardwise.comm.frames import FORMAT, IN_PLACE, IN_SLOT, FrameKind
 from shardwise.comm.links import PeerLink
 from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import BASE_SLOTS, RETAINED_SLOTS, SLOT_BYTES
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import boards, on_threads, tcp_pair
+from tests.comm.boards import PATIENCE_SECONDS, boards, on_threads, tcp_pair
 
 kinds = pytest.mark.parametrize("remote", [(), (0, 1)], ids=["shared", "bytes"])
 LARGE = 40 << 20
@@ -49,7 +48,7 @@ def test_a_message_arrives_while_its_sender_makes_no_call(remote: tuple[int, ...
                 channel.receive(got, 0, purpose=purpose).wait()
                 assert torch.equal(got, tensor)
         if channel.rank == 0:
-            assert received.wait(30)
+            assert received.wait(PATIENCE_SECONDS)
         else:
             received.set()
 
@@ -84,10 +83,11 @@ def test_no_descriptor_of_memory_or_thread_is_kept_by_a_closed_channel(remote: t
         channel.all_gather(output, output[: LARGE // 2].clone(), purpose="bulk").wait()
 
     on_threads(2, body, remote=remote)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     names = ("shardwise flusher", "shardwise gloo pair")
     while any(thread.name in names for thread in threading.enumerate()):
         assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @kinds
@@ -107,35 +107,12 @@ def test_a_source_is_the_callers_again_only_when_the_last_reader_has_it(remote: 
     on_threads(2, body, remote=remote)
 
 
-@kinds
-def test_a_rank_that_dies_is_noticed_at_once(remote: tuple[int, ...]) -> None:
-    """Its sockets close without a word. The time limit is longer than `on_threads` waits."""
-    ours, theirs = socket.socketpair()
-    board = Switchboard(0, {1: PeerLink(ours, rank=1, local=not remote)}, timeout_seconds=300.0)
-    channel = ProcessChannel(board, (0, 1), owns_board=True)
-    threading.Timer(0.05, theirs.close).start()
-    begun = time.monotonic()
-    with pytest.raises(PeerError, match="rank 1") as caught:
-        channel.receive(torch.empty(1), 1, purpose="anything").wait()
-    assert caught.value.rank == 1
-    assert time.monotonic() - begun < 20
-    channel.close()
-
-
 def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that sends to a connection that is closed there gets a reset, and nothing more of what is on its way."""
     monkeypatch.setattr("shardwise.comm.switchboard.LAST_WORDS_SECONDS", 0.0)
     ours, theirs = tcp_pair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 200_000)  # which any system grants
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
-    asked: list[int] = []
-    num_left = PeerLink._num_unacknowledged_bytes
-
-    def noted(link: PeerLink) -> int:
-        asked.append(num_left(link))
-        return asked[-1]
-
-    monkeypatch.setattr(PeerLink, "_num_unacknowledged_bytes", noted)
     near, far = (
         ProcessChannel(Switchboard(rank, {1 - rank: link}, timeout_seconds=60.0), (0, 1), owns_board=True)
         for rank, link in enumerate((PeerLink(ours, rank=1, local=False), PeerLink(theirs, rank=0, local=False)))
@@ -145,9 +122,8 @@ def test_a_rank_that_closes_waits_until_other_hosts_have_all_that_it_sent(monkey
         near.send(sent, 1, purpose=purpose)
     leaving = threading.Thread(target=near.close, daemon=True)
     leaving.start()
-    while leaving.is_alive() and len(asked) < 2:
-        time.sleep(0.001)
-    assert asked[0] > 0
+    leaving.join(0.2)
+    assert leaving.is_alive()
     far.send(torch.zeros(1), 0, purpose="what nobody reads")
     got = torch.empty_like(sent)
     for purpose in ("warm up", "parting"):
@@ -200,44 +176,3 @@ def test_closing_twice_is_harmless_and_calls_after_it_are_refused() -> None:
         channel.close()
     with pytest.raises(PeerError, match="rank 0 has closed this channel"):
         one.send(torch.zeros(1), 1, purpose="too late")
-
-
-def test_the_same_ranks_have_one_channel_wherever_it_was_asked_for() -> None:
-    def body(channel: ProcessChannel) -> None:
-        reversed_all = channel.over([2, 1, 0])
-        assert channel.over([0, 1, 2]) is channel
-        assert reversed_all.over([2, 1, 0]) is channel
-        assert reversed_all is channel.over([2, 1, 0])
-        assert reversed_all.rank == 2 - channel.rank
-
-    on_threads(3, body)
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"GET / HTTP/1.1\r\nHost: anybody\r\nAccept: everything\r\n\r\n",
-        b"\xff" * 200,
-        FORMAT.pack(FrameKind.CHUNK, 0, 0, 0, 1, 1, 0, 1 << 62, 0, (1 << 32) - 1),
-        FORMAT.pack(FrameKind.SEGMENT, 0, 5, 0, 0, 0, 0, 1 << 62, 0, 0),
-        FORMAT.pack(FrameKind.CONSUMED, 0, 9, 9, 0, 0, 0, 0, 0, 0),
-        FORMAT.pack(FrameKind.CREDIT, 0, 0, 0, 7, 0, 0, 0, 3, 0),
-        FORMAT.pack(FrameKind.ANSWER, 0, 0, 0, 7, 0, 0, 0, 3, 0),
-        FORMAT.pack(FrameKind.CHUNK, IN_SLOT, 9, 9, 1, 1, 0, 9, 0, 0),
-        FORMAT.pack(FrameKind.CHUNK, IN_PLACE, 9, 9, 1, 1, 0, 9, 0, 3) + b"abc",
-        FORMAT.pack(FrameKind.SIGNATURE, 0, 0, 0, 0, 1, 0, 0, 0, 2) + b"\xff\xfe",
-        FORMAT.pack(FrameKind.STATUS, 0, 0, 0, 0, 0, 0, 0, 0, 2) + b"[]",
-        FORMAT.pack(FrameKind.FAILED, 0, 0, 0, 0, 0, 0, 0, 0, 4) + b"null",
-    ],
-    ids=lambda garbage: garbage[:4].hex(),
-)
-def test_what_is_no_frame_of_ours_is_an_error_that_names_its_rank(garbage: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    board = Switchboard(0, {1: PeerLink(ours, rank=1, local=True)}, timeout_seconds=5.0)
-    channel = ProcessChannel(board, (0, 1), owns_board=True)
-    theirs.sendall(garbage)
-    with pytest.raises(PeerError, match=r"^rank 1 sent a frame of kind") as caught:
-        channel.exchange(b"", purpose="anything")
-    assert caught.value.rank == 1
-    channel.close()
-    theirs.close()

@@ -101,12 +101,6 @@ def test_ranks_that_have_to_be_equally_far_differ_even_where_all_calls_in_common
     assert found_by_all(logs, even=7) == [{0: text, 1: text}] * 2
 
 
-def test_calls_that_are_alike_after_some_that_are_forgotten_say_so() -> None:
-    logs = logs_of(["a" + "b" * KEPT_CALLS, "c" + "b" * KEPT_CALLS], (0, 1))
-    text = f"{STAMPS['b'].text}, after an earlier call that differs"
-    assert found_by_all(logs) == [{0: text, 1: text}] * 2
-
-
 def test_a_rank_that_is_told_only_later_calls_does_not_call_them_the_first() -> None:
     other, own = logs_of(["abcde" * 3, "bbcde" * 3], (0, 1))
     texts = own.hear(0, other.last())

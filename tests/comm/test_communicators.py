@@ -61,10 +61,6 @@ def test_a_registered_backend_makes_its_own_communicators(extended: bool, monkey
         assert (given[0].group_rank, given[0].group_size, given[1]) == (1, 3, None)
     else:
         assert given[:3] == [store, 1, 3]
-
-
-def test_a_backend_that_nobody_can_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
     monkeypatch.setitem(dist.Backend.default_device_backend_map, "hpu", "lost")
     with pytest.raises(PlanError, match="this torch cannot make lost communicators itself"):
         maker(torch.device("hpu"), timeout_seconds=5)
@@ -102,7 +98,7 @@ def test_what_is_called_before_a_line_is_connected_begins_in_order_on_its_thread
     begun: list[tuple[int, bool]] = []
 
     def connect() -> Any:
-        assert may_connect.wait(10)
+        assert may_connect.wait(60)
         return FakeCommunicator("line", [])
 
     line = DeviceLine(connect)
@@ -111,10 +107,12 @@ def test_what_is_called_before_a_line_is_connected_begins_in_order_on_its_thread
         line.start(each)
     assert begun == []
     may_connect.set()
-    assert all(each.done.wait(10) for each in early)
+    assert all(each.done.wait(60) for each in early)
     while not line.is_connected:
         threading.Event().wait(0.001)
     line.start(launch(begun, 4))
+    line.start(broken := launch(begun, 5, fails=True))
+    assert str(broken.error) == "the link is down"  # which its wait raises
     followed = [(sign * number, True) for number in (1, 2, 3) for sign in (-1, 1)]
     assert begun == [*followed, (4, False)]  # each follows its call; the last one is in its call
 
@@ -127,20 +125,8 @@ def test_a_line_that_cannot_connect_fails_all_that_is_called_on_it() -> None:
     launches = [launch([], number) for number in range(3)]
     for each in launches:
         line.start(each)
-        assert each.done.wait(10)
+        assert each.done.wait(60)
     assert [str(each.error) for each in launches] == ["no route"] * 3
-
-
-def test_an_operation_that_fails_in_its_call_raises_at_its_wait() -> None:
-    line = DeviceLine(lambda: FakeCommunicator("line", []))  # type: ignore[arg-type,return-value]
-    begun: list[tuple[int, bool]] = []
-    first, second = launch(begun, 1), launch(begun, 2, fails=True)
-    line.start(first)
-    assert first.done.wait(10)
-    while not line.is_connected:
-        threading.Event().wait(0.001)
-    line.start(second)
-    assert str(second.error) == "the link is down"
 
 
 def made_and_ended(end: Callable[[Communicators], None]) -> list[str]:
@@ -166,7 +152,7 @@ def test_a_rank_that_waits_for_another_one_to_connect_stops_when_the_channel_end
     waiting = launch([], 1)
     line.start(waiting)
     communicators.abort()
-    assert waiting.done.wait(10)
+    assert waiting.done.wait(60)
     assert isinstance(waiting.error, PeerError)
     assert "the channel has ended before all ranks came" in str(waiting.error)
 
@@ -177,7 +163,7 @@ def test_two_ranks_that_connect_both_ways_at_once_do_not_hold_up_each_other() ->
     waiting = {name: threading.Event() for name in ("0>1", "1>0")}
     launches = []
     for world_rank in (0, 1):
-        own = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        own = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
 
         def make(store: Store, rank: int, size: int) -> Any:
             name = store.get("name").decode()
@@ -185,7 +171,7 @@ def test_two_ranks_that_connect_both_ways_at_once_do_not_hold_up_each_other() ->
                 waiting[name].set()
                 store.get("identity")
             else:
-                assert all(each.wait(10) for each in waiting.values())
+                assert all(each.wait(60) for each in waiting.values())
                 store.set("identity", "")
             return FakeCommunicator(name, [])
 
@@ -198,5 +184,5 @@ def test_two_ranks_that_connect_both_ways_at_once_do_not_hold_up_each_other() ->
 
             launches.append(launch([], 1))
             DeviceLine(connect).start(launches[-1])
-    assert all(each.done.wait(10) for each in launches)
+    assert all(each.done.wait(60) for each in launches)
     assert [each.error for each in launches] == [None] * 4

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shardwise.comm.gloo_pairs import GlooPairs
 from shardwise.comm.messages import INLINE_BYTES_BETWEEN_HOSTS
 from shardwise.comm.processes import ProcessChannel
 from shardwise.errors import PeerError
-from tests.comm.boards import boards, on_threads
+from tests.comm.boards import PATIENCE_SECONDS, boards, in_threads, on_threads
 
 LARGE = INLINE_BYTES_BETWEEN_HOSTS + 1
 
@@ -48,9 +49,8 @@ def test_a_rank_that_gloo_cannot_reach_is_named_with_the_words_of_gloo(monkeypat
 
 def test_a_fault_of_one_channel_leaves_the_others_of_the_process_alone() -> None:
     first, second = (boards(2, remote=(0, 1)) for _ in range(2))
-    results: dict[int, torch.Tensor] = {}
 
-    def live(rank: int) -> None:
+    def live(rank: int) -> torch.Tensor:
         broken, whole = (ProcessChannel(each[rank], (0, 1), owns_board=True) for each in (first, second))
         swap(broken)
         swap(whole)
@@ -60,15 +60,12 @@ def test_a_fault_of_one_channel_leaves_the_others_of_the_process_alone() -> None
             with pytest.raises(PeerError, match="rank 1 stopped: enough"):
                 swap(broken)
         broken.close()
-        results[rank] = swap(whole, value=2 + rank)
+        found = swap(whole, value=2 + rank)
         whole.close()
+        return found
 
-    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert {rank: int(value.unique()) for rank, value in results.items()} == {0: 3, 1: 2}
+    found = in_threads([partial(live, rank) for rank in range(2)])
+    assert [int(value.unique()) for value in found] == [3, 2]
 
 
 def test_a_rank_that_never_connects_keeps_no_thread_of_a_closed_channel() -> None:
@@ -76,6 +73,7 @@ def test_a_rank_that_never_connects_keeps_no_thread_of_a_closed_channel() -> Non
     pairs.pair(1, lambda: "127.0.0.1").send(torch.zeros(LARGE, dtype=torch.uint8))
     pairs.close()
     pairs.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while any(thread.name == "shardwise gloo pair" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
+        time.sleep(0.001)

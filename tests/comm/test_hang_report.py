@@ -1,16 +1,13 @@
 """The report of a hang: one screen, the ranks that all wait for first, ranks in the same place on one line."""
 
+import re
 import threading
 
 import pytest
-import torch
 
 from shardwise.comm import Channel, simulate
 from shardwise.comm.hang_report import MAX_LINES, Whereabouts, lines_of, report
-from shardwise.comm.processes import ProcessChannel
-from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import PeerError
-from tests.comm.boards import boards
 
 STEP = "exchange for 'figures of a step'"
 
@@ -71,17 +68,17 @@ def test_the_lines_of_a_thread_are_those_of_the_program_and_where_others_wait_fo
 
     def read() -> None:
         entered.set()
-        leave.wait(30)
+        leave.wait()
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert entered.wait(30)
+    assert entered.wait(60)
     lines = lines_of(thread.ident)
     leave.set()
     thread.join()
     program, beyond = lines
     assert program.startswith("comm/test_hang_report.py:")
-    assert program.endswith("in read: leave.wait(30)")
+    assert program.endswith("in read: leave.wait()")
     assert "threading.py" in beyond
     assert lines_of(thread.ident) == lines_of(None) == ()
 
@@ -92,55 +89,15 @@ def test_simulated_ranks_print_it_where_one_makes_no_call(capfd: pytest.CaptureF
     def body(channel: Channel) -> None:
         channel.exchange(b"", purpose="start")
         if channel.rank == 1:
-            leave.wait(30)
+            leave.wait()
         channel.exchange(b"", purpose="figures")
 
-    with pytest.raises(PeerError, match=r"rank 1 made no call for 0\.1 s while others wait"):
-        simulate(3, body, timeout_seconds=0.1)
+    with pytest.raises(PeerError, match=r"rank 1 made no call for 0\.5 s while others wait"):
+        simulate(3, body, timeout_seconds=0.5)
     leave.set()
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "shardwise: nothing has moved for 0.1 s. Where the 3 ranks are:"
-    assert lines[1].startswith("  rank 1 is in no call; its last one, 0 s ago, was exchange for 'start'")
-    assert [line for line in lines if line.endswith("in body: leave.wait(30)")]
-    assert "  ranks 0, 2 wait for rank 1 in exchange for 'figures', for 0 s" in lines
-
-
-def stuck_boards(size: int, *, silent: int | None = None) -> list[str]:
-    """Ranks on threads that all wait for the rank to their right, but for one that makes no call; what each is told."""
-    told: dict[int, str] = {}
-    made = boards(size, timeout_seconds=1)
-
-    def live(board: Switchboard) -> None:
-        channel = ProcessChannel(board, tuple(range(size)), owns_board=True)
-        with pytest.raises(PeerError) as caught:
-            channel.receive(torch.empty(1), (board.rank + 1) % size, purpose="parcel").wait()
-        told[board.rank] = str(caught.value)
-
-    threads = [threading.Thread(target=live, args=(board,), daemon=True) for board in made if board.rank != silent]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank hangs"
-    for board in made:
-        board.close()
-    return [told[rank] for rank in sorted(told)]
-
-
-def test_ranks_that_wait_for_each_other_print_it_once(capfd: pytest.CaptureFixture[str]) -> None:
-    assert all("made no progress for 1 s" in text for text in stuck_boards(2))
-    lines = capfd.readouterr().err.splitlines()
-    assert [line for line in lines if "nothing has moved" in line] == [
-        "shardwise: nothing has moved for 1 s. Where the 2 ranks are:"
-    ]
-    assert lines[1] == "  rank 0 waits for rank 1 in receive for 'parcel', for 1 s"
-    assert any("receive(torch.empty(1)" in line for line in lines)
-
-
-def test_a_rank_that_says_nothing_is_named_first_and_the_report_is_not_held_up_by_it(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert len(stuck_boards(2, silent=1)) == 1
-    assert capfd.readouterr().err.splitlines()[1] == (
-        "  rank 1 has not said where it is: it is stopped, dead, in code that holds Python, or has just left a call"
-    )
+    assert lines[0] == "shardwise: nothing has moved for 0.5 s. Where the 3 ranks are:"
+    assert re.fullmatch(r"  rank 1 is in no call; its last one, \d+ s ago, was exchange for 'start'", lines[1])
+    assert [line for line in lines if line.endswith("in body: leave.wait()")]
+    waiting = "  ranks 0, 2 wait for rank 1 in exchange for 'figures', for "
+    assert any(line.startswith(waiting) for line in lines)

@@ -32,6 +32,7 @@ from shardwise.engine.step_exchange import (
 from shardwise.errors import PeerError, ShardwiseError
 from shardwise.moving.piece_exchange import Gathering, pack_pieces, unpack_alike
 from shardwise.space import Piece
+from tests.comm.hostile import mutated
 
 
 class Answering:
@@ -47,24 +48,6 @@ class Answering:
 
     def abort(self, reason: str) -> None:
         raise AssertionError(f"nothing here is a fault of this rank: {reason}")
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    changed = bytearray(content or b"x")
-    for _ in range(chance.choice([1, 1, 2, 6])):
-        at = chance.randrange(len(changed) + 1)
-        match chance.randrange(4):
-            case 0:
-                changed[at : at + 1] = chance.randbytes(1)
-            case 1:
-                changed[at : at + 1] = chance.choice(
-                    [b"[", b"]", b"{", b"9", b"null", b'"', b"-", b"1e999", b"\\u0000"]
-                )
-            case 2:
-                del changed[at : at + chance.randrange(1, 5)]
-            case _:
-                changed = changed[:at]
-    return bytes(changed)
 
 
 def packed_parts(parts: Sequence[bytes]) -> bytes:
@@ -221,32 +204,22 @@ def hostile(num_rounds: int) -> None:
     assert all(found[read] > num_rounds // 20 for read in PARSERS), found
 
 
-def test_random_and_mutated_answers_end_in_errors_of_shardwise() -> None:
-    hostile(100)
-
-
-def test_10000_random_and_mutated_answers_for_each_reader_end_in_errors_of_shardwise() -> None:
-    hostile(10_000)
+@pytest.mark.parametrize("num_rounds", [150, pytest.param(10_000, marks=pytest.mark.stress)])
+def test_random_and_mutated_answers_end_in_errors_of_shardwise(num_rounds: int) -> None:
+    hostile(num_rounds)
 
 
 @pytest.mark.parametrize(
     "refusal",
     [
-        ["Sequence", "text", [], []],  # an attribute of the module that is no error
-        ["_listed", "text", [], []],
-        ["in_words", "text", [], []],
+        ["in_words", "text", [], []],  # an attribute of the module that is no error
         ["__builtins__", "text", [], []],
-        ["UserWarning", "text", [], []],
         ["UnderflowWarning", "text", [], []],
         ["CheckpointError", 5, [], []],
         ["CheckpointError", "text", "letters", []],
-        ["CheckpointError", "text", [5], []],
         ["CheckpointError", "text", [], [[]]],
-        [["CheckpointError"], "text", [], []],
         ["CheckpointError"],
-        {},
         7,
-        None,
     ],
 )
 def test_only_errors_of_shardwise_are_made_of_what_a_peer_says(refusal: object) -> None:

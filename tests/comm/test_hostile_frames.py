@@ -1,4 +1,4 @@
-"""Whatever a peer sends, a rank ends with an error that names it: 10,000 random and mutated frames."""
+"""Whatever a peer sends, a rank ends with an error that names it: random and mutated frames."""
 
 import collections
 import contextlib
@@ -38,6 +38,7 @@ from shardwise.comm.processes import ProcessChannel
 from shardwise.comm.shared_memory import SharedSegment
 from shardwise.comm.switchboard import Switchboard
 from shardwise.errors import CallMismatchError, PeerError
+from tests.comm.hostile import mutated
 
 SLOT_BYTES = 32 << 10
 LARGE = SLOT_BYTES + 4096
@@ -147,25 +148,6 @@ def honest(victim: Victim, chance: random.Random) -> bytes:
     )
 
 
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    """The same with some bytes changed, cut out or repeated."""
-    changed = bytearray(content)
-    for _ in range(chance.choice([0, 0, 1, 1, 2, 8])):
-        at = chance.randrange(len(changed))
-        match chance.randrange(4):
-            case 0:
-                changed[at] ^= 1 << chance.randrange(8)
-            case 1:
-                changed[at] = chance.choice([0, 1, 127, 128, 255])
-            case 2:
-                del changed[at : at + chance.randrange(1, 9)]
-            case _:
-                changed[at:at] = changed[at : at + 8]
-        if not changed:
-            break
-    return bytes(changed)
-
-
 def nonsense(victim: Victim, chance: random.Random) -> bytes:
     return chance.randbytes(chance.choice([1, 48, 200]))
 
@@ -205,7 +187,7 @@ def rounds(num_frames: int) -> collections.Counter[str]:
             socket.send_fds(victim.theirs, [announcement], [victim.segment.descriptor])
         for _ in range(count):
             make = chance.choices([honest, nonsense, nested], [18, 1, 1])[0]
-            content += mutated(make(victim, chance), chance)
+            content += mutated(make(victim, chance), chance, changes=(0, 0, 1, 1, 2, 8))
         sent += count
         with pytest.raises((PeerError, CallMismatchError)) as caught:
             victim.suffer(content)
@@ -218,15 +200,12 @@ def rounds(num_frames: int) -> collections.Counter[str]:
     return reasons
 
 
-def test_a_rank_that_hears_random_and_mutated_frames_ends_with_an_error_that_names_the_sender() -> None:
-    assert rounds(150)[REASONS[0]] > 5
-
-
-def test_a_rank_survives_10000_frames_within_bounded_memory() -> None:
+@pytest.mark.parametrize("num_frames", [2_000, pytest.param(20_000, marks=pytest.mark.stress)])
+def test_a_rank_survives_any_frames_within_bounded_memory(num_frames: int) -> None:
     gc.collect()
     before = num_shared()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    reasons = rounds(10_000)
+    reasons = rounds(num_frames)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 200 << 10
     assert all(reasons[each] for each in REASONS[:2])
     gc.collect()  # errors hold their frames
@@ -258,6 +237,11 @@ def num_shared() -> int:
         lambda victim: frame(FrameKind.STATUS, payload=json.dumps(["exchange", "x", [7]]).encode()),
         lambda victim: FORMAT.pack(FrameKind.CHUNK, 0, 0, 0, 0, 0, 0, 0, 0, 1 << 31),
         lambda victim: FORMAT.pack(77, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+        lambda victim: b"GET / HTTP/1.1\r\nHost: anybody\r\nAccept: everything\r\n\r\n",
+        lambda victim: b"\xff" * 200,
+        lambda victim: FORMAT.pack(FrameKind.SEGMENT, 0, 5, 0, 0, 0, 0, 1 << 62, 0, 0),
+        lambda victim: FORMAT.pack(FrameKind.CHUNK, IN_PLACE, 9, 9, 1, 1, 0, 9, 0, 3) + b"abc",
+        lambda victim: frame(FrameKind.FAILED, payload=b"null"),
     ],
 )
 def test_what_does_not_fit_is_told_as_the_senders_fault(say: Callable[[Victim], bytes]) -> None:
@@ -285,11 +269,11 @@ def test_a_message_of_another_size_than_its_place_is_the_senders_fault() -> None
 
 
 def test_a_place_in_memory_that_means_nothing_is_the_senders_fault() -> None:
+    victim = Victim(local=True)
     for place in (b"[0, 5]", b"[", b"[" * 50_000, b'["a", -1]', b"[[], 0]", b"7"):
-        victim = Victim(local=True)
         with pytest.raises(PeerError, match="rank 1 sent a place in its memory that means nothing"):
             victim.board.memory_of(1, place, 8)
-        victim.close()
+    victim.close()
 
 
 def flood(victim: Victim) -> None:

@@ -17,38 +17,9 @@ from shardwise.comm.links import PeerLink
 from shardwise.comm.relay import Relay
 from shardwise.errors import MismatchError, PeerError
 from shardwise.keepers.keeper_talk import receive_head
+from tests.comm.hostile import mutated
 
 SIZE = 4
-NUMBERS = [
-    b"1e999",
-    b"-1e999",
-    b"NaN",
-    b"9" * 5000,
-    b"1" + b"0" * 400,
-    b"null",
-    b"true",
-    b"[",
-    b"{}",
-    b'"',
-    b"[" * 5000,
-]
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    """With bytes changed, and words of JSON in other places."""
-    changed = bytearray(content)
-    for _ in range(chance.choice([1, 1, 2, 6])):
-        at = chance.randrange(len(changed) + 1)
-        match chance.randrange(4):
-            case 0:
-                changed[at : at + 1] = chance.randbytes(1)
-            case 1:
-                changed[at : at + chance.randrange(4)] = chance.choice(NUMBERS)
-            case 2:
-                del changed[at : at + chance.randrange(1, 5)]
-            case _:
-                changed = changed[:at]
-    return bytes(changed)
 
 
 def as_text(content: bytes) -> str:
@@ -110,16 +81,14 @@ def hostile(read: Callable[[bytes], None], num_rounds: int) -> None:
     assert num_refused > num_rounds // 8
 
 
+@pytest.mark.parametrize("num_rounds", [300, pytest.param(10_000, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("read", READERS)
-def test_what_is_said_before_there_is_a_connection_is_taken_or_refused(read: Callable[[bytes], None]) -> None:
+def test_what_is_said_before_there_is_a_connection_is_taken_or_refused(
+    read: Callable[[bytes], None], num_rounds: int
+) -> None:
     if read is not of_a_process:
         read(READERS[read][0])
-    hostile(read, 200)
-
-
-@pytest.mark.parametrize("read", READERS)
-def test_10000_random_and_mutated_words_for_each_reader_are_taken_or_refused(read: Callable[[bytes], None]) -> None:
-    hostile(read, 10_000)
+    hostile(read, num_rounds)
 
 
 NEWS = {
@@ -159,9 +128,6 @@ def hear(num_rounds: int) -> None:
     assert {kind for kind, _ in relay.news} == {*map(int, NEWS)}
 
 
-def test_news_that_mean_nothing_are_the_fault_of_the_neighbour_that_passed_them_on() -> None:
-    hear(300)
-
-
-def test_10000_random_and_mutated_news_do_not_end_the_thread_that_passes_them_on() -> None:
-    hear(60_000)
+@pytest.mark.parametrize("num_rounds", [1_000, pytest.param(60_000, marks=pytest.mark.stress)])
+def test_news_that_mean_nothing_are_the_fault_of_the_neighbour_that_passed_them_on(num_rounds: int) -> None:
+    hear(num_rounds)

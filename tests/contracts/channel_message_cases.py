@@ -126,6 +126,17 @@ def parts_have_parts_of_their_own(channel: Channel) -> None:
 
 
 @case
+def the_same_ranks_have_one_channel_wherever_it_was_asked_for(channel: Channel) -> None:
+    turned = channel.over(range(channel.size)[::-1])
+    assert channel.over(range(channel.size)) is channel
+    assert turned is channel.over(list(reversed(range(channel.size))))
+    assert turned.over(range(channel.size)[::-1]) is channel
+    assert turned.rank == channel.size - 1 - channel.rank
+    lonely = turned.over([turned.rank])
+    assert lonely is channel.over([channel.rank])
+
+
+@case
 def channels_do_not_mix_their_messages(channel: Channel) -> None:
     part = channel.over(list(reversed(range(channel.size))))
     peer = channel.rank ^ 1

@@ -88,8 +88,9 @@ def uneven(channel: Channel) -> list[int]:
 
 
 def gather_and_check(channel: Channel, counts: Sequence[int], dtype: torch.dtype, purpose: str) -> None:
-    output = full(channel, sum(counts), dtype)
-    channel.all_gather(output, given(channel, counts[channel.rank], dtype), purpose=purpose, counts=counts).wait()
+    output, own = full(channel, sum(counts), dtype), given(channel, counts[channel.rank], dtype)
+    channel.all_gather(output, own, purpose=purpose, counts=counts).wait()
+    assert_same_bits(own, values(channel.rank, counts[channel.rank], dtype))  # is left alone
     assert_same_bits(output, torch.cat([values(rank, count, dtype) for rank, count in enumerate(counts)]))
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardwise.checkpoint.stores import Store
@@ -40,7 +41,8 @@ def case(body: Callable[[Store, Store], None]) -> None:
 
 
 def content(num_bytes: int, seed: int = 0) -> bytes:
-    return bytes((seed + 31 * place + place // 251) % 256 for place in range(num_bytes))
+    places = np.arange(num_bytes)
+    return ((seed + 31 * places + places // 251) % 256).astype(np.uint8).tobytes()
 
 
 def put(store: Store, name: str, data: bytes, *, chunk_bytes: int = 7) -> None:

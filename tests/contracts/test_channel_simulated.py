@@ -1,42 +1,44 @@
 """The contract of `Channel` on the implementations that need one process only."""
 
+from collections.abc import Callable
+
 import pytest
 
 from shardwise.comm import Channel, Recorded, alone, simulate
-from tests.contracts.channel_cases import CASES
+from tests.contracts.channel_cases import CASES, run_all
 from tests.contracts.channel_oracles import Case
-
-SIZES = (1, 2, 3, 5)
-FEW = (1, 2, 3)  # what is around the simulated channel does not see how many there are
 
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@each_case
-@pytest.mark.parametrize("size", SIZES)
-def test_simulated_ranks_fulfil_the_contract(case: Case, size: int) -> None:
-    simulate(size, case, timeout_seconds=30)
+def on_recorded(case: Callable[[Channel], None]) -> None:
+    """What is around the simulated channel does not see how many there are."""
+    simulate(3, lambda channel: case(Recorded(channel)), timeout_seconds=60)
+
+
+PLACES: dict[str, Callable[[Callable[[Channel], None]], object]] = {
+    "alone": lambda case: case(alone()),
+    **{
+        f"simulated {size}": lambda case, size=size: simulate(size, case, timeout_seconds=60)  # type: ignore[misc]
+        for size in (2, 5)
+    },
+    "recorded": on_recorded,
+}
 
 
 @each_case
-@pytest.mark.parametrize("size", FEW)
-def test_recorded_ranks_fulfil_the_contract(case: Case, size: int) -> None:
-    simulate(size, lambda channel: case(Recorded(channel)), timeout_seconds=30)
+@pytest.mark.parametrize("place", PLACES)
+def test_channels_in_one_process_fulfil_the_contract(place: str, case: Case) -> None:
+    PLACES[place](case)
 
 
 @each_case
-def test_a_world_of_one_fulfils_the_contract(case: Case) -> None:
-    case(alone())
+def test_simulated_devices_fulfil_the_contract(fake: str, case: Case) -> None:
+    simulate(3, case, timeout_seconds=60, device=fake)
 
 
-@pytest.mark.parametrize("size", FEW)
-def test_cases_that_do_not_poison_leave_the_channel_fit_for_the_next(size: int) -> None:
-    def run_all(channel: Channel) -> None:
-        for case in CASES:
-            if not case.poisons:
-                case(channel)
-
-    simulate(size, run_all, timeout_seconds=30)
+def test_cases_that_do_not_poison_leave_the_channel_fit_for_the_next() -> None:
+    simulate(3, run_all, timeout_seconds=60)
 
 
 def test_every_case_has_a_name_of_its_own() -> None:

@@ -120,12 +120,13 @@ def synchronize(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes that the allocator of `device` has given away at a time; 0 where it does not count."""
-    found = _peak_counter(device.type)
+    found = peak_counter(device.type)
     return 0 if found is None else int(found(device))
 
 
 @cache
-def _peak_counter(kind: str) -> Callable[[torch.device], int] | None:
+def peak_counter(kind: str) -> Callable[[torch.device], int] | None:
+    """What counts the memory of a kind of devices; None where nothing does."""
     # `torch.accelerator` has its function (torch 2.9) for every kind. Where the allocator of one has no statistics (mps
     # before torch 2.13), it raises, and nothing but a call says so.
     for module in (torch.accelerator, torch.get_device_module(kind)):

@@ -161,7 +161,7 @@ def _connect(meeting: Rendezvous, *, shared_memory: bool) -> Connected:
             opened.pop_all()
     return Connected(
         links=links,
-        hosts=_host_names(records),
+        hosts=host_names(records),
         kernels=tuple(kernels),
         key=key,
         listeners=tuple(listeners),
@@ -247,7 +247,7 @@ def _unpacked(text: str) -> HostRecord:
     return HostRecord(kernel=kernel, name=name, way=way, store=list(store), has_secret=has_secret)
 
 
-def _host_names(records: Sequence[HostRecord]) -> tuple[str, ...]:
+def host_names(records: Sequence[HostRecord]) -> tuple[str, ...]:
     """The host of each rank; with an address where several hosts, such as containers, have one name."""
     kernels: dict[str, set[str]] = {}
     for each in records:
@@ -276,7 +276,7 @@ def _connect_through_tcp(
             links = _connect_pairs(meeting, key, ranks, listeners, connector)
         except OSError as error:
             text = f"rank {meeting.rank} could not connect to ranks {sorted(ranks)} through TCP: {error}"
-            text = with_hosts(text, _host_names(records))
+            text = with_hosts(text, host_names(records))
             meeting.raise_if_failed("connections")  # of two that fail, one has failed because of the other
             meeting.fail(text)  # before the listeners close, which makes others fail
             raise PeerError(text, operation="start", purpose="connections") from error

@@ -1,6 +1,6 @@
 """Digests of a batch: what ranks that share it compare. Of tensors on a device they are made there, and not read.
 
-    x         elements as whole numbers       3   1   4 | 1   5   9 | 2   6       _ROW of them per row; here 3
+    x         elements as whole numbers       3   1   4 | 1   5   9 | 2   6       ROW of them per row; here 3
     * keys    odd numbers, of the place       7  11  13 | 7  11  13 | 7  11
     sums      one number per row, modulo 2^64      84   |    179    |   80        the same again, until one is left
 
@@ -20,7 +20,7 @@ from shardwise.comm.local_tensors import dense_parts, dtype_name, is_dense
 from shardwise.comm.nested_values import named_leaves
 from shardwise.engine.batches import Batch
 
-_ROW = 1 << 14
+ROW = 1 << 14
 """Keys that are held: 128 KiB."""
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,28 +59,28 @@ class BatchDigests:
     @torch.no_grad()
     def _of(self, value: torch.Tensor) -> torch.Tensor:
         if self._keys is None:
-            drawn = torch.randint(-(1 << 62), 1 << 62, (_ROW,), generator=torch.Generator().manual_seed(0))
+            drawn = torch.randint(-(1 << 62), 1 << 62, (ROW,), generator=torch.Generator().manual_seed(0))
             self._keys = (2 * drawn + 1).to(value.device)  # odd: no difference of one element is lost
         value = value.detach().resolve_conj().resolve_neg()
         if value.is_complex():
             value = torch.view_as_real(value)
         whole, length = _WHOLE[value.element_size()], value.numel()
-        if length <= _ROW:
+        if length <= ROW:
             return (value.view(whole).contiguous().view(-1) * self._keys[:length]).sum()
-        sums = torch.zeros(-(-length // _ROW), dtype=torch.int64, device=value.device)
+        sums = torch.zeros(-(-length // ROW), dtype=torch.int64, device=value.device)
         # Products take 8 bytes for each element: so only some rows at a time, and of a large tensor a 64th.
         num_rows = max(2, len(sums) // 64)
         at = 0
-        for words in _stretches(value.view(whole), num_rows * _ROW):
+        for words in _stretches(value.view(whole), num_rows * ROW):
             while words.numel():
-                row, column = divmod(at, _ROW)
-                if column or words.numel() < _ROW:
-                    taken = words[: _ROW - column]
+                row, column = divmod(at, ROW)
+                if column or words.numel() < ROW:
+                    taken = words[: ROW - column]
                     sums[row] += (taken * self._keys[column : column + len(taken)]).sum()
                 else:
-                    taken = words[: min(num_rows, len(words) // _ROW) * _ROW]
-                    ends = sums[row : row + len(taken) // _ROW]
-                    torch.sum(taken.view(-1, _ROW) * self._keys, 1, out=ends)  # no name keeps the products
+                    taken = words[: min(num_rows, len(words) // ROW) * ROW]
+                    ends = sums[row : row + len(taken) // ROW]
+                    torch.sum(taken.view(-1, ROW) * self._keys, 1, out=ends)  # no name keeps the products
                 at += len(taken)
                 words = words[len(taken) :]
         return self._of(sums)
