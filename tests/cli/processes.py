@@ -81,7 +81,7 @@ def done_anew(*command: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.CompletedProcess(command, process.returncode, out, err)
     finally:
         kill_all(process.pid)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -75,8 +75,9 @@ def trained_engine(channel: sw.Channel, folder: Path) -> list[float]:
     return [update(number) for number in small.LATER]
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("source", ["engine", "lightning.ckpt", "z2-fp32-2"])
+@pytest.mark.parametrize(
+    ("source", "flatten"), [("engine", False), ("engine", True), ("lightning.ckpt", True), ("z2-fp32-2", False)]
+)
 def test_fsdp2_goes_on_with_the_losses_of_the_system_that_saved(
     pool: Pool, tmp_path: Path, source: str, flatten: bool
 ) -> None:

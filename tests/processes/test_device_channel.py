@@ -1,50 +1,60 @@
-"""The channel between devices, over the strict double of NCCL: the program's own groups, its end, and how it adds."""
+"""The channel between devices, over the strict double of NCCL: the program's own groups, how it adds, and how it ends.
+
+What it carries is the contract of channels; what is told of lost ranks is in test_failures.py.
+"""
 
 import os
+import signal
 import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import shardwise as sw
-from shardwise.comm import Channel
+from shardwise.comm import Channel, Work
 from shardwise.comm.device_channel import DeviceChannel
 from shardwise.comm.processes import ProcessChannel
+from shardwise.errors import CallMismatchError, PeerError
 from shardwise.testing import strict
 from shardwise.testing.library import compiler
-from tests.contracts.channel_cases import CASES
+from tests.contracts.channel_cases import run_case
 from tests.contracts.channel_fault_cases import refuse_message
 from tests.contracts.channel_oracles import assert_same_bits, gather_and_check, given, part_of, values
-from tests.processes.pool import SHARED_MEMORY, STRICT_DEVICE, Pool
+from tests.oracle.places import data_share
+from tests.oracle.program import plan_of
+from tests.oracle.programs import PROGRAMS
+from tests.processes.pool import STRICT_DEVICE, Pool, Transport
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler: nothing runs on the fake device")
 
+PATIENCE_SECONDS = 60.0
+LONG = Transport(device="strict", timeout_seconds=2 * PATIENCE_SECONDS)
+"""A fault that was noticed only by the lack of progress would be told in other words."""
 
-def use_own_groups(channel: Channel) -> tuple[int, int, int]:
+
+def use_own_groups(channel: Channel) -> tuple[int, int]:
     """Ranks with other histories of groups, in a process group that is bound to a device, make channels and parts."""
-    assert isinstance(channel, DeviceChannel)
     world = dist.group.WORLD
     assert world is not None
     if channel.rank == 0:
         dist.new_group([0], use_local_synchronization=True)
-    before, others = len(dist.distributed_c10d._world.pg_names), sockets()
+    before = sockets()
     world.bound_device_id = channel.device
     try:
         made = sw.processes(timeout_seconds=20, device=channel.device)
         for part in (made, made.over([0, 1] if channel.rank < 2 else [2])):
             gather_and_check(part, [3] * part.size, torch.float32, "own groups")
             if part.size > 1:
-                next(case for case in CASES if case.name == "a_ring_passes_on")(part)
+                run_case(part, "a_ring_passes_on")
         made.close()
     finally:
         world.bound_device_id = None
-    deadline = time.monotonic() + 10
-    while sockets() > others and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while sockets() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    return before, len(dist.distributed_c10d._world.pg_names), sockets() - others
+    return before, sockets()
 
 
 def sockets() -> int:
@@ -53,10 +63,17 @@ def sockets() -> int:
     return sum(os.path.exists(each) and "socket" in os.readlink(each) for each in links)
 
 
-def test_a_channel_leaves_the_programs_groups_alone_and_frees_its_own(pool: Pool) -> None:
-    for before, after, left in pool.run(3, use_own_groups, transport=STRICT_DEVICE, poisons=True):
-        assert before == after
-        assert left == 0
+def test_a_channel_works_beside_the_programs_groups_and_frees_its_own(pool: Pool) -> None:
+    for before, after in pool.run(3, use_own_groups, transport=STRICT_DEVICE, poisons=True):
+        assert after <= before
+
+
+def message(channel: Channel, operation: str) -> Work:
+    """The one of rank 0 or, on rank 1, its other side."""
+    is_sent = (operation == "send") == (channel.rank == 0)
+    return (channel.send if is_sent else channel.receive)(
+        torch.ones(8, device=channel.device), 1 - channel.rank, purpose="let go"
+    )
 
 
 def close_while_another_thread_looks(channel: Channel) -> None:
@@ -64,11 +81,10 @@ def close_while_another_thread_looks(channel: Channel) -> None:
     made = sw.processes(timeout_seconds=20, device=channel.device)
     assert isinstance(made, DeviceChannel)
     assert isinstance(made.control, ProcessChannel)
+    message(made, "send").wait()  # connects both, so that the next operation begins in its call
+    torch.accelerator.synchronize()
     refuse_message(made, given(made, 3, torch.float32), given(made, 5, torch.float32), ["apples", "apples"])
     board, looks = made.control.board, threading.Event()
-    deadline = time.monotonic() + 10
-    while not made._communicators._made and time.monotonic() < deadline:
-        time.sleep(0.01)  # both ranks connect, whatever was refused
 
     def look() -> None:
         with board.lock:
@@ -86,84 +102,44 @@ def test_a_channel_that_has_failed_ends_its_operations_whatever_another_thread_d
     pool.run(2, close_while_another_thread_looks, transport=STRICT_DEVICE, poisons=True)
 
 
-class Wide(nn.Module):
-    """Parameters of several dtypes. One has a single element, so that most ranks own nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-        self.wide = nn.Parameter(torch.linspace(0.5, 1.5, 7, dtype=torch.float64))
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.double() * self.wide * self.scale
+# How it adds.
 
 
-def sums_of_gradients(channel: Channel, plan: sw.Plan, k: int) -> tuple[dict[str, torch.Tensor], tuple[int, int, int]]:
-    """Values after two steps; bytes of gradients that a step has given to the library, those recorded and planned."""
-    torch.manual_seed(0)
-    recorded = sw.Recorded(channel)
-    engine = sw.parallelize(
-        Wide(),
-        plan,
-        optimizer=lambda p: torch.optim.SGD(p, lr=1e-2),
-        loss=lambda output, _: output.square().mean(),
-        channel=recorded,
-    )
-    batches = [torch.randn(2 * k, 7, generator=torch.Generator().manual_seed(10 * n + channel.rank)) for n in range(2)]
-    given_before = 0
-    for batch in batches:
-        wait_for(channel)
-        given_before = bytes_of_sums(channel)
+def bytes_of_sums() -> int:
+    sent = strict.sent_bytes()
+    return sent.get("ALLTOALL", 0) + sent.get("REDUCE_SCATTER", 0)
+
+
+def sums_of_gradients(channel: Channel, mesh: str, stage: int, k: int) -> tuple[int, int, int]:
+    """Bytes of gradients that a step has given to the library, those recorded and those planned."""
+    program, recorded = PROGRAMS["words"], sw.Recorded(channel)
+    plan = plan_of(program, mesh, stage=stage, k=k, owners="dp_shard", precision=sw.Precision(compute="bfloat16"))
+    engine = program.engine(plan, recorded)
+    before = 0
+    for batch in program.batches[:2]:
+        torch.accelerator.synchronize()
+        before = bytes_of_sums()
         recorded.clear()
-        engine.step({"x": batch}, microbatches=k)
-    wait_for(channel)
+        engine.step(data_share(batch, plan.mesh, channel.rank))
+    torch.accelerator.synchronize()
     # Sums over replicas are gathered too, which is no part of what is added.
     planned = engine.traffic(microbatches=k).reduce_bytes - sum(
         call.bytes_sent
         for call in recorded.calls
         if call.operation == "all_gather" and call.purpose.startswith("gradients")
     )
-    sent = (bytes_of_sums(channel) - given_before, recorded.bytes_sent("reduce_scatter"), planned)
-    return dict(sw.full(engine)), sent
+    return bytes_of_sums() - before, recorded.bytes_sent("reduce_scatter"), planned
 
 
-def wait_for(channel: Channel) -> None:
-    if isinstance(channel, DeviceChannel):
-        torch.accelerator.synchronize()
-
-
-def bytes_of_sums(channel: Channel) -> int:
-    sent = strict.sent_bytes() if isinstance(channel, DeviceChannel) else {}
-    return sent.get("ALLTOALL", 0) + sent.get("REDUCE_SCATTER", 0)
-
-
-@pytest.mark.parametrize(
-    ("size", "stage", "k", "compute", "mesh"),
-    [
-        (2, 1, 1, "bfloat16", "dp_shard=2"),
-        (3, 1, 4, "float32", "dp_shard=3"),
-        (4, 0, 1, "float16", "dp_shard=4"),
-        (4, 1, 4, "bfloat16", "dp_replicate=2,dp_shard=2"),
-        (3, 2, 4, "bfloat16", "dp_shard=3"),
-        (2, 3, 1, "float16", "dp_shard=2"),
-    ],
-)
-def test_gradients_travel_as_they_are_and_are_summed_as_on_the_cpu(
-    pool: Pool, size: int, stage: int, k: int, compute: str, mesh: str
-) -> None:
-    plan = sw.Plan(
-        mesh=sw.Mesh.parse(mesh),
-        sharding=sw.Sharding(stage=stage, bucket_bytes=200, owners="dp_shard"),
-        precision=sw.Precision(compute=compute, keep=("scale",)),
-    )
-    results = pool.run(size, sums_of_gradients, plan, k, transport=STRICT_DEVICE)
-    expected = pool.run(size, sums_of_gradients, plan, k, transport=SHARED_MEMORY)
-    for (trained_values, (sent, recorded, planned)), (cpu_values, _) in zip(results, expected, strict=True):
+@pytest.mark.parametrize(("mesh", "stage", "k"), [("dp_replicate=2,dp_shard=2", 1, 2), ("dp_shard=3", 2, 2)])
+def test_gradients_travel_in_their_own_dtype(pool: Pool, mesh: str, stage: int, k: int) -> None:
+    for sent, recorded, planned in pool.run(
+        sw.Mesh.parse(mesh).size, sums_of_gradients, mesh, stage, k, transport=STRICT_DEVICE
+    ):
         assert sent == recorded == planned > 0
-        assert all(torch.equal(trained_values[name], cpu_values[name]) for name in cpu_values)
+
+
+SUMS = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.complex64, torch.complex64)]
 
 
 def sums_of_backend(channel: Channel) -> list[tuple[torch.Tensor, int]]:
@@ -172,21 +148,134 @@ def sums_of_backend(channel: Channel) -> list[tuple[torch.Tensor, int]]:
     asked = channel.summing("backend")
     assert asked.over(range(channel.size)) is asked
     found = []
-    for own, total in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.complex64,) * 2):
+    for own, total in SUMS:
         for counts in ([5] * channel.size, [3 * rank for rank in range(channel.size)]):
             output = torch.empty(counts[channel.rank], dtype=total, device=channel.device)
-            before = bytes_of_sums(channel)
+            before = bytes_of_sums()
             asked.reduce_scatter(output, given(asked, sum(counts), own), purpose="by the library", counts=counts).wait()
-            found.append((output.cpu(), bytes_of_sums(channel) - before))
+            found.append((output.cpu(), bytes_of_sums() - before))
     return found
 
 
 def test_sums_that_are_left_to_the_library_are_in_the_dtype_that_travels(pool: Pool) -> None:
     size = 3
     for rank, found in enumerate(pool.run(size, sums_of_backend, transport=STRICT_DEVICE)):
-        for own, total in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.complex64,) * 2):
+        for own, total in SUMS:
             for counts in ([5] * size, [3 * each for each in range(size)]):
                 terms = [part_of(values(each, sum(counts), own), counts, rank) for each in range(size)]
                 output, sent = found.pop(0)
                 assert_same_bits(output, (terms[0] + terms[1] + terms[2]).to(total))
                 assert sent == (sum(counts) - counts[rank]) * own.itemsize
+
+
+# How it ends.
+
+
+def begin_sum(channel: Channel) -> None:
+    total, own = (torch.ones(size, device=channel.device) for size in (8, 8 * channel.size))
+    channel.reduce_scatter(total, own, purpose="gradients").wait()
+
+
+def close_without_the_last_call(channel: Channel) -> tuple[str, int | None] | None:
+    """The last rank leaves out a call that all have agreed on before. The others read, and make no call any more."""
+    begin_sum(channel)
+    torch.accelerator.synchronize()
+    if channel.rank == channel.size - 1:
+        return None
+    begin_sum(channel)
+    torch.accelerator.synchronize()
+    with pytest.raises(PeerError) as caught:
+        channel.close()
+    channel.close()  # once is enough
+    return str(caught.value), caught.value.rank
+
+
+def test_a_read_from_a_device_that_waits_for_a_rank_that_has_closed_its_channel_ends_in_words(pool: Pool) -> None:
+    """Though nothing but `close` can say them."""
+    for rank, said in enumerate(pool.run(3, close_without_the_last_call, transport=LONG, poisons=True)[:2]):
+        assert said == (f"rank 2 has closed its channel, while rank {rank} was in reduce_scatter for 'gradients'", 2)
+
+
+def close_before_the_wait(channel: Channel, operation: str, was_used: bool) -> tuple[str, int | None] | None:
+    """Rank 0 lets go of a message, whose other side rank 1 never calls."""
+    if was_used:
+        message(channel, operation).wait()
+        torch.accelerator.synchronize()
+    channel.exchange(b"", purpose="start")
+    if channel.rank == 1:
+        return None  # it closes its channel at the end of the program
+    message(channel, operation)
+    with pytest.raises(PeerError) as caught:
+        channel.close()
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize(
+    ("operation", "was_used"), [("send", True), ("receive", False)], ids=["connected", "not connected"]
+)
+def test_a_channel_closes_in_words_over_a_message_that_nobody_waits_for(
+    pool: Pool, operation: str, was_used: bool
+) -> None:
+    said, _ = pool.run(2, close_before_the_wait, operation, was_used, transport=LONG, poisons=True)
+    assert said == (f"rank 1 has closed its channel, while rank 0 was in {operation} for 'let go'", 1)
+
+
+def receive_when_the_sender_closes(channel: Channel, num_messages: int) -> list[float]:
+    received = [torch.zeros(8, device=channel.device) for _ in range(num_messages)]
+    if channel.rank == 0:
+        for number in range(num_messages):
+            channel.send(torch.full((8,), number + 1.0, device=channel.device), 1, purpose="let go")
+        channel.send(torch.zeros(1), 1, purpose="all are sent").wait()  # between the hosts
+    else:
+        channel.receive(torch.zeros(1), 0, purpose="all are sent").wait()
+        for each in received:
+            channel.receive(each, 0, purpose="let go").wait()
+        torch.accelerator.synchronize()
+    channel.close()
+    return [float(each.sum()) for each in received]
+
+
+@pytest.mark.parametrize("num_messages", [1, 100])
+def test_a_message_that_nobody_waits_for_arrives_before_the_channel_closes(pool: Pool, num_messages: int) -> None:
+    results = pool.run(2, receive_when_the_sender_closes, num_messages, transport=STRICT_DEVICE, poisons=True)
+    assert results[1] == [8.0 * (number + 1) for number in range(num_messages)]
+
+
+def send_to_the_dead(channel: Channel) -> tuple[str, int | None]:
+    channel.exchange(b"", purpose="start")
+    if channel.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError) as caught:
+        channel.send(torch.ones(8, device=channel.device), 1, purpose="activation").wait()
+    return str(caught.value), caught.value.rank
+
+
+def test_a_message_to_a_rank_that_never_connects_ends_in_an_error(pool: Pool) -> None:
+    said, _ = pool.run(2, send_to_the_dead, transport=STRICT_DEVICE, lost=[1])
+    assert said == ("rank 1 is gone (its process died), while rank 0 was in send for 'activation'", 1)
+
+
+def gather_in_another_order(channel: Channel) -> str:
+    """The last rank gathers other things first. All have agreed on both before, and send no message about them.
+
+    NCCL, and its strict double, see equal calls."""
+    whole = torch.empty(8 * channel.size, device=channel.device)
+    purposes = ["weights", "biases"]
+
+    def gather(purposes: list[str]) -> None:
+        for purpose in purposes:
+            channel.all_gather(whole, whole[:8].clone(), purpose=purpose).wait()
+        torch.accelerator.synchronize()
+
+    gather(purposes)
+    channel.exchange(b"", purpose="start")
+    gather(purposes if channel.rank == channel.size - 1 else purposes[::-1])
+    with pytest.raises(CallMismatchError) as caught:
+        channel.exchange(b"", purpose="after the read")
+    return str(caught.value)
+
+
+def test_hosts_that_read_from_devices_in_different_calls_learn_which(pool: Pool) -> None:
+    for text in pool.run(3, gather_in_another_order, transport=STRICT_DEVICE, poisons=True):
+        assert "  - rank 2: all_gather for 'weights' of float32" in text
+        assert text.count("all_gather for 'biases' of float32") == 1

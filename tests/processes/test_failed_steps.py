@@ -12,15 +12,13 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import Channel
-from shardwise.errors import BatchError, ModelError, PeerError
+from shardwise.errors import ModelError, PeerError
 from tests.engine.tensor import planted_faults
 from tests.oracle.pipeline_programs import Chain
 from tests.oracle.places import data_share
 from tests.oracle.program import Program, plan_of, seeded
 from tests.oracle.programs import PROGRAMS
-from tests.processes.pool import Pool, Transport
-
-IMPATIENT = Transport(timeout_seconds=5.0)
+from tests.processes.pool import Pool
 
 
 class Failing(nn.Linear):
@@ -72,10 +70,10 @@ def lose_a_rank(channel: Channel, mesh: str, victim: int, by_signal: bool) -> st
     return said
 
 
-@pytest.mark.parametrize(("mesh", "victim"), [("dp_shard=3", 0), ("dp_shard=3", 1), ("pp=4", 1)])
+@pytest.mark.parametrize(("mesh", "victim"), [("dp_shard=3", 0), ("pp=4", 1)])
 def test_a_rank_killed_in_the_middle_of_a_step_is_named_to_the_others(pool: Pool, mesh: str, victim: int) -> None:
     size = sw.Mesh.parse(mesh).size
-    results = pool.run(size, lose_a_rank, mesh, victim, True, transport=IMPATIENT, lost=[victim])
+    results = pool.run(size, lose_a_rank, mesh, victim, True, lost=[victim])
     for rank in set(range(size)) - {victim}:
         assert results[rank].startswith(f"PeerError: rank {victim} is gone (its process died)")
 
@@ -88,27 +86,11 @@ def test_an_exception_in_one_ranks_forward_stops_all_and_is_told_to_all(
     pool: Pool, mesh: str, where: tuple[str, ...]
 ) -> None:
     size = sw.Mesh.parse(mesh).size
-    results = pool.run(size, lose_a_rank, mesh, 1, False, transport=IMPATIENT, poisons=True)
+    results = pool.run(size, lose_a_rank, mesh, 1, False, poisons=True)
     assert results[1].startswith("FloatingPointError: the pressure is too high")
     assert [word for word in where if word not in results[1]] == []
     for rank in set(range(size)) - {1}:
         assert "rank 1 stopped: FloatingPointError in a step: the pressure is too high" in results[rank]
-
-
-def refuse_a_batch(channel: Channel) -> tuple[str, bool]:
-    program = PROGRAMS["words"]
-    engine = program.engine(plan_of(program, "dp_shard=2", k=2), channel)
-    rows = {name: value[: 1 if channel.rank else 4] for name, value in program.batches[0].items()}
-    with pytest.raises(BatchError) as caught:
-        engine.step(rows)
-    return str(caught.value), engine.step(program.batches[0]).skipped
-
-
-def test_a_batch_that_one_rank_cannot_split_is_refused_by_all_and_training_goes_on(pool: Pool) -> None:
-    first, second = pool.run(2, refuse_a_batch)
-    assert first == second
-    assert first[0].startswith("rank 1: a batch of 1 rows cannot be split into 2 microbatches")
-    assert first[1] is False
 
 
 def refuse_a_tensor_plan(channel: Channel) -> str:
@@ -139,7 +121,7 @@ def break_a_relayout(channel: Channel) -> str:
 
 
 def test_a_rank_that_fails_in_a_relayout_stops_the_others(pool: Pool) -> None:
-    results = pool.run(4, break_a_relayout, transport=IMPATIENT, poisons=True)
+    results = pool.run(4, break_a_relayout, poisons=True)
     assert results[2].startswith("FloatingPointError: the pressure is too high")
     for rank in (0, 1, 3):
         assert results[rank].startswith("PeerError: ")

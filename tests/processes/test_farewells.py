@@ -1,26 +1,22 @@
 """A program that ends without `close`: its peers are told why, however it ended."""
 
-import contextlib
 import multiprocessing
 import os
-import signal
-import socket
 import sys
-import time
 from multiprocessing.connection import Connection
 
 import pytest
 
 from tests.forks.calls import Call
-from tests.forks.programs import started
+from tests.processes.as_started import PATIENCE_SECONDS, ranks_of, world
 
 PROGRAM = """
-import os, sys
+import sys, threading
 import shardwise as sw
 
 
 def main():
-    channel = sw.processes(timeout_seconds=30, shared_memory=sys.argv[1] == "shared")
+    channel = sw.processes(timeout_seconds=60, shared_memory=sys.argv[1] == "shared")
     channel.exchange(b"", purpose="start")
     if channel.rank == 1:
         exec(sys.argv[2])
@@ -33,27 +29,8 @@ def main():
 
 main()
 """
-
-
-def said(transport: str, deed: str) -> str:
-    """What rank 0 is told of the end of rank 1."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                started(["-c", PROGRAM, transport, deed], environment={**world, "RANK": str(rank)}),
-            )
-            for rank in range(2)
-        ]
-        told = ranks[0].communicate(timeout=60)[0]
-        with contextlib.suppress(ProcessLookupError):
-            ranks[1].send_signal(signal.SIGKILL)  # where a thread of it still runs
-        ranks[1].communicate(timeout=60)
-    return told
-
-
+GOES_ON = "threading.Thread(target=threading.Event().wait).start(); "
+"""A thread of the program that never ends, and with it the process."""
 WITHOUT_CLOSING = "rank 1 has ended its program (its last line, or sys.exit) without closing its channel, while rank 0"
 
 
@@ -62,34 +39,23 @@ WITHOUT_CLOSING = "rank 1 has ended its program (its last line, or sys.exit) wit
     [
         ("tcp", "sys.exit(0)", WITHOUT_CLOSING),
         ("shared", "return_ = 'as one that has fewer batches'", WITHOUT_CLOSING),
-        ("tcp", "raise KeyError('no such sample')", "rank 1 stopped: KeyError: 'no such sample', while rank 0"),
+        ("tcp", GOES_ON + "sys.exit(3)", WITHOUT_CLOSING),
+        ("tcp", GOES_ON + "raise KeyError('x')", "rank 1 stopped: KeyError: 'x', while rank 0"),
     ],
 )
 def test_peers_are_told_how_a_program_ended(transport: str, deed: str, words: str) -> None:
-    assert said(transport, deed) == f"{words} was in exchange for 'gradients'"
+    with ranks_of([["-c", PROGRAM, transport, deed]] * 2) as ranks:
+        told, _ = ranks[0].communicate(timeout=PATIENCE_SECONDS)
+    assert told == f"{words} was in exchange for 'gradients'"
 
 
-@pytest.mark.parametrize(
-    ("deed", "words"),
-    [
-        ("raise KeyError('x')", "rank 1 stopped: KeyError: 'x', while rank 0"),
-        ("sys.exit(3)", WITHOUT_CLOSING),
-    ],
-)
-def test_the_end_is_told_at_once_though_a_thread_of_the_program_still_runs(deed: str, words: str) -> None:
-    begun = time.monotonic()
-    thread = "import threading, time; threading.Thread(target=time.sleep, args=(25,)).start()"
-    assert said("tcp", f"{thread}; {deed}") == f"{words} was in exchange for 'gradients'"
-    assert time.monotonic() - begun < 20
-
-
-def work(rank: int, port: int, deed: str, answers: "multiprocessing.Queue[str]") -> None:
+def work(place: dict[str, str], deed: str, answers: "multiprocessing.Queue[str]") -> None:
     import shardwise as sw
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    channel = sw.processes(timeout_seconds=30)
+    os.environ |= place
+    channel = sw.processes(timeout_seconds=60)
     channel.exchange(b"", purpose="start")
-    if rank == 1:
+    if channel.rank == 1:
         if deed == "exit":
             sys.exit(3)
         raise ValueError("a worker of multiprocessing")
@@ -99,28 +65,27 @@ def work(rank: int, port: int, deed: str, answers: "multiprocessing.Queue[str]")
         answers.put(str(error))
 
 
-def of_two(end: Connection, port: int, deed: str) -> None:
+def of_two(end: Connection, places: list[dict[str, str]], deed: str) -> None:
     """A program that starts two workers, and says what rank 0 was told."""
     start = multiprocessing.get_context("fork")
     answers: multiprocessing.Queue[str] = start.Queue()
-    workers = [start.Process(target=work, args=(rank, port, deed, answers)) for rank in range(2)]
+    workers = [start.Process(target=work, args=(place, deed, answers)) for place in places]
     for worker in workers:
         worker.start()
-    end.send(answers.get(timeout=60))
+    end.send(answers.get(timeout=PATIENCE_SECONDS))
     for worker in workers:
-        worker.join(60)
+        worker.join()
 
 
 @pytest.mark.parametrize(
     ("deed", "words"), [("exit", "SystemExit: 3"), ("raise", "ValueError: a worker of multiprocessing")]
 )
 def test_workers_of_multiprocessing_tell_it_too(deed: str, words: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = Call(of_two, port, deed)
-    try:
-        assert program.connection.poll(60)
-        said = program.connection.recv()
-    finally:
-        program.end(patience_seconds=60)
+    with world(2) as places:
+        program = Call(of_two, places, deed)
+        try:
+            assert program.connection.poll(PATIENCE_SECONDS)
+            said = program.connection.recv()
+        finally:
+            program.end(patience_seconds=60)
     assert said == f"rank 1 stopped: {words}, while rank 0 was in exchange for 'gradients'"

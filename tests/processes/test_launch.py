@@ -33,16 +33,17 @@ def test_ranks_learn_their_places_and_only_rank_0_speaks(capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("0 0 2 2 127.0.0.1 --lr 1\n", "")
 
 
-def test_cores_are_divided_among_the_ranks_unless_the_user_has_chosen(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code = "print(os.environ['OMP_NUM_THREADS'])"
-    cores = len(os.sched_getaffinity(0))
-    assert [run(code, num_processes=1), run(code, num_processes=2), run(code, num_processes=2 * cores)] == [0, 0, 0]
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+def test_ranks_are_given_one_secret_unless_the_user_has_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHARDWISE_SECRET", "SHARDWISE_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    code = f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(os.environ.get('SHARDWISE_SECRET', ''))"
     assert run(code) == 0
-    assert capfd.readouterr().out.split() == [str(cores), str(max(1, cores // 2)), "1", "7"]
+    first, second = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert first == second
+    assert len(first) >= 16
+    monkeypatch.setenv("SHARDWISE_SECRET_FILE", "of the user")
+    assert run(code) == 0
+    assert (tmp_path / "1").read_text() == ""
 
 
 def test_the_rank_that_fails_first_gives_the_exit_code_and_its_words(capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,15 +78,10 @@ sys.exit("the kettle boils over")
     assert capfd.readouterr().err == "rank 1 failed with exit code 1\n[rank 1] the kettle boils over\n"
 
 
-def test_a_rank_killed_by_a_signal_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_a_killed_rank_has_failed_and_names_it(capfd: pytest.CaptureFixture[str]) -> None:
     code = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()"
-    assert run(code, grace_seconds=0.2) == 1
+    assert run(code, grace_seconds=0.01) == 1
     assert capfd.readouterr().err == "rank 1 was killed by SIGKILL\n"
-
-
-def test_a_run_of_killed_ranks_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/sh")  # which starts sooner
-    assert launch(None, ["-c", "kill -KILL $$"], num_processes=2, grace_seconds=0.01) == 1
 
 
 def test_others_have_time_to_report_themselves(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -169,10 +165,11 @@ sys.exit(launch(None, ["-c", {rank!r}], num_processes=2))
             while len(pids) < 2:
                 pids += map(int, written.read().split())
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
-        deadline = time.monotonic() + 10
+        assert launcher.wait(timeout=60) == 128 + signal.SIGTERM
+        deadline = time.monotonic() + 60
         while any(map(is_alive, pids)):
             assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_a_signal_that_comes_twice_at_once_leaves_ranks_their_time_to_save(

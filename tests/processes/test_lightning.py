@@ -1,20 +1,17 @@
 """Lightning's Trainer on real ranks, as torchrun and its own launcher start them."""
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forks.programs import started
+from tests.forks.programs import ROOT
 from tests.lightning.lightning_modules import Net, fitted, weights
+from tests.processes.as_started import outputs
 
-ROOT = Path(__file__).parents[2]
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
 PROGRAM = """
 import json, sys
 import lightning.pytorch as pl
@@ -42,38 +39,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize(
-    "launcher",
-    ["as torchrun starts them", *(pytest.param(each, marks=pytest.mark.stress) for each in ("torchrun", "its own"))],
-)
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("its own", marks=pytest.mark.stress)])
 def test_ranks_have_the_numbers_of_one_process(launcher: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    if launcher == "as torchrun starts them":  # without the start of three interpreters
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        world |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-        with contextlib.ExitStack() as stack:
-            both = [
-                stack.enter_context(
-                    started(["-c", PROGRAM, str(tmp_path)], environment=world | {"RANK": each, "LOCAL_RANK": each})
-                )
-                for each in ("0", "1")
-            ]
-            for each in both:
-                _, err = each.communicate(timeout=110)
-                assert each.wait(timeout=0) == 0, err
-    elif launcher == "torchrun":
-        agent = "import sys; from torch.distributed.run import main; main(sys.argv[1:])"
-        torchrun = ["-c", agent, "--standalone", "--nproc-per-node", "2"]
-        with started([*torchrun, str(program), str(tmp_path)], environment={"PYTHONPATH": PATHS}) as ranks:
-            _, err = ranks.communicate(timeout=110)
-            assert ranks.wait(timeout=0) == 0, err
+    if launcher == "torchrun":
+        outputs([["-c", PROGRAM, str(tmp_path)]] * 2, environment={"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"})
     else:  # which starts the program again by its name
+        program = tmp_path / "program.py"
+        program.write_text(PROGRAM)
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, str(program), str(tmp_path)]
         ended = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True, text=True, timeout=300, check=False
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=False
         )
         assert ended.returncode == 0, ended.stderr
     trainer, seen = fitted("auto")

@@ -6,7 +6,7 @@ Hosts are names here, each with a keeper of its own; the one of a lost host is k
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,14 @@ def uninterrupted(size: int, steps: int = STEPS) -> dict[str, torch.Tensor]:
     return state
 
 
+@contextlib.contextmanager
+def on_host(name: str) -> Iterator[pytest.MonkeyPatch]:
+    """Which host a rank is on, nobody can say but the kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_host", lambda: OwnHost(name, "", ()))
+        yield patch
+
+
 def killed(channel: Channel, path: str, hosts: Sequence[str], victims: Sequence[int], when: str) -> None:
     """Train with replicas until the victims are killed; with "host" their keeper goes first.
 
@@ -78,8 +86,7 @@ def killed(channel: Channel, path: str, hosts: Sequence[str], victims: Sequence[
             kill()
 
     # What a program does: the error that ends it leaves the context of its replicas, with a copy under way or not.
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(PeerError):
-        patch.setattr(replicas, "_host", lambda: OwnHost(hosts[channel.rank], "", ()))
+    with on_host(hosts[channel.rank]) as patch, contextlib.suppress(PeerError):
         engine = engine_of(channel)
         with sw.Replicas(path, every=2, channel=channel, keep_seconds=120.0) as copies:
             kept = Kept(path, [hosts[channel.rank]])
@@ -87,20 +94,19 @@ def killed(channel: Channel, path: str, hosts: Sequence[str], victims: Sequence[
             for step in range(STEPS):
                 train(engine, step, channel.rank)
                 if "copy" in when and step == 4:
-                    copies._saver.wait()  # else it could be the copy before that it dies in
+                    copies.wait()  # else it could be the copy before that it dies in
                     if is_victim:
                         patch.setattr(keeper_store, "KeeperWriter", Dying)
                 copies.save(engine, extra={"step": step})
                 if "copy" not in when and step == 4:
-                    copies._saver.wait()
+                    copies.wait()
                     if is_victim:
                         kill()
         pytest.fail("training went on without the victims")
 
 
 def started_again(channel: Channel, path: str, hosts: Sequence[str], steps: int) -> Trained:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "_host", lambda: OwnHost(hosts[channel.rank], "", ()))
+    with on_host(hosts[channel.rank]):
         engine = engine_of(channel)
         with sw.Replicas(path, every=2, channel=channel) as copies:
             newest = copies.newest()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise as sw
 from shardwise.comm import Channel
 from shardwise.engine.rank_times import RankTimes
+from tests.engine.loops import begun, plan_of
 from tests.processes.pool import Pool
 
 SLEEP_S = 3.0
@@ -23,25 +23,18 @@ class Sleepy(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.sleep_s = 0.0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         time.sleep(self.sleep_s)
         self.sleep_s = 0.0
-        out: torch.Tensor = self.layer(x)
+        out: torch.Tensor = self.layer(input)
         return out
 
 
 def train(channel: Channel, slow: int) -> tuple[tuple[RankTimes, ...], tuple[int, ...]]:
-    model = Sleepy()
-    engine = sw.parallelize(
-        model,
-        sw.Plan(mesh=sw.Mesh(dp_shard=channel.size)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        loss=lambda output, batch: output.square().mean(),
-        channel=channel,
-    )
+    engine = begun(channel, Sleepy, plan_of(f"dp_shard={channel.size}"))
     batch = {"input": torch.ones(2, 4)}
     engine.step(batch)
-    model.sleep_s = SLEEP_S if channel.rank == slow else 0.0
+    engine.model.sleep_s = SLEEP_S if channel.rank == slow else 0.0
     report = engine.step(batch)
     return report.ranks, report.slowest
 

@@ -1,35 +1,22 @@
-"""Weights of trainers to receivers between real processes: two groups, programs of their own, a rank that dies."""
+"""State that moves between real processes: a receiver that is a program of its own, and a rank that dies on the way."""
 
-import contextlib
 import os
 import re
-import signal
-import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
-from examples import grpo_two_groups, train_and_serve
 from examples.inference_receiver import Sizes, target_of, tensors_of
 from shardwise.comm import Channel, Work
-from tests.forks.programs import started
-from tests.processes.pool import TCP, Pool, RankError, Transport
-
-ROOT = Path(__file__).parents[2]
+from tests.forks.programs import ROOT
+from tests.processes.as_started import ended
+from tests.processes.pool import SHARED_MEMORY, TCP, Pool, RankError, Transport
 
 PIECE = sw.Piece(name="w", dtype="float32", global_shape=(1 << 14, 64))
 
 
-def test_a_trainer_of_four_ranks_serves_two_servers_of_one_and_of_four(pool: Pool) -> None:
-    tensors = pool.run(9, train_and_serve.take_part)
-    train_and_serve.compare(tensors)
-    assert torch.equal(tensors[0]["model.norm.weight"], tensors[8]["model.norm.weight"])
-
-
-def dies_on_the_way(channel: Channel, victim: int) -> None:
+def dies_on_the_way(channel: Channel, way: str, victim: int) -> None:
     """Ranks 0 and 1 give, 2 and 3 take; one of them is gone when the elements begin to travel."""
 
     class Dying(sw.Recorded):
@@ -49,49 +36,26 @@ def dies_on_the_way(channel: Channel, victim: int) -> None:
     )
     source = {half: torch.ones(rows, 64)} if channel.rank < 2 else None
     target = {PIECE: torch.zeros(PIECE.global_shape)} if channel.rank >= 2 else None
-    sw.stream(source, target, channel=Dying(channel) if channel.rank == victim else channel)
+    used: Channel = Dying(channel) if channel.rank == victim else channel
+    if way == "stream":
+        sw.stream(source, target, channel=used)
+    else:
+        sw.reshard(source or {}, dict.fromkeys(target or {}), used)
 
 
-@pytest.mark.parametrize(("victim", "transport"), [(1, Transport()), (2, TCP)])
-def test_a_rank_that_dies_on_the_way_is_named_by_all(pool: Pool, victim: int, transport: Transport) -> None:
+@pytest.mark.parametrize(
+    ("way", "victim", "transport"),
+    [("stream", 1, SHARED_MEMORY), ("stream", 2, TCP), ("reshard", 1, SHARED_MEMORY)],
+)
+def test_a_rank_that_dies_on_the_way_is_named_by_all(pool: Pool, way: str, victim: int, transport: Transport) -> None:
     with pytest.raises(RankError) as error:
-        pool.run(4, dies_on_the_way, victim, transport=transport, lost=[victim])
-    assert sorted(error.value.failures) == sorted({0, 1, 2, 3} - {victim})
+        pool.run(4, dies_on_the_way, way, victim, transport=transport, lost=[victim])
+    # In a reshard who only gives waits for nobody.
+    assert set(error.value.failures) == ({0, 1, 2, 3} if way == "stream" else {2, 3}) - {victim}
     for failure in error.value.failures.values():
         assert failure.kind == "PeerError"
         assert f"rank {victim} is gone (its process died)" in failure.message
-        assert "stream" in failure.message
-
-
-def learns_from_answers(channel: Channel, num_updates: int = 2) -> list[dict[str, float]]:
-    """GRPO on two ranks, with answers of the third one."""
-    vars(grpo_two_groups)["NUM_UPDATES"] = num_updates
-    return grpo_two_groups.take_part(channel, 1)[1]
-
-
-def dies_while_others_wait(channel: Channel, victim: int) -> None:
-    """The first rollouts have come; then the victim is killed, in its own work."""
-    names = vars(grpo_two_groups)
-    name = {1: "update_on", 2: "roll_out"}[victim]
-    work = names[name]
-
-    def once(*arguments: Any) -> Any:
-        names[name] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        return work(*arguments)
-
-    if channel.rank == victim:
-        names[name] = once
-    learns_from_answers(channel, 3)
-
-
-@pytest.mark.parametrize("victim", [1, 2])
-def test_a_killed_trainer_or_generator_is_named_to_both_groups(pool: Pool, victim: int) -> None:
-    with pytest.raises(RankError) as error:
-        pool.run(3, dies_while_others_wait, victim, lost=[victim])
-    assert sorted(error.value.failures) == sorted({0, 1, 2} - {victim})
-    for failure in error.value.failures.values():
-        assert failure.kind == "PeerError"
-        assert f"rank {victim} is gone (its process died)" in failure.message
+        assert way in failure.message
 
 
 TRAINER = """
@@ -111,16 +75,8 @@ channel.close()
 def test_the_receiver_is_a_program_of_its_own() -> None:
     receiver = "import runpy, sys; sys.argv = ['receiver', '--first-rank', '1', '--tp', '1']; "
     receiver += f"runpy.run_path({str(ROOT / 'examples' / 'inference_receiver.py')!r}, run_name='__main__')"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(started(["-c", text], environment={**world, "RANK": str(rank)}))
-            for rank, text in enumerate((TRAINER, receiver))
-        ]
-        (_, error), (told, other) = [each.communicate(timeout=100) for each in ranks]
-    assert (error, other) == ("", "")
+    (code, _, error), (other_code, told, other) = ended([["-c", TRAINER], ["-c", receiver]])
+    assert (code, other_code, error, other) == (0, 0, "", "")
     needed = 2 * sum(
         piece.num_elements for piece in target_of(tensors_of(Sizes(), 0, 1, torch.bfloat16), Sizes(), 0, 1)
     )

@@ -1,14 +1,12 @@
 """A script with `shardwise.hf.Trainer` in processes as torchrun starts them, against the plain one in one process."""
 
-import contextlib
 import json
-import socket
 from pathlib import Path
 
 from transformers import LlamaForCausalLM
 
-from tests.forks.programs import started
 from tests.hf.tiny_trainers import assert_close, plain, simple
+from tests.processes.as_started import outputs
 
 SCRIPT = """
 import json, sys
@@ -32,32 +30,18 @@ FLAGS = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_two_processes_train_predict_and_save_as_one(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text(PLAN)
     out = tmp_path / "out"
     flags = FLAGS | {"output_dir": str(out), "shardwise_plan": str(plan)}
     arguments = ["-c", SCRIPT, *(text for name, each in flags.items() for text in (f"--{name}", each))]
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(started(arguments, environment=meeting | {"RANK": each, "LOCAL_RANK": each}))
-            for each in ("0", "1")
-        ]
-        told = [each.communicate(timeout=100) for each in ranks]
-        for rank, (_, errors) in zip(ranks, told, strict=True):
-            assert rank.wait(timeout=0) == 0, errors
+    told = outputs([arguments] * 2)
     # Their progress and logs go to rank 0's output as well.
-    (line,) = [each for each in told[0][0].splitlines() if each.startswith("[[")]
+    (line,) = [each for each in told[0].splitlines() if each.startswith("[[")]
     log, shape, world_size = json.loads(line)
     assert_close(log, plain(simple()))
     assert (shape, world_size) == ([5, 8, 64], 2)
-    assert "loss" not in told[1][0]
+    assert "loss" not in told[1]
     for folder in (out, *out.glob("checkpoint-*")):
         assert isinstance(LlamaForCausalLM.from_pretrained(folder), LlamaForCausalLM)

@@ -1,6 +1,5 @@
 """TRL's GRPOTrainer in processes as torchrun starts them: what they draw and learn is what simulated ranks do."""
 
-import contextlib
 import json
 from functools import partial
 from pathlib import Path
@@ -8,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from tests.forks.programs import started
 from tests.hf.trl_runs import drawn
-from tests.processes.test_trainer_processes import free_port
+from tests.processes.as_started import outputs
 
 SCRIPT = """
 import json, sys
@@ -25,21 +23,8 @@ PLANS = ("stage 3", "tp")
 
 @pytest.mark.stress  # each process imports TRL, some ten seconds
 def test_two_processes_generate_and_train_as_simulated_ranks(tmp_path: Path) -> None:
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with contextlib.ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                started(
-                    ["-c", SCRIPT, str(tmp_path / "processes"), *PLANS],
-                    environment=meeting | {"RANK": each, "LOCAL_RANK": each},
-                )
-            )
-            for each in ("0", "1")
-        ]
-        told = [each.communicate(timeout=200) for each in ranks]
-        for rank, (_, errors) in zip(ranks, told, strict=True):
-            assert rank.wait(timeout=0) == 0, errors
-    found = [[json.loads(line) for line in out.splitlines() if line.startswith('["found"')] for out, _ in told]
+    told = outputs([["-c", SCRIPT, str(tmp_path / "processes"), *PLANS]] * 2)
+    found = [[json.loads(line) for line in out.splitlines() if line.startswith('["found"')] for out in told]
     for at, plan in enumerate(PLANS):
         simulated = sw.simulate(2, partial(drawn, tmp_path / "simulated", plan))
         for number in range(2):
