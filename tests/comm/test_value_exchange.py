@@ -1,6 +1,5 @@
 """Exchanges along a tree: all values everywhere, few messages per rank, and every rank raises a fault."""
 
-
 import pytest
 
 from shardwise.comm.agreement import exchange_parts

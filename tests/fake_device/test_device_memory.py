@@ -4,9 +4,11 @@ Activations are those of a plain loop in one process on a device like it, which 
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,10 @@ from shardwise.engine import batch_digests
 from shardwise.plan import Footprint
 from shardwise.testing.accelerator import counted
 
-WIDTH, LAYERS, ROWS = 72, 24, 16
+WIDTH, LAYERS, ROWS = 72, 12, 16
 """Matrices are so large that their gradients do not wait for others (`GradCopies`: 64 KiB in all)."""
 
-DIGEST_BYTES = 8 * batch_digests._ROW
+DIGEST_BYTES = 8 * batch_digests.ROW
 """Of the keys with which ranks digest batches, where several have the same one."""
 
 PAIRS = 4
@@ -122,22 +124,31 @@ def at_rest(planned: Footprint) -> int:
     return held + 8 * planned.owned_elements
 
 
-@pytest.mark.parametrize("compute", ["float32", pytest.param("bfloat16", marks=pytest.mark.stress)])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def mostly_stress(chosen: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
+    """All choices of these values; those that are not chosen for `make stress`."""
+    return [each if each in chosen else pytest.param(*each, marks=pytest.mark.stress) for each in product(*values)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "k", "compute"),
+    mostly_stress(
+        [(0, 4, "bfloat16"), (1, 1, "float32"), (2, 4, "float32"), (3, 1, "bfloat16")],
+        *((0, 1, 2, 3), (1, 4), ("float32", "bfloat16")),
+    ),
+)
 def test_rest_and_peak_are_the_footprint_and_activations(fake: str, stage: int, k: int, compute: str) -> None:
     dtype = getattr(torch, compute)
     expected = activations(fake, dtype)
     ranks = sw.simulate(2, lambda channel: rest_and_peak(channel, plan_of(stage, k, compute, dp_shard=2)), device=fake)
     for rest, peak, planned in ranks:
-        # Channels may have kept less, where buckets of two sizes take turns; a few numbers are on the device.
-        assert 0.99 * at_rest(planned) < rest < at_rest(planned) + 1000
+        # Channels may have kept a bucket less, where those of two sizes take turns; a few numbers are on the device.
+        assert at_rest(planned) - 4 * WIDTH * WIDTH < rest < at_rest(planned) + 1000
         assert rest + peak == pytest.approx(at_rest(planned) + planned.gathered_bytes + expected, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("stage", "k", "compute"),
-    [(1, 4, "bfloat16"), pytest.param(2, 4, "float32", marks=pytest.mark.stress), (3, 1, "float32")],
+    [(1, 4, "bfloat16"), pytest.param(3, 1, "float32", marks=pytest.mark.stress)],
 )
 def test_stages_of_a_pipeline_hold_the_activations_of_their_microbatches(
     fake: str, stage: int, k: int, compute: str
@@ -188,22 +199,13 @@ def allocations_of_forwards_and_backwards(
     return counts[OTHER_DEVICE].allocations
 
 
-STEADY = [
-    pytest.param(
-        *(stage, k, compute, clip),
-        # Half of the pairs of a stage and a k have each dtype, and half a clip.
-        marks=()
-        if ((stage + k) % 2, clip is None) == (compute == "float32", stage // 2 == k // 4)
-        else pytest.mark.stress,
-    )
-    for stage in (0, 1, 2, 3)
-    for k in (1, 4)
-    for compute in ("float32", "bfloat16")
-    for clip in (None, 1.0)
-]
-
-
-@pytest.mark.parametrize(("stage", "k", "compute", "clip"), STEADY)
+@pytest.mark.parametrize(
+    ("stage", "k", "compute", "clip"),
+    mostly_stress(
+        [(0, 1, "float32", None), (1, 4, "bfloat16", 1.0), (2, 1, "bfloat16", None), (3, 4, "float32", 1.0)],
+        *((0, 1, 2, 3), (1, 4), ("float32", "bfloat16"), (None, 1.0)),
+    ),
+)
 def test_a_steady_step_allocates_what_forwards_and_backwards_do(
     fake: str, stage: int, k: int, compute: str, clip: float | None
 ) -> None:
@@ -228,28 +230,6 @@ def test_a_steady_step_of_one_rank_allocates_what_forwards_and_backwards_do(fake
     assert found == plain + 2 * LAYERS
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_ranks_along_tp_allocate_for_each_collective_in_addition(fake: str, k: int) -> None:
-    """What arrives and its sum, the sum with the bias of a "row", and two numbers to digest the batch."""
-    rules = {f"{2 * at}": "row" if at % 2 else "column" for at in range(PAIRS * 2)}
-    plan = replace(plan_of(1, k, "float32", tp=2), tensor=sw.Tensor(rules=rules, prove=False))
-    plain = allocations_of_forwards_and_backwards(fake, k, "float32", pairs)
-    for found, norms, _ in sw.simulate(2, lambda channel: allocations_of_a_step(channel, plan, pairs), device=fake):
-        assert found == plain + norms + k * (PAIRS * (2 + 2 + 1) - 2) + 2  # no gradient of the batch
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_stages_of_a_pipeline_allocate_for_each_crossing_in_addition(fake: str, k: int) -> None:
-    """At most 9 for a microbatch that crosses in both directions: what travels, its like, and sums of gradients."""
-    plan = plan_of(1, k, "float32", pp=2, dp_shard=2)
-    plain = allocations_of_forwards_and_backwards(fake, k, "float32")
-    ranks = sw.simulate(4, lambda channel: allocations_of_a_step(channel, plan), device=fake)
-    for at in range(2):
-        pipeline = [ranks[at], ranks[2 + at]]
-        added = sum(found - norms for found, norms, _ in pipeline) - plain
-        assert 0 <= added <= 9 * k + 2 * len(pipeline) + 2 * len(pipeline)
-
-
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_digests_of_a_batch_add_nothing_to_the_peak_of_a_step(axis: str, fake: str) -> None:
     """Whatever its size: rank 0 holds no more than two microbatches of it at a time."""
@@ -258,7 +238,7 @@ def test_digests_of_a_batch_add_nothing_to_the_peak_of_a_step(axis: str, fake: s
 
     def run(channel: sw.Channel) -> list[int]:
         found = []
-        for k in (4, 32):
+        for k in (4, 16):
             plan = sw.Plan(mesh=sw.Mesh.parse(f"{axis}=2"), merge=sw.Merge(microbatches=k), tensor=rules)
             made = (pairs if axis == "tp" else model)().to(channel.device)
             engine = sw.parallelize(made, plan, optimizer=fused, loss=loss_of, channel=channel)
@@ -268,7 +248,7 @@ def test_digests_of_a_batch_add_nothing_to_the_peak_of_a_step(axis: str, fake: s
         return found
 
     for few, many in sw.simulate(2, run, device=fake):
-        assert many <= few + 8 * 32 * 64  # a few numbers for each microbatch
+        assert many <= few + 8 * 16 * 64  # a few numbers for each microbatch
 
 
 @pytest.mark.parametrize("of_module", [False, True])
@@ -286,7 +266,7 @@ def test_a_device_whose_allocator_keeps_no_statistics_trains_and_reports_none(
         monkeypatch.setattr(module, "max_memory_allocated", lambda device=None: 1 << 20)
     emptied: list[bool] = []
     monkeypatch.setattr(module, "empty_cache", lambda: emptied.append(True), raising=False)
-    accelerators._peak_counter.cache_clear()
+    accelerators.peak_counter.cache_clear()
 
     def run(channel: sw.Channel) -> int:
         engine = sw.parallelize(model(1), sw.Plan(), optimizer=fused, loss=loss_of, channel=channel)
@@ -297,5 +277,5 @@ def test_a_device_whose_allocator_keeps_no_statistics_trains_and_reports_none(
     try:
         assert sw.simulate(1, run, device=fake) == [of_module << 20]
     finally:
-        accelerators._peak_counter.cache_clear()
+        accelerators.peak_counter.cache_clear()
     assert emptied

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.testing.accelerator import NAME, counted, num_devices
 from shardwise.testing.library import FOLDER, library
@@ -153,13 +152,6 @@ def test_each_device_has_a_generator() -> None:
     assert torch.equal(
         torch.randn(3, device=FIRST, generator=own).cpu(), torch.randn(3, generator=torch.Generator().manual_seed(5))
     )
-
-
-def test_dropout_is_recomputed_alike_outside_of_the_engine() -> None:
-    x = torch.ones(64, device=FIRST, requires_grad=True)
-    kept = checkpoint(lambda each: nn.functional.dropout(each * 2.0), x, use_reentrant=False)
-    (gradient,) = torch.autograd.grad(kept.sum(), x)
-    assert torch.equal(gradient.cpu() != 0, kept.detach().cpu() != 0)
 
 
 def test_backward_runs_in_the_thread_of_the_device() -> None:

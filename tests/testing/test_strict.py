@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,12 +121,7 @@ def ring_of_groups(rank: int, group: Group) -> list[float]:
 def messages_in_turn(rank: int, group: Group) -> list[float]:
     """Of two ranks one sends first, and the other receives first."""
     x = filled(rank)
-    calls: list[Callable[[], object]] = [
-        lambda: dist.send(x, group=group, group_dst=1 - rank),
-        lambda: dist.recv(x, group=group, group_src=1 - rank),
-    ]
-    for call in calls if rank == 0 else calls[::-1]:
-        call()
+    in_turn(lambda: send(x, rank, group), lambda: receive(x, rank, group), turned=rank == 1)
     return list(x.tolist())
 
 
@@ -186,47 +182,31 @@ def test_replicas_of_torch_have_the_gradients_of_one_process(pool: Pool) -> None
             torch.testing.assert_close(torch.tensor(own), parameter.grad.flatten())
 
 
-def calls_in_another_order(rank: int, group: Group) -> None:
-    x, y = filled(rank), filled(rank)
-    calls: list[Callable[[], object]] = [
-        lambda: dist.all_reduce(x, group=group),
-        lambda: dist.broadcast(y, group_src=0, group=group),
-    ]
-    for call in calls if rank else calls[::-1]:
+def in_turn(*calls: Callable[[], object], turned: bool) -> None:
+    """One after the other, or the last one first."""
+    for call in calls[::-1] if turned else calls:
         call()
 
 
-def another_size(rank: int, group: Group) -> None:
-    dist.all_reduce(filled(1, 3 + rank), group=group)
-
-
-def another_dtype(rank: int, group: Group) -> None:
-    dist.all_reduce(filled(1, dtype=torch.int32 if rank else torch.float32), group=group)
-
-
-def another_root(rank: int, group: Group) -> None:
-    dist.broadcast(filled(1), group_src=rank, group=group)
-
-
-def another_sum(rank: int, group: Group) -> None:
-    dist.all_reduce(filled(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, group=group)
-
-
-def other_parts(rank: int, group: Group) -> None:
-    dist.all_to_all([filled(0, 1), filled(0, 2)], [filled(0, 1), filled(0, 1)], group=group)
-
-
-def both_send_first(rank: int, group: Group) -> None:
-    x = filled(rank)
+def send(x: torch.Tensor, rank: int, group: Group) -> None:
     dist.send(x, group=group, group_dst=1 - rank)
+
+
+def receive(x: torch.Tensor, rank: int, group: Group) -> None:
     dist.recv(x, group=group, group_src=1 - rank)
 
 
-def a_message_of_another_size(rank: int, group: Group) -> None:
-    if rank == 0:
-        dist.send(filled(0, 3), group=group, group_dst=1)
-    else:
-        dist.recv(filled(0, 4), group=group, group_src=0)
+def calls_in_another_order(rank: int, group: Group) -> None:
+    in_turn(
+        lambda: dist.broadcast(filled(rank), group_src=0, group=group),
+        lambda: dist.all_reduce(filled(rank), group=group),
+        turned=rank == 1,
+    )
+
+
+def both_send_first(rank: int, group: Group) -> None:
+    send(filled(rank), rank, group)
+    receive(filled(rank), rank, group)
 
 
 def a_group_that_does_not_pair(rank: int, group: Group) -> None:
@@ -237,29 +217,9 @@ def a_group_that_does_not_pair(rank: int, group: Group) -> None:
         work.wait()
 
 
-def a_tensor_of_the_host(rank: int, group: Group) -> None:
-    dist.all_reduce(torch.ones(3), group=group)
-
-
-def strides(rank: int, group: Group) -> None:
-    dist.all_reduce(torch.ones(3, 2, device="fake").t(), group=group)
-
-
-def a_dtype_that_nccl_has_not(rank: int, group: Group) -> None:
-    dist.all_reduce(filled(1, dtype=torch.int16), group=group)
-
-
-def bits(rank: int, group: Group) -> None:
-    dist.all_reduce(filled(1, dtype=torch.int32), dist.ReduceOp.BAND, group=group)
-
-
 def a_second_device(rank: int, group: Group) -> None:
     dist.all_reduce(filled(1), group=group)
     dist.all_reduce(torch.ones(3, device=f"fake:{7 - rank}"), group=group)
-
-
-def one_device_for_two(rank: int, group: Group) -> None:
-    dist.all_reduce(torch.ones(3, device="fake:5"), group=group)
 
 
 def one_that_never_comes(rank: int, group: Group) -> None:
@@ -280,42 +240,32 @@ def use_after_abort(rank: int, group: Group) -> None:
     dist.all_reduce(filled(1), group=group)
 
 
-def what_is_sent_is_written(rank: int, group: Group) -> None:
-    x = filled(rank)
-    work = dist.all_gather_into_tensor(filled(0, 6), x, group=group, async_op=True)
-    x.add_(1)
+def written_in_flight(rank: int, group: Group, *, write: Callable[[list[torch.Tensor]], object]) -> None:
+    """`write` is given what is sent, and what comes."""
+    x, whole = filled(rank), filled(0, 6)
+    work = dist.all_gather_into_tensor(whole, x, group=group, async_op=True)
+    both = [x, whole]
+    del x, whole
+    write(both)
     assert work is not None
     work.wait()
 
 
-def what_comes_is_written(rank: int, group: Group) -> None:
-    whole, x = filled(0, 6), filled(rank)
-    work = dist.all_gather_into_tensor(whole, x, group=group, async_op=True)
-    whole.fill_(1)
-    assert work is not None
-    work.wait()
-
-
-def what_is_sent_is_freed(rank: int, group: Group) -> None:
-    x = filled(rank)
-    whole = filled(0, 6)
-    work = dist.all_gather_into_tensor(whole, x, group=group, async_op=True)
-    del x
+def let_go_and_written(both: list[torch.Tensor]) -> None:
+    """Its memory goes to the next tensor."""
+    del both[0]
     filled(5).add_(1)
-    assert work is not None
-    work.wait()
 
 
 def a_message_behind_a_sum(rank: int, group: Group) -> None:
     """On a group that was connected at once all share one communicator, in one order."""
     eager = dist.new_group([0, 1], backend="strict", timeout=SHORT, device_id=torch.device("fake", rank))
     x = filled(rank)
-    calls: list[Callable[[], object]] = [
+    in_turn(
+        lambda: (send if rank else receive)(x, rank, eager),
         lambda: dist.all_reduce(x, group=eager),
-        lambda: (dist.send if rank else dist.recv)(x, group=eager, **{"group_dst" if rank else "group_src": 1 - rank}),
-    ]
-    for call in calls if rank else calls[::-1]:
-        call()
+        turned=rank == 0,
+    )
 
 
 def another_device_than_bound(rank: int, group: Group) -> None:
@@ -323,40 +273,102 @@ def another_device_than_bound(rank: int, group: Group) -> None:
     dist.all_reduce(torch.ones(3, device=f"fake:{rank + 2}"), group=eager)
 
 
-WRONG: dict[Use, str] = {
-    calls_in_another_order: "rank 0 is in BROADCAST #0 (3 x Float, root 0), sends 3 x Float to rank 1",
-    another_size: "rank 0 is in ALLREDUCE #0 (3 x Float, SUM)",
-    another_dtype: "rank 1 is in ALLREDUCE #0 (3 x Int, SUM)",
-    another_root: "while rank 1 is in BROADCAST #0 (3 x Float, root 1)",
-    another_sum: "ALLREDUCE #0 (3 x Float, MAX)",
-    other_parts: "while rank 1 is in ALLTOALL #0, sends 1 x Float and receives 1 x Float",
-    both_send_first: "sends 3 x Float to rank 1 and receives nothing from it, while rank 1 is in SEND/RECV #0",
-    a_message_of_another_size: "while rank 1 is in SEND/RECV #0, sends nothing and receives 4 x Float",
-    a_group_that_does_not_pair: "sends 3 x Float to rank 1 and receives 3 x Float from it, while rank 1",
-    a_tensor_of_the_host: "No backend type associated with device type cpu",
-    strides: "Tensors must be contiguous",
-    a_dtype_that_nccl_has_not: "Input tensor data type is not supported for NCCL process group: Short",
-    bits: "Cannot use ReduceOp of this kind with NCCL",
-    a_second_device: "while this process group's communicator is on fake:0: the other ranks would never come",
-    one_device_for_two: "Duplicate GPU detected : rank 1 and rank 0 both on device FAKE-00000005",
-    one_that_never_comes: "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE",
-    one_that_never_connects: "setting up NCCL communicator 'all' of 2 ranks, but ranks 1 did not come in 2000 ms",
-    use_after_abort: "NCCL communicator was aborted on rank 0.",
-    what_is_sent_is_written: "ALLGATHER #0 (3 x Float, 3 x Float, ) reads was written while it was in flight",
-    what_comes_is_written: "writes was written by others while it was in flight",
-    what_is_sent_is_freed: "reads was written while it was in flight",
-    a_message_behind_a_sum: "NCCL would hang or write over memory",
-    another_device_than_bound: "Tensor found on device fake:2 but backend constrained to fake:0",
+def summed(make: Callable[[int], torch.Tensor], op: Any = dist.ReduceOp.SUM) -> Use:
+    """A sum of what each rank makes."""
+    return lambda rank, group: dist.all_reduce(make(rank), op, group=group)
+
+
+WRONG: dict[str, tuple[Use, str]] = {
+    "calls in another order": (
+        calls_in_another_order,
+        "rank 0 is in BROADCAST #0 (3 x Float, root 0), sends 3 x Float to rank 1",
+    ),
+    "another size": (summed(lambda rank: filled(1, 3 + rank)), "rank 0 is in ALLREDUCE #0 (3 x Float, SUM)"),
+    "another dtype": (
+        summed(lambda rank: filled(1, dtype=torch.int32 if rank else torch.float32)),
+        "rank 1 is in ALLREDUCE #0 (3 x Int, SUM)",
+    ),
+    "another root": (
+        lambda rank, group: dist.broadcast(filled(1), group_src=rank, group=group),
+        "while rank 1 is in BROADCAST #0 (3 x Float, root 1)",
+    ),
+    "another operator": (
+        lambda rank, group: summed(lambda _: filled(1), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)(rank, group),
+        "ALLREDUCE #0 (3 x Float, MAX)",
+    ),
+    "other parts": (
+        lambda rank, group: dist.all_to_all([filled(0, 1), filled(0, 2)], [filled(0, 1), filled(0, 1)], group=group),
+        "while rank 1 is in ALLTOALL #0, sends 1 x Float and receives 1 x Float",
+    ),
+    "both send first": (
+        both_send_first,
+        "sends 3 x Float to rank 1 and receives nothing from it, while rank 1 is in SEND/RECV #0",
+    ),
+    "a message of another size": (
+        lambda rank, group: (receive if rank else send)(filled(0, 3 + rank), rank, group),
+        "while rank 1 is in SEND/RECV #0, sends nothing and receives 4 x Float",
+    ),
+    "a group that does not pair": (
+        a_group_that_does_not_pair,
+        "sends 3 x Float to rank 1 and receives 3 x Float from it, while rank 1",
+    ),
+    "a tensor of the host": (
+        summed(lambda rank: torch.ones(3)),
+        "No backend type associated with device type cpu",
+    ),
+    "strides": (summed(lambda rank: torch.ones(3, 2, device="fake").t()), "Tensors must be contiguous"),
+    "a dtype that NCCL has not": (
+        summed(lambda rank: filled(1, dtype=torch.int16)),
+        "Input tensor data type is not supported for NCCL process group: Short",
+    ),
+    "bits": (
+        summed(lambda rank: filled(1, dtype=torch.int32), dist.ReduceOp.BAND),
+        "Cannot use ReduceOp of this kind with NCCL",
+    ),
+    "a second device": (
+        a_second_device,
+        "while this process group's communicator is on fake:0: the other ranks would never come",
+    ),
+    "one device for two": (
+        summed(lambda rank: torch.ones(3, device="fake:5")),
+        "Duplicate GPU detected : rank 1 and rank 0 both on device FAKE-00000005",
+    ),
+    "one that never comes": (
+        one_that_never_comes,
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE",
+    ),
+    "one that never connects": (
+        one_that_never_connects,
+        "setting up NCCL communicator 'all' of 2 ranks, but ranks 1 did not come in 2000 ms",
+    ),
+    "use after an abort": (use_after_abort, "NCCL communicator was aborted on rank 0."),
+    "what is sent is written": (
+        partial(written_in_flight, write=lambda both: both[0].add_(1)),
+        "ALLGATHER #0 (3 x Float, 3 x Float, ) reads was written while it was in flight",
+    ),
+    "what comes is written": (
+        partial(written_in_flight, write=lambda both: both[1].fill_(1)),
+        "writes was written by others while it was in flight",
+    ),
+    "what is sent is freed": (
+        partial(written_in_flight, write=let_go_and_written),
+        "reads was written while it was in flight",
+    ),
+    "a message behind a sum": (a_message_behind_a_sum, "NCCL would hang or write over memory"),
+    "another device than bound": (
+        another_device_than_bound,
+        "Tensor found on device fake:2 but backend constrained to fake:0",
+    ),
 }
 
-USES: dict[str, Use] = RIGHT | {each.__name__: each for each in WRONG}
+USES: dict[str, Use] = RIGHT | {name: use for name, (use, _) in WRONG.items()}
 
 
-@pytest.mark.parametrize("use", WRONG, ids=lambda use: use.__name__)
-def test_what_nccl_refuses_or_would_hang_on_is_refused(pool: Pool, use: Use) -> None:
-    waits = use in (one_that_never_comes, one_that_never_connects)
-    said = pool.run(2, refused, use.__name__, SHORT.total_seconds() if waits else 60.0, transport=STRICT_DEVICE)
-    assert WRONG[use] in said[0]
+@pytest.mark.parametrize("name", WRONG)
+def test_what_nccl_refuses_or_would_hang_on_is_refused(pool: Pool, name: str) -> None:
+    waits = "never" in name
+    said = pool.run(2, refused, name, SHORT.total_seconds() if waits else 60.0, transport=STRICT_DEVICE)
+    assert WRONG[name][1] in said[0]
     # Both know, except where one has nothing more to do.
     assert all(said) or waits
 
