@@ -2,8 +2,8 @@
 
     place     ranks                                  asked by         what it proves
     device    processes that start anew, one each    make test-gpu    that devices compute, move, save and fail right
-    cpu       forked processes, shared memory        make test-all    that the tests themselves run, and are right
-    fake      threads, a fake device each            make test-all    that what they compute with is on the device
+    cpu       forked processes, shared memory        make test-all    that the tests themselves run: a case of each
+    fake      threads, a fake device each            make test-all    the same, with what is only there on devices
 
 A test that needs more devices than the host has is skipped, with a line that says how many it needs.
 """
@@ -48,11 +48,16 @@ class Place:
         return pool.run(size, function, *arguments, transport=transport, patience_seconds=PATIENCE_SECONDS, **more)
 
 
-DEVICE = pytest.param("device", marks=pytest.mark.gpu)
+def runs(*cells: tuple[Any, ...], fake: bool = True) -> list[Any]:
+    """Places and further arguments: all cells on devices, the first as a dry run on the CPU, the last on fake ones.
 
-
-PROCESSES = [pytest.param("cpu", marks=pytest.mark.slow), DEVICE]
-"""Slow by what they are, not by their time on some machine: whichever test comes first starts the processes."""
+    Dry runs are slow by what they are: whichever test comes first starts the processes.
+    """
+    dry = [("cpu", *cells[0]), *([("fake", *cells[-1])] if fake else [])]
+    return [
+        *(pytest.param("device", *each, marks=pytest.mark.gpu) for each in dict.fromkeys(cells)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in dry),
+    ]
 
 
 @pytest.fixture(scope="package")
@@ -63,7 +68,7 @@ def pools() -> Iterator[dict[Start, Pool]]:
         pool.close()
 
 
-@pytest.fixture(params=[*PROCESSES, pytest.param("fake", marks=pytest.mark.slow)])
+@pytest.fixture
 def place(request: pytest.FixtureRequest, pools: dict[Start, Pool]) -> Place:
     if request.param == "fake":
         request.getfixturevalue("fake")

@@ -1,5 +1,6 @@
 """The model of the tests on devices, what a plain loop makes of it, and the layouts under which it trains."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -95,35 +96,22 @@ def _data(stage: Any) -> Callable[[int], sw.Plan]:
     )
 
 
-_RULES = sw.Tensor(rules={"blocks.*.up": "column", "blocks.*.down": "row"})
+def _cut(stage: Any, **axes: int) -> Callable[[int], sw.Plan]:
+    rules = {"blocks.*.up": "column", "blocks.*.down": "row"} if "tp" in axes else None
+    return lambda size: sw.Plan(
+        mesh=sw.Mesh(**axes, dp_shard=size // math.prod(axes.values())),
+        sharding=sw.Sharding(stage=stage),
+        merge=sw.Merge(microbatches=2),
+        tensor=sw.Tensor(rules=rules),
+        clip_grad_norm=0.5,
+    )
+
 
 LAYOUTS: dict[str, tuple[int, Callable[[int], sw.Plan]]] = {
     **{f"stage {stage}": (1, _data(stage)) for stage in range(4)},
-    "pp": (
-        2,
-        lambda size: sw.Plan(
-            mesh=sw.Mesh(pp=2, dp_shard=size // 2), merge=sw.Merge(microbatches=2), clip_grad_norm=0.5
-        ),
-    ),
-    "tp": (
-        2,
-        lambda size: sw.Plan(
-            mesh=sw.Mesh(tp=2, dp_shard=size // 2),
-            merge=sw.Merge(microbatches=2),
-            tensor=_RULES,
-            clip_grad_norm=0.5,
-        ),
-    ),
-    "pp, tp and stage 3": (
-        4,
-        lambda size: sw.Plan(
-            mesh=sw.Mesh(pp=2, tp=2, dp_shard=size // 4),
-            sharding=sw.Sharding(stage=3),
-            merge=sw.Merge(microbatches=2),
-            tensor=_RULES,
-            clip_grad_norm=0.5,
-        ),
-    ),
+    "pp": (2, _cut(1, pp=2)),
+    "tp": (2, _cut(1, tp=2)),
+    "pp, tp and stage 3": (4, _cut(3, pp=2, tp=2)),
 }
 """Name -> the fewest ranks, and the plan for a number of ranks."""
 

@@ -8,7 +8,7 @@ import torch
 import shardwise as sw
 from shardwise.checkpoint import AsyncSaver
 from shardwise.comm import Channel
-from tests.gpu.conftest import Place
+from tests.gpu.conftest import Place, runs
 from tests.gpu.layouts import engine_of, full, plan_of, share
 
 
@@ -32,14 +32,15 @@ def save_and_load(channel: Channel, folder: Path, before: str, after: str) -> bo
 
 
 @pytest.mark.parametrize(
-    ("size", "before", "after"),
-    [
-        (1, "stage 1", "stage 3"),
+    ("place", "size", "before", "after"),
+    runs(
         (2, "stage 3", "tp"),
-        (2, "pp", "stage 2"),
+        (1, "stage 1", "stage 3"),
         (4, "pp, tp and stage 3", "stage 1"),
         (4, "stage 3", "pp, tp and stage 3"),
-    ],
+        (2, "pp", "stage 2"),
+    ),
+    indirect=["place"],
 )
 def test_a_save_loads_under_another_layout(place: Place, tmp_path: Path, size: int, before: str, after: str) -> None:
     assert all(place.run(size, save_and_load, tmp_path, before, after))
@@ -62,7 +63,9 @@ def save_without_waiting(channel: Channel, folder: Path, layout: str) -> tuple[b
     return same(expected, full(other, optimizer=True)), copied.waited_bytes, copied.queued_bytes
 
 
-@pytest.mark.parametrize(("size", "layout"), [(1, "stage 1"), (2, "stage 3"), (2, "pp")])
+@pytest.mark.parametrize(
+    ("place", "size", "layout"), runs((2, "pp"), (1, "stage 1"), (2, "stage 3")), indirect=["place"]
+)
 def test_training_goes_on_while_a_save_is_copied_and_written(
     place: Place, tmp_path: Path, size: int, layout: str
 ) -> None:

@@ -11,23 +11,16 @@ import torch
 
 import shardwise as sw
 from shardwise.comm import Channel
-from tests.contracts.channel_cases import CASES, run_case
-from tests.gpu.conftest import DEVICE, Place
+from tests.contracts.channel_cases import run_all
+from tests.gpu.conftest import Place, runs
 from tests.gpu.layouts import CELLS, LAYOUTS, STEPS, engine_of, full, plain, plan_of, share
-from tests.processes.pool import Transport
-
-
-def run_contract(channel: Channel) -> None:
-    for case in CASES:
-        if not case.poisons:
-            run_case(channel, case.name)
 
 
 # On CPU processes `tests/processes` does the same.
-@pytest.mark.parametrize("place", [DEVICE], indirect=True)
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.gpu
+@pytest.mark.parametrize(("place", "size"), [("device", size) for size in (2, 4, 8)], indirect=["place"])
 def test_the_channel_fulfils_its_contract(place: Place, size: int) -> None:
-    place.run(size, run_contract)
+    place.run(size, run_all)
 
 
 def train(channel: Channel, layout: str) -> tuple[str, str]:
@@ -46,16 +39,11 @@ def train(channel: Channel, layout: str) -> tuple[str, str]:
     return channel.device.type, here.pop()
 
 
-@pytest.mark.parametrize(("size", "layout"), CELLS)
+@pytest.mark.parametrize(("place", "size", "layout"), runs((2, "stage 2"), *CELLS, (4, "tp")), indirect=["place"])
 def test_every_layout_gives_the_numbers_of_a_plain_loop(place: Place, size: int, layout: str) -> None:
     for of_channel, of_parameters in place.run(size, train, layout):
         assert of_channel == of_parameters
         assert (of_channel == "cpu") == (place.kind == "cpu")
-
-
-@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
-def test_interpreters_that_start_anew_as_on_devices_are_ranks_too(place: Place) -> None:
-    assert place.pools["anew"].run(2, train, "stage 1", transport=Transport()) == [("cpu", "cpu")] * 2
 
 
 def learn_in_half_precision(channel: Channel) -> tuple[float, float, int]:
@@ -68,7 +56,7 @@ def learn_in_half_precision(channel: Channel) -> tuple[float, float, int]:
     return losses[0], losses[-1], engine.counters.cast_elements
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("place", "size"), runs((2,), (1,)), indirect=["place"])
 def test_bfloat16_holds_masters_and_learns(place: Place, size: int) -> None:
     for first, last, num_cast in place.run(size, learn_in_half_precision):
         assert last < 0.7 * first
@@ -85,7 +73,7 @@ def recompute(channel: Channel) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("place", "size"), runs((1,), (2,)), indirect=["place"])
 def test_dropout_draws_the_same_masks_in_the_recomputation(place: Place, size: int) -> None:
     for without, recomputed, of_another_seed in place.run(size, recompute):
         assert recomputed == pytest.approx(without, rel=1e-6)
@@ -118,9 +106,14 @@ def train_from_the_host(channel: Channel, stage: Literal[0, 1, 2, 3], offload: A
     assert {each.device.type for each in (*masters, *state) if torch.is_tensor(each)} <= {"cpu"}
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("stage", "offload"), [(0, "state"), (1, "state"), (2, "state"), (3, "state"), (3, "parameters")]
+    ("place", "size", "stage", "offload"),
+    runs(
+        (1, 1, "state"),
+        *((size, stage, "state") for stage in range(4) for size in (1, 2)),
+        *((size, 3, "parameters") for size in (1, 2)),
+    ),
+    indirect=["place"],
 )
 def test_masters_on_the_host_give_the_numbers_of_a_plain_loop(
     place: Place, size: int, stage: Literal[0, 1, 2, 3], offload: Any
@@ -162,9 +155,11 @@ def waits_forbidden(device: torch.device) -> Iterator[None]:
             forbid("default")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_steady_step_does_not_make_the_host_wait(place: Place, layout: str) -> None:
-    size = max(2, LAYOUTS[layout][0])
+EACH_LAYOUT = [(max(2, least), layout) for layout, (least, _) in LAYOUTS.items()]
+
+
+@pytest.mark.parametrize(("place", "size", "layout"), runs(*EACH_LAYOUT), indirect=["place"])
+def test_a_steady_step_does_not_make_the_host_wait(place: Place, size: int, layout: str) -> None:
     losses = place.run(size, step_steadily, layout)
     assert len(set(losses)) == 1
     assert losses[0] > 0
@@ -184,9 +179,8 @@ def peak_at_start(channel: Channel, layout: str) -> tuple[int, int] | None:
     return torch.accelerator.max_memory_allocated(channel.device) - before, expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_is_cut_before_it_moves(place: Place, layout: str) -> None:
-    size = max(2, LAYOUTS[layout][0])
+@pytest.mark.parametrize(("place", "size", "layout"), runs(*EACH_LAYOUT), indirect=["place"])
+def test_a_model_is_cut_before_it_moves(place: Place, size: int, layout: str) -> None:
     for measured in place.run(size, peak_at_start, layout):
         assert (measured is None) == (place.kind == "cpu")
         if measured is not None:
