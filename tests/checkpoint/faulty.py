@@ -9,15 +9,15 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, TypeVar
 
 from shardwise.checkpoint.stores import Reader, Store, Writer
 
 T = TypeVar("T")
 Mode = Literal["before", "after", "half"]
+WRITING = ("begin", "write", "end", "create")
 
 
 class Died(BaseException):
@@ -31,19 +31,28 @@ class Operation:
     num_bytes: int = 0
 
 
-class Watched:
-    """A store whose operations all pass through `perform`."""
+class Hooked:
+    """A store that calls a function before each operation, which may wait, or raise, and one after it."""
 
-    def __init__(self, store: Store) -> None:
+    dead = False
+
+    def __init__(
+        self,
+        store: Store,
+        before: Callable[[Operation], object] = lambda operation: None,
+        after: Callable[[Operation], object] = lambda operation: None,
+    ) -> None:
         self._store = store
+        self._before = before
+        self._after = after
+        self._lock = threading.Lock()
 
     def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
-        """Do `act`, or not; `half` does the first half of it, where halves exist."""
-        raise NotImplementedError
-
-    @property
-    def dead(self) -> bool:
-        return False
+        """All operations pass through it: `half` does the first half of `act`, where halves exist."""
+        self._before(operation)
+        result = act()
+        self._after(operation)
+        return result
 
     @property
     def location(self) -> str:
@@ -58,10 +67,28 @@ class Watched:
 
     def open(self, name: str) -> Reader:
         reader = self.perform(Operation(kind="open", name=name), lambda: self._store.open(name))
-        return _WatchedReader(self, name, reader)
+        return _HookedReader(self, name, reader)
 
-    def write(self, name: str, *, num_bytes: int) -> AbstractContextManager[Writer]:
-        return _WatchedWriter(self, name, self._store.write(name, num_bytes=num_bytes))
+    @contextmanager
+    def write(self, name: str, *, num_bytes: int) -> Iterator[Writer]:
+        context = self._store.write(name, num_bytes=num_bytes)
+        entered: list[Writer] = []
+
+        def end() -> None:
+            entered.clear()
+            context.__exit__(None, None, None)
+
+        try:
+            self.perform(Operation(kind="begin", name=name), lambda: entered.append(context.__enter__()))
+            yield _HookedWriter(self, name, entered[0])
+            self.perform(Operation(kind="end", name=name), end)
+        except BaseException as error:
+            if entered:  # also if it died after it began: nobody else will give the descriptor back
+                stop = error
+                if self.dead and not isinstance(error, Died):
+                    stop = Died("the process died while another of its threads had this file open")
+                context.__exit__(type(stop), stop, stop.__traceback__)
+            raise
 
     def create(self, name: str, data: bytes) -> None:
         operation = Operation(kind="create", name=name, num_bytes=len(data))
@@ -71,104 +98,48 @@ class Watched:
         self.perform(Operation(kind="delete", name=name), lambda: self._store.delete(name))
 
 
-class _WatchedReader:
-    def __init__(self, watched: Watched, name: str, reader: Reader) -> None:
-        self._watched = watched
+class _HookedReader:
+    def __init__(self, hooked: Hooked, name: str, reader: Reader) -> None:
+        self._hooked = hooked
         self._name = name
         self._reader = reader
-
-    @property
-    def size(self) -> int:
-        return self._reader.size
+        self.size = reader.size
+        self.close = reader.close
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         operation = Operation(kind="read_into", name=self._name, num_bytes=buffer.nbytes)
-        self._watched.perform(operation, lambda: self._reader.read_into(buffer, start))
-
-    def close(self) -> None:
-        self._reader.close()
+        self._hooked.perform(operation, lambda: self._reader.read_into(buffer, start))
 
 
-class _WatchedWriter:
-    def __init__(self, watched: Watched, name: str, context: AbstractContextManager[Writer]) -> None:
-        self._watched = watched
+class _HookedWriter:
+    def __init__(self, hooked: Hooked, name: str, writer: Writer) -> None:
+        self._hooked = hooked
         self._name = name
-        self._context = context
-        self._open = False
-
-    def __enter__(self) -> "_WatchedWriter":
-        def begin() -> None:
-            self._writer = self._context.__enter__()
-            self._open = True
-
-        try:
-            self._watched.perform(Operation(kind="begin", name=self._name), begin)
-        except BaseException as error:
-            self._leave(error)  # dead after it began: nobody else will give the descriptor back
-            raise
-        return self
+        self._writer = writer
 
     def write(self, data: memoryview) -> None:
         def half() -> None:
             self._writer.write(data.cast("B")[: data.nbytes // 2] if data.nbytes else data)
 
         operation = Operation(kind="write", name=self._name, num_bytes=data.nbytes)
-        self._watched.perform(operation, lambda: self._writer.write(data), half)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._leave(error)
-            return
-
-        def end() -> None:
-            self._open = False
-            self._context.__exit__(None, None, None)
-
-        try:
-            self._watched.perform(Operation(kind="end", name=self._name), end)
-        except BaseException as stop:
-            self._leave(stop)
-            raise
-
-    def _leave(self, error: BaseException) -> None:
-        if self._open:
-            self._open = False
-            if self._watched.dead and not isinstance(error, Died):
-                error = Died("the process died while another of its threads had this file open")
-            self._context.__exit__(type(error), error, error.__traceback__)
+        self._hooked.perform(operation, lambda: self._writer.write(data), half)
 
 
-class Counting(Watched):
-    """Counts operations and their bytes by kind, those that fail included."""
+class Counting(Hooked):
+    """Counts operations, those that fail included."""
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._lock = threading.Lock()
         self.operations: list[Operation] = []
         """All of them, in the order in which they began."""
-
-    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
-        with self._lock:
-            self.operations.append(operation)
-        return act()
+        super().__init__(store, before=self.operations.append)
 
     @property
     def num_operations(self) -> Counter[str]:
         """By kind."""
         return Counter(operation.kind for operation in self.operations)
 
-    @property
-    def num_bytes(self) -> Counter[str]:
-        """Asked for or given, by kind ("read_into", "write", "create")."""
-        total: Counter[str] = Counter()
-        for operation in self.operations:
-            total[operation.kind] += operation.num_bytes
-        return total
 
-
-class DyingAt(Watched):
+class DyingAt(Hooked):
     """The process dies at the n-th operation: that and every later one raise `Died`.
 
     `mode`: "before" the operation is done, "after" it, or, of a write of data, "half" way (other operations: before).
@@ -176,40 +147,30 @@ class DyingAt(Watched):
 
     def __init__(self, store: Store, n: int, *, mode: Mode = "before") -> None:
         super().__init__(store)
-        self._lock = threading.Lock()
         self._left = n
         self._mode = mode
-        self._dead = False
-
-    @property
-    def dead(self) -> bool:
-        """Whether the n-th operation has come."""
-        return self._dead
 
     def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
         with self._lock:
-            if self._dead:
+            if self.dead:
                 raise Died(f"dead before {operation.kind} {operation.name}")
             self._left -= 1
-            if self._left > 0:
-                last = False
-            else:
-                last = self._dead = True
+            self.dead = last = self._left <= 0
         if not last:
             return act()
         if self._mode == "after":
             act()
         elif self._mode == "half" and half is not None:
             half()
-        self.die(operation)
+        self.die()
         raise Died(f"died {self._mode} {operation.kind} {operation.name}")
 
-    def die(self, operation: Operation) -> None:
+    def die(self) -> None:
         """What kills; `Died` is raised after it."""
 
 
 class _ReallyDyingAt(DyingAt):
-    def die(self, operation: Operation) -> None:
+    def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -218,12 +179,11 @@ def really_dying(store: Store, n: int, *, mode: Mode = "before") -> Store:
     return _ReallyDyingAt(store, n, mode=mode)
 
 
-class FailingAt(Watched):
+class FailingAt(Hooked):
     """The n-th operation raises `error` instead of being done; others work. for_ever: from it on nothing is written."""
 
     def __init__(self, store: Store, n: int, error: OSError, *, for_ever: bool = False) -> None:
-        super().__init__(store)
-        self._lock = threading.Lock()
+        super().__init__(store, before=self._fail)
         self._left = n
         self._error = error
         self._for_ever = for_ever
@@ -233,38 +193,12 @@ class FailingAt(Watched):
         """Whether the n-th operation has come."""
         return self._left <= 0
 
-    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
+    def _fail(self, operation: Operation) -> None:
         with self._lock:
             self._left -= 1
-            fails = self._left == 0
-            if self._for_ever:
-                fails = self._left <= 0 and operation.kind in WRITING
+            fails = self.failed and operation.kind in WRITING if self._for_ever else self._left == 0
         if fails:
             raise self._error
-        return act()
-
-
-WRITING = ("begin", "write", "end", "create")
-
-
-class Hooked(Watched):
-    """Calls a function before each operation, which may wait, or raise, and one after it."""
-
-    def __init__(
-        self,
-        store: Store,
-        before: Callable[[Operation], object] = lambda operation: None,
-        after: Callable[[Operation], object] = lambda operation: None,
-    ) -> None:
-        super().__init__(store)
-        self._before = before
-        self._after = after
-
-    def perform(self, operation: Operation, act: Callable[[], T], half: Callable[[], None] | None = None) -> T:
-        self._before(operation)
-        result = act()
-        self._after(operation)
-        return result
 
 
 class Gate:

@@ -56,20 +56,12 @@ CASES: Mapping[str, Case] = {
         sources={"a": (4, 6), "b": (3, 6), "c": (5, 6)},
         plain=lambda w: {"abc": torch.cat([w["a"], w["b"], w["c"]])},
     ),
-    "columns": Case(
-        text="a, b -> ab, axis=-1",
-        sources={"a": (4, 6), "b": (4, 3)},
-        plain=lambda w: {"ab": torch.cat([w["a"], w["b"]], 1)},
-    ),
     "split": Case(
         text="a -> x, y, axis=1, sizes='[2,5]'",
         sources={"a": (4, 7)},
         plain=lambda w: {"x": w["a"][:, :2], "y": w["a"][:, 2:]},
     ),
     "transposed": Case(text="a^T -> b", sources={"a": (5, 7)}, plain=lambda w: {"b": w["a"].T}),
-    "permuted": Case(
-        text="a -> b, permute='[2,0,1]'", sources={"a": (3, 4, 5)}, plain=lambda w: {"b": w["a"].permute(2, 0, 1)}
-    ),
     "reshaped": Case(
         text="a -> b, permute='[1,0,2]', reshape='[6,-1]'",
         sources={"a": (2, 6, 5)},
@@ -90,11 +82,6 @@ CASES: Mapping[str, Case] = {
         sources={f"e.{number}.w": (4, 6) for number in (0, 1, 2, 10)},
         plain=lambda w: {"experts": torch.stack([w[f"e.{number}.w"].T for number in (0, 1, 2, 10)])},
     ),
-    "unstacked": Case(
-        text="experts -> e.0, e.1, e.2, stack=1",
-        sources={"experts": (4, 3, 5)},
-        plain=lambda w: {f"e.{number}": w["experts"][:, number] for number in range(3)},
-    ),
     "padded": Case(
         text="a^T -> b, pad='[9,-1]', fill='0.1'; b, c -> d, axis=1, dtype='bfloat16'",
         sources={"a": (5, 7), "c": (9, 2)},
@@ -111,11 +98,6 @@ CASES: Mapping[str, Case] = {
         text="a^T -> b, dtype='bfloat16'",
         sources={"a": (5, 7)},
         plain=lambda w: {"b": w["a"].T.bfloat16()},
-    ),
-    "rounded": Case(
-        text="a^T -> t, dtype='float16'; t -> b, dtype='float32'",
-        sources={"a": (5, 7)},
-        plain=lambda w: {"b": w["a"].T.half().float()},
     ),
     "rounded twice": Case(
         text="a^T -> t, dtype='bfloat16'; t -> b, dtype='float16'",

@@ -1,8 +1,8 @@
 """Averages of checkpoints of any formats: the bits of a plain loop, and refusals with all differences at once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
 from shardwise.errors import CheckpointError
 from tests.checkpoint.cut_tensors import save_pieces, tensors_of
-from tests.checkpoint.memory_peaks import peaks_of
 from tests.checkpoint.rewritten_tensors import shares_of
 from tests.checkpoint.small_states import same, same_tensor
 from tests.refusals import Refusals
@@ -47,7 +46,8 @@ ENDINGS = {"hub": ".safetensors", "torch": ".pt"}
 def loop(states: Sequence[State], weights: Sequence[float], accumulate: torch.dtype) -> State:
     """The mean as a user would write it."""
     made = dict(states[0])
-    for name, dtype in DTYPES.items():
+    for name in DTYPES.keys() & made.keys():
+        dtype = DTYPES[name]
         wide = accumulate.to_complex() if dtype.is_complex else accumulate
         total = states[0][name].to(wide) * weights[0]
         for state, weight in zip(states[1:], weights[1:], strict=True):
@@ -56,33 +56,27 @@ def loop(states: Sequence[State], weights: Sequence[float], accumulate: torch.dt
     return made
 
 
-@pytest.mark.parametrize("weights", [None, (1.0, 0.3, -0.1)])
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize(
+    ("first", "weights", "accumulate"),
+    [(0, None, "float64"), (1, (1.0, 0.3, -0.1), "float64"), (2, (3.0, 1.0, 0.7), "float32"), (3, None, "float64")],
+)
 def test_the_average_of_any_formats_has_the_bits_of_a_plain_loop(
-    weights: Sequence[float] | None, first: int, tmp_path: Path
+    first: int, weights: Sequence[float] | None, accumulate: Literal["float32", "float64"], tmp_path: Path
 ) -> None:
     states = [state_of(seed) for seed in range(3)]
+    if accumulate == "float32":  # sums of what is wider would be rounded, and are refused
+        states = [{name: each for name, each in state.items() if name != "d"} for state in states]
     paths = []
     for at, state in enumerate(states):
         name = [*WRITERS][(first + at) % 4]
         paths.append(tmp_path / f"{at}{ENDINGS.get(name, '')}")
         WRITERS[name](paths[-1], state)
-    report = checkpoint.average(paths, tmp_path / "out", weights=weights)
-    assert same(tensors_of(tmp_path / "out"), loop(states, weights or (1, 1, 1), torch.float64))
-    assert (report.num_tensors, report.num_averaged, report.num_equal) == (8, 6, 2)
+    report = checkpoint.average(paths, tmp_path / "out", weights=weights, accumulate=accumulate)
+    expected = loop(states, weights or (1, 1, 1), getattr(torch, accumulate))
+    assert same(tensors_of(tmp_path / "out"), expected)
+    assert (report.num_averaged, report.num_equal) == (len(expected) - 2, 2)
     assert checkpoint.open(tmp_path / "out").extra["average"]["weights"] == list(weights or (1, 1, 1))
     assert checkpoint.verify(tmp_path / "out").good
-
-
-def test_sums_in_float32_have_the_bits_of_that_loop(tmp_path: Path) -> None:
-    states = [state_of(seed) for seed in range(3)]
-    paths = [tmp_path / str(at) for at in range(3)]
-    for path, state in zip(paths, states, strict=True):
-        sw.save(path, {name: each for name, each in state.items() if name != "d"})
-    checkpoint.average(paths, tmp_path / "out", weights=[3, 1, 0.7], accumulate="float32")
-    expected = loop(states, [3, 1, 0.7], torch.float32)
-    assert torch.equal(checkpoint.open(tmp_path / "out").read("a"), expected["a"])
-    assert not torch.equal(expected["a"], loop(states, [3, 1, 0.7], torch.float64)["a"])
 
 
 COUNTED = [
@@ -186,23 +180,6 @@ def test_masters_are_averaged_into_files_of_another_dtype(tmp_path: Path) -> Non
     checkpoint.average([tmp_path / "0", tmp_path / "1"], tmp_path / "hf", to="hf", dtype="float32")
     expected = ((masters[0].double() + masters[1].double()) / 2).float()
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), {"w": expected})
-
-
-def averages(paths: Sequence[Path], folder: Path) -> Iterator[str]:
-    for name in "ab":
-        sw.save(folder / f"small {name}", {"w": torch.ones(1000)})
-    checkpoint.average([folder / "small a", folder / "small b"], folder / "again")
-    yield "what is loaded once"
-    checkpoint.average(paths, folder / "average", weights=[3, *[1] * (len(paths) - 1)])
-    yield "average"
-
-
-def test_memory_is_bounded_however_many_and_large_the_checkpoints_are(tmp_path: Path) -> None:
-    paths = [tmp_path / str(at) for at in range(5)]
-    for path in paths:
-        sw.save(path, {"w": torch.randn(4_500_000).bfloat16(), "x": torch.zeros(500_000, 2)})
-    peaks = peaks_of(averages, paths, tmp_path, window_part=1)
-    assert 32 < peaks["average"] < 96, peaks
 
 
 def test_tied_tensors_are_averaged_once_and_stay_tied(tmp_path: Path) -> None:

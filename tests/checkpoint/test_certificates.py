@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,15 @@ from shardwise.checkpoint import (
     convert,
     export_hf,
     import_hf,
-    outputs,
-    windows,
 )
 from shardwise.checkpoint.foreign import read_foreign
 from shardwise.checkpoint.saves import read_save
 from shardwise.errors import CheckpointError
-from shardwise.plan.dtypes import ITEMSIZE_BYTES, is_complex
+from shardwise.plan.dtypes import ITEMSIZE_BYTES
 from shardwise.rewrite import Rewrite
-from shardwise.rewrite.metas import holds_nans, keeps_values
 from tests.checkpoint.cut_tensors import tensors_of
 from tests.checkpoint.faulty import Counting, FailingAt
+from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.small_states import bits
 
 
@@ -70,25 +68,42 @@ def test_the_certificate_says_what_it_proves_and_compares_with_an_original(tmp_p
     assert (rows["c"]["sha256"], rows["c"]["original_sha256"]) == (None, digest["c"])
 
 
-def test_the_certificate_says_what_was_lost(tmp_path: Path) -> None:
-    tensors = {"x": torch.randn(9, 3), "whole": torch.ones(4), "y": torch.randn(2), "z": torch.ones(3)}
+LOSSES: Mapping[str, Mapping[str, str]] = {
+    "x -> x, dtype='bfloat16'; whole -> whole, dtype='bfloat16'; y -> _; z -> z, dtype='float64'": {
+        "x": "cast from float32 to bfloat16",
+        "whole": "",  # the cast may lose something, but did not
+        "y": "dropped",
+        "z": "",
+    },
+    "x -> t, u, axis=0; t -> _": {"x": "a part is dropped"},
+    "x -> b, dtype='bfloat16'; b -> c, d, axis=0; c -> _": {"x": "a part is dropped, cast from float32 to bfloat16"},
+    "x -> b; x -> t, u, axis=0; b -> _; t -> _": {"x": "a part is dropped"},
+    "x -> t, u, axis=0; x -> v; t -> _": {"x": ""},
+    "x, y -> t, axis=0; t -> u, v, axis=0, sizes='[8,2]'; v -> _": {
+        "x": "a part of the tensor that it is joined with is dropped"
+    },
+}
+"""Of some tensors, why they do not come back; empty where they do."""
+
+
+@pytest.mark.parametrize("text", LOSSES)
+def test_the_certificate_says_what_was_lost(text: str, tmp_path: Path) -> None:
+    tensors = {"x": torch.randn(8, 3), "whole": torch.ones(4), "y": torch.randn(2, 3), "z": torch.ones(3)}
     checkpoint.save(tmp_path / "a", tensors)
-    text = "x -> x, dtype='bfloat16'; whole -> whole, dtype='bfloat16'; y -> _; z -> z, dtype='float64'"
-    report = checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=Rewrite(text), certify=True)
-    assert report.certificate is not None
-    verdicts = {each.name: (each.verdict, each.why) for each in report.certificate.tensors}
-    assert verdicts == {
-        "x": ("lossy", "cast from float32 to bfloat16"),
-        "whole": ("equal", ""),  # the cast may lose something, but did not
-        "y": ("lossy", "dropped"),
-        "z": ("equal", ""),
-    }
-    assert str(report.certificate) == (
-        "round trip: 2 of 4 tensors come back to the bit; lossy: x (cast from float32 to bfloat16); y (dropped); "
-        "compared with no original"
-    )
-    row = json.loads((tmp_path / "b/save-00000001/round-trip.json").read_text())["tensors"][2]
-    assert (row["name"], row["returned_sha256"], row["verdict"], row["why"]) == ("y", None, "lossy", "dropped")
+    certificate = convert(tmp_path / "a", tmp_path / "b", rewrite=Rewrite(text), certify=True).certificate
+    assert certificate is not None
+    rows = {each.name: each for each in certificate.tensors}
+    assert {name: rows[name].why for name in LOSSES[text]} == LOSSES[text]
+    for row in rows.values():
+        assert row.verdict == ("lossy" if row.why else "equal")
+        assert (row.returned_sha256 == row.sha256) == (not row.why)
+    if "whole" in text:
+        assert str(certificate) == (
+            "round trip: 2 of 4 tensors come back to the bit; lossy: x (cast from float32 to bfloat16); y (dropped); "
+            "compared with no original"
+        )
+        dropped = json.loads((tmp_path / "b/save-00000001/round-trip.json").read_text())["tensors"][2]
+        assert (dropped["name"], dropped["returned_sha256"], dropped["why"]) == ("y", None, "dropped")
 
 
 def test_what_does_not_come_back_is_an_error_and_leaves_neither_folder_nor_save(
@@ -134,28 +149,6 @@ def test_a_save_whose_certificate_cannot_be_written_is_removed(tmp_path: Path) -
     assert not list((tmp_path / "b").rglob("*.json"))
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("a -> t, u, axis=0; t -> _", "a part is dropped"),
-        ("a -> b, dtype='bfloat16'; b -> c, d, axis=0; c -> _", "a part is dropped, cast from float32 to bfloat16"),
-        ("a -> b; a -> t, u, axis=0; b -> _; t -> _", "a part is dropped"),
-        ("a -> t, u, axis=0; a -> v; t -> _", ""),
-        (
-            "a, z -> t, axis=0; t -> u, v, axis=0, sizes='[4,2]'; v -> _",
-            "a part of the tensor that it is joined with is dropped",
-        ),
-    ],
-)
-def test_the_certificate_says_that_a_part_was_dropped(tmp_path: Path, text: str, why: str) -> None:
-    checkpoint.save(tmp_path / "a", {"a": torch.randn(4), "z": torch.randn(2)})
-    report = convert(tmp_path / "a", tmp_path / "b", rewrite=Rewrite(text), certify=True)
-    assert report.certificate is not None
-    row = report.certificate.tensors[0]
-    assert (row.name, row.verdict, row.why) == ("a", "lossy" if why else "equal", why)
-    assert (row.returned_sha256 == row.sha256) == (not why)
-
-
 def test_a_certificate_has_a_row_for_each_tensor_and_goes_with_its_save(tmp_path: Path) -> None:
     tensors = {"q": torch.randn(4, 2), "k": torch.randn(4, 2), "norm": torch.ones(3).bfloat16()}
     checkpoint.save(tmp_path / "a", tensors)
@@ -171,12 +164,6 @@ def test_a_certificate_has_a_row_for_each_tensor_and_goes_with_its_save(tmp_path
         assert (row["sha256"], row["returned_sha256"], row["verdict"]) == (digest, digest, "equal")
 
 
-NARROW = [dtype for dtype, size in ITEMSIZE_BYTES.items() if size <= 2 and holds_nans(dtype)]
-
-
-CASTS = [(source, to) for source in NARROW for to in ITEMSIZE_BYTES if source != to and keeps_values(source, to)]
-
-
 def every_pattern(dtype: str) -> torch.Tensor:
     bits = torch.arange(256, dtype=torch.uint8) if ITEMSIZE_BYTES[dtype] == 1 else torch.arange(65_536).short()
     return bits.view(getattr(torch, dtype))
@@ -190,25 +177,8 @@ def payload(dtype: str, *others: float) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex values to real", "ignore:ComplexHalf support")
-@pytest.mark.parametrize(("source", "to"), CASTS)
-def test_casts_that_keep_values_keep_all_but_which_nan_it_is(source: str, to: str) -> None:
-    before = every_pattern(source)
-    wide = before.to(getattr(torch, to))
-    after = wide.to(before.dtype)
-    nan = before.float().isnan()
-    assert nan.any()
-    assert torch.equal(after.float().isnan(), nan)
-    assert torch.equal(words_of(after)[~nan], words_of(before)[~nan])
-    numbers = torch.view_as_real(wide.to(torch.complex128))[:, 0] if is_complex(to) else wide.double()
-    assert torch.equal(numbers[~nan], before.double()[~nan])
-
-
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")  # said once in a process, so by the first test
-@pytest.mark.parametrize(
-    ("dtype", "to"),
-    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64"), ("float32", "complex64")],
-)
+@pytest.mark.parametrize(("dtype", "to"), [("bfloat16", "float32"), ("float32", "float64"), ("float32", "complex64")])
 def test_a_payload_that_is_lost_is_a_loss_and_the_save_stays(tmp_path: Path, dtype: str, to: str) -> None:
     tensors = {"a": payload(dtype), "b": torch.ones(3, dtype=getattr(torch, dtype))}
     same = torch.equal(
@@ -230,15 +200,12 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
-def test_nans_are_told_apart_from_numbers_across_joins_and_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (outputs, windows):
-        monkeypatch.setattr(module, "WINDOW_BYTES", 48)
+def test_nans_are_told_apart_from_numbers_across_joins_and_windows(tmp_path: Path) -> None:
     every = every_pattern("bfloat16")[0x7F70:0x7F90].view(8, 4).clone()
     checkpoint.save(tmp_path / "a", {"a": every, "b": torch.ones(8, 2).bfloat16()})
     text = "a, b -> ab, axis=1; ab^T -> ab; ab -> ab, dtype='float32'"
-    report = checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=Rewrite(text), certify=True)
+    with small_limits(48):
+        report = checkpoint.convert(tmp_path / "a", tmp_path / "b", rewrite=Rewrite(text), certify=True)
     assert report.certificate is not None
     assert [(each.name, each.why) for each in report.certificate.tensors] == [
         ("a", "the payload of NaNs (cast from bfloat16 to float32)"),

@@ -16,7 +16,6 @@ BF16 = sw.Precision(compute="bfloat16")
 
 
 LAYOUTS: dict[str, tuple[sw.Plan, int]] = {
-    "one": (sw.Plan(), 1),
     "one in bfloat16": (sw.Plan(precision=BF16), 1),
     "stage 3": (sw.Plan(mesh=sw.Mesh(dp_shard=2), sharding=sw.Sharding(stage=3, units=(".",)), precision=BF16), 2),
     "pp": (sw.Plan(mesh=sw.Mesh(pp=2), merge=sw.Merge(microbatches=2)), 2),
@@ -51,15 +50,10 @@ def trained(path: Path, name: str, layout: str, make: Any = tied) -> dict[str, t
     return sw.simulate(ranks, run)[0]
 
 
-MODELS = ("llama", "mixtral", "gpt2", "t5")
-
-
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, layout) for name in MODELS for layout in LAYOUTS if layout != "tp" or name in MODELS[:2]],
+    ("name", "layout"), [("llama", "tp"), ("mixtral", "pp"), ("gpt2", "stage 3"), ("t5", "one in bfloat16")]
 )
 def test_an_exported_engine_is_loaded_by_transformers(tmp_path: Path, name: str, layout: str) -> None:
-    """GPT-2 and T5 carry no plan for tensor parallelism."""
     weights = trained(tmp_path / "save", name, layout)
     report = export_hf(tmp_path / "save", tmp_path / "out")
     assert report.missing == ()
@@ -70,12 +64,11 @@ def test_an_exported_engine_is_loaded_by_transformers(tmp_path: Path, name: str,
     assert config["architectures"] == [type(again).__name__]
 
 
-@pytest.mark.parametrize("layout", ["one in bfloat16", "stage 3"])
-def test_masters_are_exported_where_their_dtype_is_asked_for(tmp_path: Path, layout: str) -> None:
-    trained(tmp_path / "save", "llama", layout)
+def test_masters_are_exported_where_their_dtype_is_asked_for(tmp_path: Path) -> None:
+    trained(tmp_path / "save", "llama", "stage 3")
     catalogue = sw.checkpoint.open(tmp_path / "save")
     masters = {name: catalogue.read(f"optimizer/{name}/master") for name in catalogue.tensors if "/" not in name}
-    for dtype in ("float32", "bfloat16", "float16", "float64", None):
+    for dtype in ("float32", "bfloat16", "float16", None):
         report = export_hf(tmp_path / "save", tmp_path / str(dtype), dtype=dtype)
         state = loaded("llama", tmp_path / str(dtype)).state_dict()
         wanted = getattr(torch, dtype or "bfloat16")
@@ -87,19 +80,8 @@ def test_masters_are_exported_where_their_dtype_is_asked_for(tmp_path: Path, lay
         assert len(report.from_masters) == (len(masters) if from_masters else 0)
         assert report.num_masters == (0 if from_masters else len(masters))
         assert report.certificate is not None
-        if dtype in ("float32", "float64", "bfloat16", None):
-            assert report.certificate.lossy == ()
-        else:
-            assert {each.why for each in report.certificate.lossy} == {"cast from float32 to float16"}
-
-
-def test_a_dtype_goes_with_a_rewrite_and_only_floats_are_cast(tmp_path: Path) -> None:
-    state = {"a": torch.arange(6.0).view(2, 3) / 7, "n": torch.arange(3), "optimizer/a/exp_avg": torch.ones(2, 3)}
-    sw.save(tmp_path / "save", state)
-    export_hf(tmp_path / "save", tmp_path / "out", sw.Rewrite("a^T -> b"), dtype="bfloat16")
-    read = sw.checkpoint.open(tmp_path / "out").read
-    assert torch.equal(read("b"), state["a"].T.bfloat16())
-    assert torch.equal(read("n"), state["n"])
+        lossy = {"cast from float32 to float16"} if dtype == "float16" else set()
+        assert {each.why for each in report.certificate.lossy} == lossy
 
 
 def test_what_has_no_configuration_is_said_in_the_report_and_takes_a_given_one(tmp_path: Path) -> None:

@@ -182,28 +182,6 @@ def check_catalogue(path: Path, whole: dict[str, torch.Tensor], numbers: Random)
         assert same_tensor(catalogue.read(name, box, verify=numbers.random() < 0.5), expected), (name, box)
 
 
-MEMORIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "transposed": lambda tensor: tensor.t().contiguous().t(),
-    "conjugated": lambda tensor: tensor.conj().clone().conj(),
-    "a parameter": lambda tensor: torch.nn.Parameter(tensor.clone()),
-}
-"""What the property does not have: bits that a view tells, and a leaf."""
-
-
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("target_memory", MEMORIES)
-@pytest.mark.parametrize("source_memory", MEMORIES)
-def test_tensors_in_any_memory_are_saved_and_filled(
-    source_memory: str, target_memory: str, verify: bool, tmp_path: Path
-) -> None:
-    values = torch.randn(6, 5, dtype=torch.complex64)
-    source, target = MEMORIES[source_memory](values), MEMORIES[target_memory](torch.zeros_like(values))
-    checkpoint.save(tmp_path, {"w": source})
-    assert torch.equal(checkpoint.open(tmp_path).read("w"), values)
-    checkpoint.load(tmp_path, {"w": target}, verify=verify)
-    assert torch.equal(target.resolve_conj(), values)
-
-
 def test_a_state_of_nothing_is_saved_and_loaded(tmp_path: Path) -> None:
     def run(channel: Channel) -> None:
         sw.save(tmp_path, {}, extra={"at": 3}, channel=channel)

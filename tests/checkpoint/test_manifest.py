@@ -3,29 +3,33 @@
 import contextlib
 import copy
 import json
-import pickle
+import math
 import shutil
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import xxhash
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from torch.optim import lr_scheduler
 
 import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
+from shardwise.checkpoint.manifest import packed, unpacked
 from shardwise.comm.channel import alone
 from shardwise.errors import CheckpointError, ShardwiseError
-from tests.checkpoint.stored_values import save_dcp
 from tests.costs import calls_in
 from tests.properties import tried
+from tests.refusals import Refusals
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -37,24 +41,10 @@ MAX_BYTES = 40 << 20
 """More than any of these small checkpoints needs, and less than what their forgeries ask for."""
 
 
-def make(folder: Path, kind: str) -> None:
-    match kind:
-        case "ours":
-            sw.save(folder, STATE, extra={"note": 1}, step=3, channel=alone())
-        case "dcp":
-            save_dcp(folder, {**STATE, "lr": 0.5, "name": "x"})
-        case "safetensors":
-            folder.mkdir()
-            safetensors.torch.save_file(STATE, folder / "model.safetensors", metadata={"format": "pt"})
-            index = {"weight_map": dict.fromkeys(STATE, "model.safetensors")}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    for kind in ("ours", "dcp", "safetensors"):
-        make(folder / kind, kind)
+    sw.save(folder, STATE, extra={"note": 1}, step=3, channel=alone())
     return folder
 
 
@@ -88,9 +78,19 @@ def seal(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a manifest, and give it the checksum that it then has."""
     head = json.loads(manifest.read_bytes())
     change(head)
-    head["checksum"] = "xxh3_64:" + "0" * 16
-    text = json.dumps(head, indent=1)
-    manifest.write_text(text.replace("0" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1))
+    head["checksum"] = UNSEALED
+    manifest.write_text(sealed(json.dumps(head, indent=1)))
+
+
+UNSEALED = "xxh3_64:" + "0" * 16
+
+
+def sealed(text: str) -> str:
+    return text.replace("0" * 16, xxhash.xxh3_64_hexdigest(text.encode()), 1)
+
+
+def write_head(folder: Path, field: str, value: str) -> None:
+    (folder / "manifest.json").write_text(sealed(f'{{"checksum": "{UNSEALED}", "{field}": {value}}}'))
 
 
 def reseal_table(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
@@ -134,67 +134,12 @@ COPIED = tried(15, HealthCheck.function_scoped_fixture)
 @given(data=st.data())
 def test_a_manifest_and_tables_with_any_values_in_any_place(data: st.DataObject, made: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
-    shutil.copytree(made / "ours", tmp_path)
+    shutil.copytree(made, tmp_path)
     folder = tmp_path / "save-00000001"
     if data.draw(st.booleans()):
         seal(folder / "manifest.json", lambda head: mutate(head, data))
     else:
         reseal_table(folder, lambda rows: mutate(rows, data))
-    with bounded():
-        look(tmp_path)
-
-
-@COPIED
-@given(data=st.data())
-def test_headers_and_indices_of_safetensors_with_any_values_in_any_place(
-    data: st.DataObject, made: Path, tmp_path: Path
-) -> None:
-    shutil.rmtree(tmp_path)
-    shutil.copytree(made / "safetensors", tmp_path)
-    if data.draw(st.booleans()):
-        index = tmp_path / "model.safetensors.index.json"
-        fields = json.loads(index.read_bytes())
-        mutate(fields, data)
-        index.write_text(json.dumps(fields))
-    else:
-        file = tmp_path / "model.safetensors"
-        old = file.read_bytes()
-        end = 8 + int.from_bytes(old[:8], "little")
-        fields = json.loads(old[8:end])
-        fields["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(
-            {"a": {"saved_offsets": [0, 0]}, "b": {"saved_offsets": [0]}}
-        )
-        mutate(fields, data)
-        info = fields.get("__metadata__", {})
-        if isinstance(info, dict) and data.draw(st.booleans()):
-            boxes = {"a": {"saved_offsets": [0, 0]}}
-            mutate(boxes, data)
-            info["DCP_SHARDING_INFO"] = json.dumps(boxes)
-        text = json.dumps(fields).encode()
-        file.write_bytes(len(text).to_bytes(8, "little") + text + old[end:])
-    with bounded():
-        look(tmp_path)
-
-
-@COPIED
-@given(data=st.data())
-def test_metadata_of_dcp_with_any_values_in_any_place(data: st.DataObject, made: Path, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path)
-    shutil.copytree(made / "dcp", tmp_path)
-    metadata: Any = pickle.loads((tmp_path / ".metadata").read_bytes())
-    strange = st.one_of(odd, st.builds(torch.Size, st.lists(st.sampled_from([0, 1, 2**62]), max_size=3)))
-    targets = [
-        *((each, name) for each in metadata.state_dict_metadata.values() for name in vars(each)),
-        *((each, name) for each in metadata.storage_data.values() for name in vars(each)),
-        *((chunk, name) for each in metadata.state_dict_metadata.values() for chunk in getattr(each, "chunks", ())
-          for name in vars(chunk)),
-        (metadata, "state_dict_metadata"),
-        (metadata, "storage_data"),
-    ]  # fmt: skip
-    holder, name = data.draw(st.sampled_from(targets))
-    value = data.draw(strange)
-    object.__setattr__(holder, name, value)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with bounded():
         look(tmp_path)
 
@@ -283,18 +228,14 @@ FORGERIES: dict[str, Callable[[Path], object]] = {
     "tensors that share their bytes": share_bytes,
     "a tensor of which a part is in no file": forge_row(shape=[4, 4]),
     "a tensor that is in no file": forge_row(pieces=[]),
-    "a manifest that is nested deeply": lambda folder: (folder / "manifest.json").write_bytes(
-        (lambda text: text.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(text).encode(), 1))(
-            b'{"checksum": "xxh3_64:' + b"0" * 16 + b'", "extra": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")),
-    "a manifest with a number of many digits": lambda folder: (folder / "manifest.json").write_bytes(
-        (lambda text: text.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(text).encode(), 1))(
-            b'{"checksum": "xxh3_64:' + b"0" * 16 + b'", "step": ' + b"9" * 100_000 + b"}")),
+    "a manifest that is nested deeply": lambda folder: write_head(folder, "extra", "[" * 200_000 + "]" * 200_000),
+    "a manifest with a number of many digits": lambda folder: write_head(folder, "step", "9" * 100_000),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FORGERIES)
 def test_forged_metadata_is_refused_before_it_costs_anything(what: str, made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "ours", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     FORGERIES[what](tmp_path / "save-00000001")
     with bounded(), pytest.raises(CheckpointError):
         checkpoint.open(tmp_path).read("a")
@@ -314,3 +255,111 @@ def test_boxes_of_very_many_tensors_are_read_in_calls_that_grow_with_them(tmp_pa
         safetensors.torch.save_file({name: torch.zeros(1) for name in info}, path / "x.safetensors", metadata=metadata)
         counts.append(calls_in(partial(checkpoint.open, path)))
     assert counts[1] < 4.5 * counts[0]
+
+
+# `extra` comes back as it was given: the states of torch's schedulers go in as they are
+
+
+SMALL = {"w": torch.ones(2)}
+
+Make = Callable[[Any], Any]
+
+MAKERS: dict[str, Make] = {
+    "OneCycleLR": lambda sgd: lr_scheduler.OneCycleLR(sgd, 1.0, 12),
+    "ReduceLROnPlateau": lambda sgd: lr_scheduler.ReduceLROnPlateau(sgd, patience=1),
+    "SequentialLR": lambda sgd: lr_scheduler.SequentialLR(
+        sgd, [lr_scheduler.LinearLR(sgd), lr_scheduler.MultiStepLR(sgd, [1, 3])], milestones=[3]
+    ),
+}
+
+
+def steps(scheduler: Any, optimizer: torch.optim.Optimizer, num: int) -> list[float]:
+    rates = []
+    for _ in range(num):
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def optimizer_of() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+
+
+def types(value: Any) -> Any:
+    """What is where, and of which type."""
+    if isinstance(value, dict):
+        return type(value), [(type(key), key, types(each)) for key, each in value.items()]
+    return (type(value), [types(each) for each in value]) if isinstance(value, list) else (type(value), repr(value))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_state_of_a_scheduler_is_restored_to_the_bit(name: str, tmp_path: Path) -> None:
+    sgd = optimizer_of()
+    scheduler = MAKERS[name](sgd)
+    steps(scheduler, sgd, 3)
+    state = scheduler.state_dict()
+    sw.save(tmp_path, SMALL, extra={"scheduler": state}, step=3, channel=alone())
+    restored = sw.load(tmp_path, {"w": torch.zeros(2)}, channel=alone())["scheduler"]
+    assert types(restored) == types(state)
+    assert types(checkpoint.open(tmp_path).extra["scheduler"]) == types(state)
+    other = optimizer_of()
+    resumed = MAKERS[name](other)
+    other.load_state_dict(sgd.state_dict())
+    resumed.load_state_dict(restored)
+    assert steps(resumed, other, 6) == steps(scheduler, sgd, 6)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+keys = st.text() | st.integers() | st.none() | st.floats(allow_nan=False) | st.sampled_from(["shardwise", "items"])
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.fixed_dictionaries({"shardwise": inner | st.just("dict"), "items": inner})
+        | st.dictionaries(keys, st.integers(), max_size=3).map(Counter)
+    ),
+    max_leaves=8,
+)
+
+
+@tried(15)
+@given(values)
+def test_any_values_come_back_with_their_types(value: object) -> None:
+    assert types(unpacked(json.loads(json.dumps(packed(value, "extra"))))) == types(value)
+
+
+def test_plain_values_are_plain_for_other_programs_and_numbers_of_numpy_are_those_of_python() -> None:
+    plain = {"a": [1, 2.5, None, {"b": True}], "shardwise": "x", "nan": math.inf}
+    assert packed(plain, "extra") == plain
+    assert unpacked({"shardwise": "Tower", "items": [[1, 2]]}) == {"shardwise": "Tower", "items": [[1, 2]]}
+    given = {"a": np.float64(1.5), "b": np.bool_(True), "c": [np.int64(3), np.float32(0.1)], "d": {1: np.uint8(2)}}
+    expected = {"a": 1.5, "b": True, "c": [3, float(np.float32(0.1))], "d": {1: 2}}
+    assert types(unpacked(packed(given, "extra"))) == types(expected)
+
+
+def scheduled(folder: Path) -> None:
+    rate = torch.tensor(0.1)
+    scheduler = lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate), 2)
+    extra = {"s": scheduler.state_dict(), "t": {(1, 2): 3}, "f": len}
+    try:
+        sw.save(folder, SMALL, extra=extra, channel=alone())
+    finally:
+        assert not list(folder.iterdir())
+
+
+REFUSED = Refusals(
+    "checkpoint.extra",
+    {
+        "a tensor, a tuple as key, a function": scheduled,
+        "a long double": lambda: packed({"a": np.longdouble(1)}, "extra"),
+        "a complex number": lambda: packed({"a": np.complex64(1)}, "extra"),
+        "an array": lambda: packed({"a": np.ones(2)}, "extra"),
+    },
+)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_come_back_is_named_with_what_to_write_instead(case: str) -> None:
+    REFUSED.check(case)

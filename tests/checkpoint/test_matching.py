@@ -1,9 +1,11 @@
 """What does not fit is told at once, alike on all ranks, before anything is written; what is let pass is reported."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -11,11 +13,18 @@ import shardwise as sw
 from shardwise import checkpoint
 from shardwise.checkpoint import LoadReport, TorchState
 from shardwise.comm import Channel
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.space import Piece
+from tests.checkpoint.cut_tensors import save_pieces
+from tests.checkpoint.rewritten_tensors import shares_of
+from tests.checkpoint.small_limits import small_limits
 from tests.checkpoint.small_states import Whole, same
+from tests.checkpoint.stored_values import save_dcp
+from tests.covering import covering
 from tests.engine.refusals import same_error_everywhere
 from tests.refusals import Refusals
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def alike(path: Path, states: list[Any], **arguments: Any) -> None:
@@ -68,8 +77,7 @@ def test_what_is_let_pass_is_reported_and_the_rest_is_loaded(tmp_path: Path) -> 
     assert report.verified
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(("strict", "cast"), [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(("strict", "cast", "verify"), [(True, True, True), (False, False, True), (True, False, False)])
 def test_each_freedom_is_its_own(strict: bool, cast: bool, verify: bool, tmp_path: Path) -> None:
     state = saved(tmp_path)
     blank = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -113,28 +121,6 @@ def test_ties_load_into_tied_and_untied_models(source_is_object: bool, target_is
         assert (report.missing, report.unexpected) == ((), ())
         assert torch.equal(target.one.weight, source.one.weight)
         assert torch.equal(target.two.weight, source.one.weight)
-
-
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("target_is_object", [True, False])
-def test_two_tensors_do_not_silently_become_one(target_is_object: bool, equal: bool, tmp_path: Path) -> None:
-    """They do where they are equal to the bit; else the user decides."""
-    source = Pair(tied=False)
-    if equal:
-        source.two.load_state_dict(source.one.state_dict())
-    checkpoint.save(tmp_path, source.state_dict())
-    target = Pair(tied=True)
-    state = TorchState(target) if target_is_object else target.state_dict()
-    if equal:
-        assert report_of(tmp_path, state).unexpected == ()
-    else:
-        with pytest.raises(
-            CheckpointError, match=r"two\.weight: unexpected\. The target ties it to one.weight, but in the"
-        ):
-            alike(tmp_path, [state])
-    report = report_of(tmp_path, state, strict=False)
-    assert len(report.unexpected) == 1
-    assert torch.equal(target.two.weight, source.one.weight)
 
 
 def test_an_alias_alone_is_found_under_the_name_that_was_saved(tmp_path: Path) -> None:
@@ -338,3 +324,137 @@ REFUSED = Refusals(
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused_alike_on_all_ranks(case: str) -> None:
     REFUSED.check(case)
+
+
+# Tied models load what writers saved under each name of a tensor, if all copies are equal to the bit
+
+
+class Tied(nn.Module):
+    """Three names of one parameter."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(31, 10)
+        self.out = nn.Linear(10, 31, bias=False)
+        self.out.weight = self.embed.weight
+        self.third = nn.Linear(10, 31)
+        self.third.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.third(self.embed(x)) + self.out(self.embed(x))
+        return out
+
+
+def apart(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in Tied(seed).state_dict().items()}
+
+
+def put(folder: Path, kind: str, state: Mapping[str, torch.Tensor]) -> Path:
+    """A checkpoint by a writer that does not look for ties."""
+    folder = folder / kind
+    if kind == "dcp":
+        save_dcp(folder, state)
+    elif kind == "safetensors":
+        folder.mkdir()
+        safetensors.torch.save_file(dict(state), folder / "model.safetensors")
+    elif kind == "ours":
+        sw.save(folder, dict(state))
+    else:
+        save_pieces(folder, shares_of(state, "rows", 3))
+    return folder
+
+
+KINDS = ["dcp", "safetensors", "ours", "ours by three"]
+
+
+def load(path: Path, size: int, **options: object) -> tuple[list[Tied], list[str]]:
+    models = [Tied(9) for _ in range(size)]
+    errors: list[str] = []
+
+    def run(channel: Channel) -> None:
+        model = models[channel.rank]
+        state = TorchState(model) if channel.size == 3 else model.state_dict()
+        try:
+            sw.load(path, state, channel=channel, **options)  # type: ignore[arg-type]
+        except ShardwiseError as error:
+            errors.append(str(error))
+
+    sw.simulate(size, run)
+    assert len(errors) in (0, size)
+    return models, errors
+
+
+PLACES = [None, (0, 0), (17, 3), (30, 9)]
+"""Where copies differ, if they do; several windows, which ranks share, have them."""
+
+
+@pytest.mark.parametrize(("kind", "size", "at"), covering(KINDS, (1, 2, 3), PLACES, strength=2))
+def test_equal_copies_load_into_one_parameter_and_one_element_refuses_on_all_ranks_with_two_ways_out(
+    kind: str, size: int, at: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    state = apart()
+    state["out.weight"][0, 0] = state["embed.weight"][0, 0] = state["third.weight"][0, 0] = 0.0
+    if at is not None:
+        state["out.weight"][at] = -0.0 if at == (0, 0) else 7.0  # -0.0 differs by its bits alone
+    path = put(tmp_path, kind, state)
+    with small_limits(512):
+        models, errors = load(path, size)
+    if at is None:
+        assert not errors
+        assert all(same(dict(model.state_dict()), state) for model in models)
+        return
+    untouched = Tied(9).state_dict()
+    assert len(errors) == size
+    assert len(set(errors)) == 1
+    assert "out.weight: unexpected. The target ties it to embed.weight, but in the checkpoint the two have" in errors[0]
+    assert 'strict=False, or drop it with a rewrite, sw.Rewrite("out.weight -> _")' in errors[0]
+    assert "third" not in errors[0]
+    assert all(torch.equal(each, untouched[name]) for model in models for name, each in model.state_dict().items())
+    for options in ({"strict": False}, {"rewrite": sw.Rewrite("out.weight -> _")}):
+        models, errors = load(path, size, **options)
+        assert not errors
+        assert all(torch.equal(model.embed.weight, state["embed.weight"]) for model in models)
+
+
+@pytest.mark.parametrize("cut", [torch.zeros(31, 9), torch.zeros(31, 10, dtype=torch.float64)])
+def test_copies_of_other_shapes_or_dtypes_are_refused(cut: torch.Tensor, tmp_path: Path) -> None:
+    path = put(tmp_path, "safetensors", {**apart(), "out.weight": cut})
+    _, [error] = load(path, 1)
+    assert "out.weight: unexpected" in error
+    assert "the two are of different shapes or dtypes. Ignore it with strict=False" in error
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_copies_are_compared_as_a_rewrite_makes_them(equal: bool, tmp_path: Path) -> None:
+    state = {f"model.{name}": tensor for name, tensor in apart().items()}
+    state["model.out.weight"] = state["model.out.weight"].T.contiguous()
+    if not equal:
+        state["model.out.weight"][9, 30] += 1
+    path = put(tmp_path, "dcp", state)
+    others = [f"model.{name} -> {name}" for name in apart() if name != "out.weight"]
+    rewrite = sw.Rewrite("\n".join(["model.out.weight^T -> out.weight", *others]))
+    models, errors = load(path, 2, rewrite=rewrite)
+    assert bool(errors) == (not equal)
+    if equal:
+        assert all(torch.equal(model.embed.weight, apart()["embed.weight"]) for model in models)
+    else:
+        assert "the two have different values" in errors[0]
+
+
+def test_a_checkpoint_with_copies_goes_through_convert_and_import(tmp_path: Path) -> None:
+    path = put(tmp_path, "safetensors", apart())
+    checkpoint.convert(path, tmp_path / "converted")
+    checkpoint.import_hf(path, tmp_path / "imported")
+    checkpoint.convert(tmp_path / "imported", tmp_path / "hf", to="hf")
+    for name in ("converted", "imported", "hf"):
+        [model], errors = load(tmp_path / name, 1)
+        assert not errors
+        assert torch.equal(model.embed.weight, apart()["embed.weight"])
+
+
+def test_copies_with_equal_checksums_are_not_read(tmp_path: Path) -> None:
+    path = put(tmp_path, "ours", apart())
+    target = Tied(9).state_dict()
+    report = sw.load(path, target).report
+    assert report.read_bytes == 31 * 10 * 4 + 31 * 4

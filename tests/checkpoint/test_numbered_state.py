@@ -1,7 +1,7 @@
 """Checkpoints of other programs with an optimizer: every command takes its state right, or says what it leaves."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,55 +104,54 @@ def _trained(order: str, make: Optimizers) -> tuple[_Net, torch.optim.Optimizer]
     return model, optimizer
 
 
-def _file(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "last.pt")
-    return path / "last.pt"
+State = dict[str, Any]
 
 
-def _of_trainer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
-    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+def _file(path: Path, state: State) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def _dcp(path: Path, state: State) -> Path:
+    save_dcp(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def _of_trainer(path: Path, model: State, optimizer: State) -> Path:
+    save_file(model, path / "model.safetensors", metadata={"format": "pt"})
+    torch.save(optimizer, path / "optimizer.pt")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     return path
 
 
-def _of_accelerate(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    torch.save(model.state_dict(), path / "pytorch_model.bin")
-    torch.save(optimizer.state_dict(), path / "optimizer.bin")
+def _of_accelerate(path: Path, model: State, optimizer: State) -> Path:
+    torch.save(model, path / "pytorch_model.bin")
+    torch.save(optimizer, path / "optimizer.bin")
     return path
 
 
-def _of_lightning(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}, path / "x.ckpt")
-    return path / "x.ckpt"
-
-
-def _converted(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+def _converted(path: Path, model: State, optimizer: State) -> Path:
     (path / "from").mkdir()
     report = checkpoint.convert(_of_trainer(path / "from", model, optimizer), path / "save")
     assert report.notes
     return path / "save"
 
 
-def _dcp(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    save_dcp({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path, no_dist=True)
-    return path
-
-
-def _dcp_list(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
-    save_dcp({"model": model.state_dict(), "optimizers": [optimizer.state_dict()]}, checkpoint_id=path, no_dist=True)
-    return path
-
-
-SOURCES = {
-    "a file": _file,
-    "a folder of DCP": _dcp,
-    "a folder of DCP with a list": _dcp_list,
+SOURCES: dict[str, Callable[[Path, State, State], Path]] = {
+    "a file": lambda path, model, adamw: _file(path / "last.pt", {"model": model, "optimizer": adamw}),
+    "a folder of DCP": lambda path, model, adamw: _dcp(path, {"model": model, "optimizer": adamw}),
+    "a folder of DCP with a list": lambda path, model, adamw: _dcp(path, {"model": model, "optimizers": [adamw]}),
     "the Trainer's folder": _of_trainer,
     "accelerate's folder": _of_accelerate,
-    "Lightning's file": _of_lightning,
+    "Lightning's file": lambda path, model, adamw: _file(
+        path / "x.ckpt", {"state_dict": model, "optimizer_states": [adamw]}
+    ),
     "a save made of one": _converted,
 }
+
+
+def _stored(source: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    return SOURCES[source](path, model.state_dict(), optimizer.state_dict())
 
 
 def _same(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
@@ -171,7 +170,7 @@ def _same(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
 def test_the_targets_order_says_whose_numbered_state_is(tmp_path: Path, source: str, order: str, kind: str) -> None:
     make = OPTIMIZERS[kind]
     model, optimizer = _trained(order, make)
-    path = SOURCES[source](tmp_path, model, optimizer)
+    path = _stored(source, tmp_path, model, optimizer)
     again = _Net()
     ours = make(ORDERS[order](again))
     _train(again, ours, range(1))  # its own state has to go
@@ -197,7 +196,7 @@ def test_parameters_that_had_no_gradient_yet_need_no_state(tmp_path: Path, to: s
     for each in (*model.decoder.parameters(), *model.norm.parameters()):
         each.grad = torch.ones_like(each)
     optimizer.step()
-    path = _file(tmp_path, model, optimizer)
+    path = _stored("a file", tmp_path, model, optimizer)
     if to:
         checkpoint.convert(path, tmp_path / "made", to=to)  # type: ignore[arg-type]
         path = tmp_path / "made"
@@ -214,11 +213,12 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("source", "plan", "kind"), covering(list(SOURCES), list(PLANS), ["AdamW", "momentum"], strength=2)
+    ("source", "plan", "kind"),
+    [(source, [*PLANS][at % 3], ("AdamW", "momentum")[at % 2]) for at, source in enumerate(SOURCES)],
 )
 def test_engines_take_it_in_their_order(tmp_path: Path, source: str, plan: str, kind: str) -> None:
     model, optimizer = _trained("swapped", OPTIMIZERS[kind])
-    path = SOURCES[source](tmp_path, model, optimizer)
+    path = _stored(source, tmp_path, model, optimizer)
     num_ranks, chosen = PLANS[plan]
 
     def run(channel: sw.Channel) -> dict[str, torch.Tensor]:
@@ -236,29 +236,27 @@ def test_engines_take_it_in_their_order(tmp_path: Path, source: str, plan: str, 
             assert torch.equal(held[f"optimizer/{name}/{key}"], value)
 
 
-def _says(words: Sequence[str], text: str) -> None:
-    result = CliRunner().invoke(main, ["ckpt", *words])
-    assert (result.exit_code, text in result.output) == (0, True), result.output
-
-
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["a folder of DCP", "the Trainer's folder"])
 def test_every_command_says_that_nothing_proves_the_order(tmp_path: Path, source: str) -> None:
-    path = str(SOURCES[source](tmp_path, *_trained("swapped", OPTIMIZERS["AdamW"])))
+    path = str(_stored(source, tmp_path, *_trained("swapped", OPTIMIZERS["AdamW"])))
     [note] = checkpoint.open(path).contents.notes
     assert "guess" in note or "keeps the numbers" in note
-    _says(["ls", path], note)
-    _says(["verify", path], note)
-    _says(["diff", path, path], note)
-    _says(["convert", path, str(tmp_path / "converted")], note)
-    _says(["convert", path, str(tmp_path / "hf"), "--to", "hf"], note)
-    _says(["average", path, path, "--out", str(tmp_path / "mean")], note)
+    for words in (
+        ["ls", path],
+        ["verify", path],
+        ["diff", path, path],
+        ["convert", path, str(tmp_path / "hf"), "--to", "hf"],
+        ["average", path, path, "--out", str(tmp_path / "mean")],
+    ):
+        result = CliRunner().invoke(main, ["ckpt", *words])
+        assert (result.exit_code, note in result.output) == (0, True), result.output
     assert note in sw.load(path, TorchState(_Net())).report.notes
     assert note in sw.load(path, _Net().state_dict(), strict=False).report.notes
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_order_that_does_not_fit_is_refused_with_ways_out(tmp_path: Path, source: str) -> None:
-    path = SOURCES[source](tmp_path, *_trained("swapped", OPTIMIZERS["AdamW"]))
+    path = _stored(source, tmp_path, *_trained("swapped", OPTIMIZERS["AdamW"]))
     model = _Net()
     optimizer = OPTIMIZERS["AdamW"](ORDERS["in two groups"](model))
     _train(model, optimizer, range(1))
@@ -295,7 +293,7 @@ def test_several_optimizers_are_told_apart_by_their_shapes_or_as_a_list(tmp_path
 def test_an_optimizer_with_a_form_of_its_own_for_files_reads_them_itself(tmp_path: Path) -> None:
     make: Optimizers = lambda given: _OwnForm(given, lr=RATE)  # noqa: E731
     model, optimizer = _trained("swapped", make)
-    path = _of_trainer(tmp_path, model, optimizer)
+    path = _stored("the Trainer's folder", tmp_path, model, optimizer)
     again = _Net()
     ours = make(_swapped(again))
     sw.load(path, TorchState(again, ours))
@@ -385,8 +383,8 @@ def test_the_fsdp_folders_of_accelerate_are_whole_or_refused(
         sw.load(tmp_path / "pytorch_model_fsdp_0", _Net().state_dict())
 
 
-@pytest.mark.parametrize(("form", "plan"), [("sharded", "stage 3"), ("full", "pp")])
-def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form: str, plan: str) -> None:
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form: str) -> None:
     model, optimizer = _trained("swapped", OPTIMIZERS["AdamW"])
     weights, moments = get_state_dict(model, optimizer)
     if form == "sharded":
@@ -406,17 +404,6 @@ def test_the_fsdp_folders_of_accelerate_are_one_checkpoint(tmp_path: Path, form:
     for name, each in again.named_parameters():
         for key, value in optimizer.state[dict(model.named_parameters())[name]].items():
             assert torch.equal(ours.state[each][key], value)
-    num_ranks, chosen = PLANS[plan]
-
-    def run(channel: sw.Channel) -> float:
-        engine = sw.parallelize(
-            _Net(), chosen, channel=channel, optimizer=OPTIMIZERS["AdamW"], loss=lambda output, _: output.sum()
-        )
-        sw.load(tmp_path, engine)
-        held = dict(sw.full(engine, optimizer=True))
-        return float(held["optimizer/encoder.weight/exp_avg"].sum())
-
-    assert sw.simulate(num_ranks, run) == [float(optimizer.state[model.encoder.weight]["exp_avg"].sum())] * num_ranks
-    assert CliRunner().invoke(main, ["ckpt", "verify", str(tmp_path)]).exit_code == 0
+    assert checkpoint.verify(tmp_path).good
     checkpoint.convert(tmp_path, tmp_path / "out")
     assert checkpoint.diff(tmp_path, tmp_path / "out").equal

@@ -259,7 +259,7 @@ class SideBySide(Hooked):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("way", ["load", "load foreign", "verify", "convert"])
 def test_one_large_tensor_is_read_by_several_requests_side_by_side(tmp_path: Path, way: str) -> None:
-    whole = torch.arange(float(16 << 20)).view(4096, 4096)  # 64 MiB
+    whole = torch.arange(float(8 << 20)).view(4096, 2048)  # 32 MiB
     if way == "load foreign":
         save_file({"w": whole}, tmp_path / "model.safetensors")
     else:

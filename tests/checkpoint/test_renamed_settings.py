@@ -12,7 +12,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import TorchState
 from shardwise.comm import Channel
 from shardwise.errors import CheckpointError
-from tests.checkpoint.small_states import same_tensor
+from tests.checkpoint.small_states import same, same_tensor
 from tests.engine.refusals import same_error_everywhere
 
 REWRITE = sw.Rewrite("""
@@ -101,9 +101,28 @@ def test_groups_follow_their_parameters(tmp_path: Path) -> None:
     for slow in (("gate_up", "norm"), ("norm", "gate_up")):
         target = grouped(FUSED, *slow)
         checkpoint.load(tmp_path, target, rewrite=REWRITE)
-        assert [group["settings"]["lr"] for group in target.settings()["optimizers"][0]["groups"]] == [0.1, 1e-4]
+        assert rates(target) == [0.1, 1e-4]
     with pytest.raises(CheckpointError, match="was several groups in the checkpoint"):
         checkpoint.load(tmp_path, grouped(FUSED, "norm"), rewrite=REWRITE)
+
+
+def rates(state: TorchState) -> list[float]:
+    return [group["settings"]["lr"] for group in state.settings()["optimizers"][0]["groups"]]
+
+
+def test_a_conversion_takes_the_state_of_optimizers_and_their_groups_along(tmp_path: Path) -> None:
+    for name, source in (("trained", trained(APART, 2)), ("grouped", grouped(APART, "gate", "up", "norm"))):
+        checkpoint.save(tmp_path / name, source, step=4)
+        checkpoint.convert(tmp_path / name, tmp_path / f"{name} fused", rewrite=REWRITE)
+        assert checkpoint.open(tmp_path / f"{name} fused").step == 4
+    loaded, converted = trained(FUSED, 0), trained(FUSED, 0)
+    checkpoint.load(tmp_path / "trained", loaded, rewrite=REWRITE)
+    checkpoint.load(tmp_path / "trained fused", converted)
+    expected = {piece.name: tensor for piece, tensor in loaded.state().items()}
+    assert same({piece.name: tensor for piece, tensor in converted.state().items()}, expected)
+    target = grouped(FUSED, "gate_up", "norm")
+    checkpoint.load(tmp_path / "grouped fused", target)
+    assert rates(target) == [0.1, 1e-4]
 
 
 def test_a_parameter_that_a_rewrite_adds_keeps_its_value_and_its_state(tmp_path: Path) -> None:

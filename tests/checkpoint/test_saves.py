@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import checkpoint
@@ -18,6 +21,7 @@ from shardwise.comm import Channel, alone
 from shardwise.errors import CheckpointError
 from tests.checkpoint.faulty import Counting, Hooked, Operation
 from tests.checkpoint.small_states import (
+    contents,
     empty_state,
     loaded,
     rubbish,
@@ -26,6 +30,7 @@ from tests.checkpoint.small_states import (
     share_of_state,
     whole_state,
 )
+from tests.properties import tried
 
 
 def steps(path: Path) -> list[int | None]:
@@ -100,20 +105,6 @@ def test_nothing_is_removed_for_a_save_that_lacks_bytes_or_cannot_be_read(tmp_pa
     assert all(checkpoint.prune(tmp_path, keep=keep) == [] for keep in (5, 6, 7, 8))
     assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001"]
     assert checkpoint.verify(tmp_path / "save-00000002").good
-
-
-def test_files_that_users_put_beside_a_save_stay_and_those_of_dead_attempts_go(tmp_path: Path) -> None:
-    save_state(tmp_path, 1)
-    notes = tmp_path / "save-00000001" / "my_notes.txt"
-    notes.write_text("good run")
-    stray = notes.with_name("5e1f09ab-rank00000.safetensors")
-    stray.write_bytes(b"left by an attempt that was killed")
-    save_state(tmp_path, 2)
-    assert not stray.exists()
-    save_state(tmp_path, 3)
-    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001", "save-00000002"]
-    assert notes.read_text() == "good run"
-    assert checkpoint.verify(tmp_path).notes == ()
 
 
 class Counted:
@@ -263,15 +254,7 @@ def test_saves_that_go_faster_than_they_are_read_are_given_up_after_a_bounded_nu
             reader(PrunedAt(tmp_path, 3, again=1))
 
 
-def test_a_folder_of_one_save_that_is_removed_says_what_is_missing(tmp_path: Path) -> None:
-    save_state(tmp_path, 1)
-    next((tmp_path / "save-00000001").glob("*.safetensors")).unlink()
-    with pytest.raises(CheckpointError, match=r"rank00000\.safetensors cannot be read: No such file"):
-        load(LocalStore(tmp_path / "save-00000001"))
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "grown"])
-@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize(("damage", "side"), [("cut", "a"), ("gone", "b"), ("grown", "b")])
 def test_diff_does_not_call_equal_what_is_not_there(damage: str, side: str, tmp_path: Path) -> None:
     for name in "ab":
         save_state(tmp_path / name, 1, size=2)
@@ -305,3 +288,143 @@ def test_the_metadata_of_a_save_is_read_once(tmp_path: Path) -> None:
     store = Counting(LocalStore(tmp_path))
     load(store)
     assert sum(each.kind == "open" and each.name.endswith("manifest.json") for each in store.operations) == 1
+
+
+# What saving and pruning may remove: files that savers made, of saves that never happened or that retention names
+
+
+STATE = {"w": torch.arange(3.0)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one save."""
+    folder = tmp_path_factory.mktemp("whole")
+    sw.save(folder, STATE, step=1, channel=alone())
+    return folder / "save-00000001"
+
+
+NUMBERED = [f"save-{number:08d}" for number in range(1, 5)] + ["save-100000000"]
+OTHER = [
+    "save-00000000",
+    "save-000000007",
+    "save-0000003",
+    "Save-00000002",
+    "save-\N{FULLWIDTH DIGIT ZERO}" + "0000004",
+    "save-\N{ARABIC-INDIC DIGIT ONE}0000000",
+    "save-00000002 (copy)",
+    "save-00000003\n",
+    "save-00000001.old",
+    "best",
+    "latest\nof all",
+]
+MANIFESTS = ["manifest.json", "manifest.json", "manifest.json", "Manifest.json", "manifest.json.bak"]
+USERS = [
+    "notes.txt",
+    ".notes.new",
+    ".mine.lock",
+    "deep/manifest.json",
+    "deep/deadbeef-rank00000.safetensors",
+    "model.pt",
+]
+SAVERS = ["deadbeef-rank00000.safetensors", "deadbeef-tensors-00000.json", ".manifest.json.0123456789abcdef.new"]
+folders = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(NUMBERED + OTHER),
+        "whole": st.booleans(),
+        "manifest": st.sampled_from(MANIFESTS),
+        "files": st.lists(st.sampled_from(USERS + SAVERS), max_size=3),
+    }
+)
+
+
+def build(root: Path, plan: list[dict[str, object]], whole: Path) -> None:
+    for each in plan:
+        folder = root / str(each["name"])
+        folder.mkdir()
+        if each["whole"]:
+            for file in whole.iterdir():
+                name = str(each["manifest"]) if file.name == "manifest.json" else file.name
+                shutil.copyfile(file, folder / name)
+        for name in each["files"]:  # type: ignore[attr-defined]
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(b"a file")
+
+
+@tried(30)
+@given(
+    plan=st.lists(folders, max_size=6, unique_by=lambda each: each["name"]),
+    keep=st.integers(1, 3),
+)
+def test_nothing_with_a_manifest_goes_but_what_retention_names_and_nothing_of_the_users(
+    plan: list[dict[str, object]], keep: int, whole: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("saves")
+    build(root, plan, whole)
+    before = contents(root)
+    report = sw.save(root, STATE, step=2, channel=alone())
+    new = Path(report.location).name
+    removed = checkpoint.prune(root, keep=keep)
+    after = contents(root)
+
+    good = sorted(
+        (
+            str(each["name"])
+            for each in plan
+            if each["name"] in NUMBERED and each["manifest"] == "manifest.json" and each["whole"]
+        ),
+        key=lambda name: int(name[5:]),
+    )
+    assert removed == [*good, new][:-keep]
+    assert checkpoint.load(root, {"w": torch.zeros(3)}).report.step == 2
+    torn = {str(each["name"]) for each in plan if each["name"] in NUMBERED and not each["whole"]}
+    for name, data in before.items():
+        folder, _, file = name.partition("/")
+        if after.get(name) == data:
+            continue
+        assert name not in after, "a file was changed"
+        assert folder in {*removed, *torn, *good}, f"{name!r} is gone"
+        assert file in SAVERS or (folder in removed and (whole / file).exists()), f"{name!r} is gone"
+
+
+@pytest.mark.parametrize("name", ["save-000000007", "save-00000002 (copy)", "best"])
+def test_a_save_under_another_name_loads_by_its_path_and_outlives_others(
+    name: str, whole: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(whole, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"holds no committed save.* holds a manifest under a name that no saver"):
+        checkpoint.open(tmp_path)
+    for step in (5, 6):
+        sw.save(tmp_path, STATE, step=step)
+    checkpoint.prune(tmp_path, keep=1)
+    assert contents(tmp_path / name) == contents(whole)
+    assert checkpoint.load(tmp_path / name, {"w": torch.zeros(3)}).report.step == 1
+    assert checkpoint.load(tmp_path, {"w": torch.zeros(3)}).report.step == 6
+
+
+def test_numbers_go_on_after_saves_that_were_renamed(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "save-000000007")
+    shutil.copytree(whole, tmp_path / "SAVE-00000009")  # on some file systems this is save-00000009
+    assert sw.save(tmp_path, STATE).location.endswith("/save-00000010")
+
+
+def test_links_and_files_under_the_name_of_a_save_are_passed_by(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "elsewhere")
+    (tmp_path / "save-00000001").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "save-00000002").symlink_to(tmp_path / "gone")
+    (tmp_path / "save-00000003").write_text("a file")
+    assert sw.save(tmp_path, STATE, step=5).location.endswith("/save-00000004")
+    assert checkpoint.prune(tmp_path, keep=1) == []
+    assert contents(tmp_path / "elsewhere") == contents(whole)
+    assert (tmp_path / "save-00000003").read_text() == "a file"
+
+
+def test_data_that_a_save_links_to_outlives_it(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "save-00000001")
+    [file] = (tmp_path / "save-00000001").glob("*.safetensors")
+    moved = file.rename(tmp_path / file.name)
+    file.symlink_to(moved)
+    assert checkpoint.verify(tmp_path).good
+    sw.save(tmp_path, STATE)
+    assert checkpoint.prune(tmp_path, keep=1) == ["save-00000001"]
+    assert moved.exists()

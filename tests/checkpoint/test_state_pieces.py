@@ -116,11 +116,14 @@ def test_a_target_that_cannot_be_written_refuses_before_others_are(case: str) ->
 
 
 @pytest.mark.parametrize("kind", GOOD)
-def test_every_other_kind_of_target_is_filled(kind: str, tmp_path: Path) -> None:
+def test_every_other_kind_of_tensor_is_filled_and_saved(kind: str, tmp_path: Path) -> None:
     tensor = GOOD[kind]()
     path = save(tmp_path, tensor)
     sw.load(path, {"a": torch.zeros(3), "b": tensor, "c": torch.zeros(3)}, channel=alone())
-    assert torch.equal(tensor.detach().resolve_conj().resolve_neg(), torch.arange(1.0, 5.0).view(2, 2).to(tensor.dtype))
+    expected = torch.arange(1.0, 5.0).view(2, 2).to(tensor.dtype)
+    assert torch.equal(tensor.detach().resolve_conj().resolve_neg(), expected)
+    sw.save(tmp_path / "again", {"b": tensor})
+    assert torch.equal(sw.checkpoint.open(tmp_path / "again").read("b"), expected)
 
 
 def test_an_inference_tensor_is_filled_in_inference_mode(tmp_path: Path) -> None:

@@ -1,36 +1,35 @@
 """A plain model with its torch optimizers is a state by names, which an engine takes over, and gives back."""
 
 import copy
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise as sw
-from shardwise.checkpoint.states import Restorable
-from shardwise.checkpoint.torch_state import TorchRestoration, TorchState
+from shardwise import checkpoint
+from shardwise.checkpoint import TorchState, export_hf
 from shardwise.errors import CheckpointError, OptimizerError
+from tests.checkpoint.cut_tensors import tensors_of
+from tests.checkpoint.layouts import masters_of
+from tests.checkpoint.small_states import same
 from tests.engine.checkpoints import (
     OPTIMIZERS,
     SLICES,
     WHOLE,
     Mixed,
-    Saved,
-    after,
-    assert_same_bits,
     engine_of,
-    load,
     plan_of,
-    saved,
-    snapshot,
     train,
 )
 from tests.oracle.batches import points, square_loss
-from tests.oracle.program import Optimizers, adamw
+from tests.oracle.one_process import train_in_one_process
+from tests.oracle.program import Optimizers, adamw, seeded
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,114 +41,65 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def saved_of(state: TorchState) -> Saved:
-    tensors = {piece.name: tensor.clone() for piece, tensor in state.state().items()}
-    return Saved(tensors=tensors, settings=json.loads(json.dumps(state.settings(), allow_nan=False)))
+def model_and_optimizer(optimizer: Optimizers, *, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = seeded(Mixed)()
+    trainer = optimizer(list(model.parameters()))
+    train_in_one_process(model, trainer, [points(at, 24) for at in range(steps)], loss=square_loss)
+    return model, trainer
 
 
-def take(state: TorchState, checkpoint: Saved, *, findings: Iterable[str] = ()) -> TorchRestoration:
-    """The plain loader: by name, a master before its working copy."""
-    restoration = state.restore(checkpoint.stored(), checkpoint.settings)
-    assert list(restoration.findings) == list(findings)
-    for piece, target in restoration.wanted.items():
-        master = f"optimizer/{piece.name}/master"
-        source = checkpoint.tensors[master if master in checkpoint.tensors else piece.name]
-        assert source.dtype == target.dtype
-        target.copy_(source)
-    restoration.finish()
-    return restoration
-
-
-def model_and_optimizer(optimizer: Optimizers, *, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Mixed()
-    return model, optimizer(list(model.parameters()))
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    losses = []
-    for at in numbers:
-        optimizer.zero_grad()
-        batch = points(at, 24)
-        loss = square_loss(model(batch["x"]), batch)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def without_masters(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Masters in the place of working copies; nobody owns what has no elements."""
-    named = {name: value for name, value in tensors.items() if not name.endswith("/master")}
-    named |= {name.split("/")[1]: value for name, value in tensors.items() if name.endswith("/master")}
-    return {name: value for name, value in named.items() if "nothing" not in name.split("/")}
+def differences(a: Path, b: Path) -> list[str]:
+    """Of tensors and ties and of what optimizers are set to."""
+    found = checkpoint.diff(a, b)
+    settings = [each.place for each in found.extra if each.place.startswith(("settings.optimizers", "settings.ties"))]
+    return [each.name for each in found.tensors] + settings
 
 
 @pytest.mark.parametrize(("sharding", "compute"), [(SLICES, None), (WHOLE, "bfloat16")])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_engines_and_plain_models_take_each_others_state(
-    optimizer: str, sharding: sw.Sharding, compute: str | None
+    optimizer: str, sharding: sw.Sharding, compute: str | None, tmp_path: Path
 ) -> None:
-    plan = plan_of(2, sharding, compute=compute)
-    checkpoint = after(plan, OPTIMIZERS[optimizer], 2)
-    model, trainer = model_and_optimizer(OPTIMIZERS[optimizer], seed=1)
-    take(TorchState(model, trainer), checkpoint)
-    plain = saved_of(TorchState(model, trainer))
+    plan, make = plan_of(2, sharding, compute=compute), OPTIMIZERS[optimizer]
 
-    def run(channel: sw.Channel) -> Any:
-        engine = engine_of(channel, plan, OPTIMIZERS[optimizer], seed=1)
-        load(engine, plain)
-        held = snapshot(engine)
+    def given(channel: sw.Channel) -> None:
+        engine = engine_of(channel, plan, make)
+        train(engine, channel, range(2))
+        sw.save(tmp_path / "engine", engine, channel=channel)
+
+    def taken(channel: sw.Channel) -> None:
+        engine = engine_of(channel, plan, make, seed=1)
+        sw.load(tmp_path / "plain", engine, channel=channel)
+        sw.save(tmp_path / "again", engine, channel=channel)
         train(engine, channel, range(2, 3))
-        return held
 
-    again = saved(sw.simulate(2, run))
-    assert_same_bits(without_masters(plain.tensors), without_masters(checkpoint.tensors))
-    assert_same_bits(again.tensors, {name: checkpoint.tensors[name] for name in again.tensors})
-    for key in ("optimizers", "ties"):
-        assert plain.settings[key] == checkpoint.settings[key]
-    assert again.settings["optimizers"] == checkpoint.settings["optimizers"]
-
-
-def test_the_state_is_views_by_the_names_of_the_state_dict() -> None:
-    model, trainer = model_and_optimizer(adamw)
-    steps(model, trainer, range(1))
-    restorable: Restorable = TorchState(model, trainer)
-    state = {piece.name: tensor for piece, tensor in restorable.state().items()}
-    weights = {name: value for name, value in model.state_dict().items() if name != "again.weight"}
-    assert {name for name in state if not name.startswith("optimizer/")} == weights.keys()
-    assert all(state[name].data_ptr() == value.data_ptr() for name, value in weights.items())
-    assert restorable.settings()["ties"] == {"again.weight": "first.weight"}
-    parameters = dict(model.named_parameters())
-    for name, value in state.items():
-        if name.startswith("optimizer/"):
-            _, parameter, key = name.split("/")
-            assert value.data_ptr() == trainer.state[parameters[parameter]][key].data_ptr()
+    sw.simulate(2, given)
+    model, trainer = model_and_optimizer(make)
+    for each in model.state_dict().values():
+        each.fill_(3)  # so that nothing is right because it was before
+    sw.load(tmp_path / "engine", TorchState(model, trainer))
+    sw.save(tmp_path / "plain", TorchState(model, trainer))
+    sw.simulate(2, taken)
+    assert differences(tmp_path / "engine", tmp_path / "again") == []
+    engine, plain = (masters_of(tensors_of(tmp_path / name)) for name in ("engine", "plain"))
+    del plain["nothing"]  # has no elements, and no master of it is anywhere
+    engine.pop("nothing", None)
+    assert same(plain, engine)
 
 
-def wrapped(model: nn.Module, how: str) -> nn.Module:
-    if how == "compiled":
-        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+@pytest.mark.parametrize("how", ["compiled inside", "compiled outside of data parallelism"])
+def test_wrappers_leave_no_trace_in_names(how: str, tmp_path: Path) -> None:
+    plain, trainer = model_and_optimizer(adamw, steps=1)
+    sw.save(tmp_path / "plain", TorchState(plain, trainer))
+    model: Any = copy.deepcopy(plain)
     if how == "compiled inside":
-        model.first = torch.compile(model.get_submodule("first"), backend="eager")  # type: ignore[assignment]
-        return model
-    if how == "data parallel":
-        return nn.DataParallel(model)
-    return torch.compile(nn.DataParallel(model), backend="eager")  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("how", ["compiled", "compiled inside", "data parallel", "both"])
-def test_wrappers_leave_no_trace_in_names(how: str) -> None:
-    plain, trainer = model_and_optimizer(adamw)
-    steps(plain, trainer, range(1))
-    model = wrapped(copy.deepcopy(plain), how)
-    its_trainer = adamw(list(model.parameters()))
-    checkpoint = saved_of(TorchState(plain, trainer))
-    take(TorchState(model, its_trainer), checkpoint)
-    again = saved_of(TorchState(model, its_trainer))
-    assert_same_bits(again.tensors, checkpoint.tensors)
-    assert again.settings == checkpoint.settings
+        model.first = torch.compile(model.first, backend="eager")
+    else:
+        model = torch.compile(nn.DataParallel(model), backend="eager")
+    state = TorchState(model, adamw(list(model.parameters())))
+    sw.load(tmp_path / "plain", state)
+    sw.save(tmp_path / "wrapped", state)
+    assert differences(tmp_path / "plain", tmp_path / "wrapped") == []
 
 
 class NamedLikeWrappers(nn.Module):
@@ -165,7 +115,7 @@ def test_names_that_only_look_like_wrappers_stay() -> None:
     assert {piece.name for piece in TorchState(NamedLikeWrappers()).state()} == {"module.weight", "_orig_mod.weight"}
 
 
-def test_several_optimizers_keep_their_own() -> None:
+def test_several_optimizers_keep_their_own(tmp_path: Path) -> None:
     model, _ = model_and_optimizer(adamw)
 
     def trainers(rate: float) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -178,20 +128,20 @@ def test_several_optimizers_keep_their_own() -> None:
     square_loss(model(batch["x"]), batch).backward()
     first.step()
     second.step()
-    checkpoint = saved_of(TorchState(model, first, second))
+    sw.save(tmp_path / "a", TorchState(model, first, second))
     fresh = trainers(0.5)
-    take(TorchState(model, *fresh), checkpoint)
+    sw.load(tmp_path / "a", TorchState(model, *fresh))
     assert [each.param_groups[0]["lr"] for each in fresh] == [0.25, 0.25]
-    assert_same_bits(saved_of(TorchState(model, *fresh)).tensors, checkpoint.tensors)
+    sw.save(tmp_path / "b", TorchState(model, *fresh))
+    assert differences(tmp_path / "a", tmp_path / "b") == []
 
 
-def test_state_of_a_parameter_frozen_since_is_left_out() -> None:
-    model, trainer = model_and_optimizer(adamw)
-    steps(model, trainer, range(1))
+def test_state_of_a_parameter_frozen_since_is_left_out(tmp_path: Path) -> None:
+    model, trainer = model_and_optimizer(adamw, steps=1)
     model.get_parameter("out.bias").requires_grad_(False)
-    checkpoint = saved_of(TorchState(model, trainer))
-    assert not any(name.startswith("optimizer/out.bias/") for name in checkpoint.tensors)
-    take(TorchState(model, trainer), checkpoint)
+    sw.save(tmp_path, TorchState(model, trainer))
+    assert not any(name.startswith("optimizer/out.bias/") for name in checkpoint.open(tmp_path).tensors)
+    sw.load(tmp_path, TorchState(model, trainer))
 
 
 def test_optimizers_that_do_not_fit_the_model_are_refused() -> None:
@@ -281,3 +231,90 @@ def test_a_tensor_that_the_state_of_several_parameters_shares_takes_what_each_of
     target, optimizer = updated(shared=True)
     sw.load(tmp_path, target)
     assert [each["table"].tolist() for each in optimizer.state.values()] == [[0.0] * 3, [1.0] * 3]
+
+
+# Wrappers around modules: the names differ by them only
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def blocks(wrap: Wrap) -> nn.Sequential:
+    """The last block has the matrix of the first."""
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4)) for _ in range(3)]
+    made[2][0].weight = made[0][0].weight
+    return nn.Sequential(*map(wrap, made), nn.Linear(4, 1))
+
+
+def plain(module: nn.Module) -> nn.Module:
+    return module
+
+
+def recomputed(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module)
+
+
+class Kept(nn.Module):
+    """A wrapper whose child has the name that torch's compiler gives."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._orig_mod(x)
+        return out
+
+
+def run(wrap: Wrap, steps: range, *, load: Path | None = None, save: Path | None = None) -> list[float]:
+    """Losses of an engine."""
+    engine = sw.parallelize(blocks(wrap), sw.Plan(), optimizer=adamw, loss=square_loss)
+    if load is not None:
+        sw.load(load, engine)
+    batches = [points(step, 8) for step in steps]
+    losses = [engine.step({"input": batch["x"], "y": batch["y"]}).loss for batch in batches]
+    if save is not None:
+        sw.save(save, engine)
+    return losses
+
+
+@pytest.mark.parametrize(("one", "other"), [(plain, recomputed), (recomputed, plain), (Kept, recomputed)])
+def test_a_run_goes_on_with_other_wrappers(tmp_path: Path, one: Wrap, other: Wrap) -> None:
+    """Parameters, optimizer state, buffers and ties."""
+    expected = run(one, range(4))
+    run(one, range(2), save=tmp_path)
+    assert run(other, range(2, 4), load=tmp_path) == expected[2:]
+
+
+def test_two_stored_tensors_of_one_name_do_not_silently_become_one(tmp_path: Path) -> None:
+    sw.save(str(tmp_path), {"a.w": torch.zeros(2), "a._orig_mod.w": torch.ones(2)})
+    model = nn.ModuleDict({"a": nn.Module()})
+    model["a"].w = nn.Parameter(torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"a\._orig_mod\.w"):
+        sw.load(str(tmp_path), TorchState(model))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_files_for_other_programs_have_the_names_of_the_plain_model(tmp_path: Path, dtype: str | None) -> None:
+    run(Kept, range(1), save=tmp_path / "save")
+    report = export_hf(str(tmp_path / "save"), str(tmp_path / "hf"), dtype=dtype)
+    assert report.certificate is not None
+    model, kept = blocks(plain), blocks(Kept)
+    sw.load(str(tmp_path / "save"), TorchState(kept))
+    files = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(files) | set(report.aliases) == set(model.state_dict())
+    for (name, _), values in zip(model.named_parameters(), kept.parameters(), strict=True):
+        assert torch.equal(files[name], values.detach().to(files[name].dtype))
+    # A rewrite says names itself, and a save keeps them.
+    named = sw.Rewrite(["'3.weight' -> 'top.weight'"])
+    export_hf(str(tmp_path / "save"), str(tmp_path / "named"), named)
+    assert "0._orig_mod.0.bias" in load_file(tmp_path / "named" / "model.safetensors")
+
+
+def test_names_of_a_mapping_are_its_own_and_two_of_one_plain_name_stay(tmp_path: Path) -> None:
+    given = {"a._orig_mod.w": torch.zeros(2), "b._orig_mod.w": torch.ones(2), "b.w": torch.ones(1)}
+    assert set(dict(sw.full(given))) == set(given)
+    sw.save(str(tmp_path / "save"), given)
+    export_hf(str(tmp_path / "save"), str(tmp_path / "hf"))
+    assert set(load_file(tmp_path / "hf" / "model.safetensors")) == {"a.w", "b._orig_mod.w", "b.w"}

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 import shardwise as sw
 from shardwise import Rewrite, checkpoint
 from shardwise.checkpoint import LocalStore
-from shardwise.checkpoint.reading import GrowingBuffer, OpenFiles
 from shardwise.errors import CheckpointError
 from shardwise.space import Piece
 from tests.checkpoint.cut_tensors import cut, save_pieces, tensors_of
 from tests.checkpoint.faulty import Counting, Hooked, Operation
+from tests.checkpoint.memory_peaks import peak_of
 from tests.checkpoint.stored_values import save_dcp
 
 ZERO3 = Path(__file__).parent / "deepspeed" / "folders" / "z3-bf16-3"
@@ -55,18 +55,6 @@ def test_what_is_read_by_ranges_is_what_is_read_by_blocks(tmp_path: Path, rewrit
     assert of_one == of_other
     assert one.keys() == other.keys()
     assert all(torch.equal(each, other[name]) for name, each in one.items())
-
-
-def test_a_file_is_opened_once_where_its_pieces_follow_one_another(tmp_path: Path) -> None:
-    for name in "abcd":
-        (tmp_path / name).write_bytes(b"0")
-    store = Counting(LocalStore(tmp_path))
-    files = OpenFiles(store)
-    for name in "aaabbbcccddd":
-        assert files[name].size == 1
-        files.trim()
-    files.close()
-    assert [each.name for each in store.operations if each.kind == "open"] == [*"abcd"]
 
 
 def test_long_ranges_are_read_straight_and_columns_come_by_way_of_a_batch(tmp_path: Path) -> None:
@@ -153,30 +141,26 @@ def test_a_certificate_reads_the_source_once_more_only_where_its_digests_did_not
     assert {each.name: each.returned_sha256 for each in certificate.tensors} == digests
 
 
-# Buffers: one memory for all uses, given back as a whole.
+# Memory, of all that goes through windows.
 
 
-def resident() -> int:
-    """Bytes of this process's own memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) << 10
+def through_windows(source: Path, folder: Path) -> None:
+    """Conversions there and back by a rewrite, with a certificate, and to blocks with scales; a mean, a difference."""
+    text = "q, k -> qk, axis=1; qk^T -> qk; big^T -> big; wide -> l, r, axis=1; half -> half, dtype='float32'"
+    made, narrow = folder / "made", folder / "narrow"
+    checkpoint.convert(source, made, to="pieces", rewrite=Rewrite(text))
+    checkpoint.convert(made, folder / "back", rewrite=Rewrite(text).inverse(), certify=True)
+    checkpoint.convert(made, narrow, to="hf", rewrite=Rewrite("big -> big, big_scale_inv, quantise='[128,128]'"))
+    checkpoint.average([source, folder / "back"], folder / "mean", weights=[3, 1])
+    assert checkpoint.diff(source, folder / "back").equal
 
 
-def test_a_buffer_is_kept_grows_where_more_is_needed_and_takes_memory_only_while_it_is_used() -> None:
-    buffer = GrowingBuffer(1000)
-    first = buffer.room(10)
-    assert (first.dtype, first.numel()) == (torch.uint8, 1000)
-    assert buffer.room(1000).data_ptr() == first.data_ptr()
-    assert buffer.room(5000).numel() == 5000
-    first.fill_(7)  # views hold what they view
-    assert int(first.sum()) == 7000
-    before = resident()
-    large = GrowingBuffer(64 << 20)
-    memory = large.room(1)
-    assert resident() - before < 8 << 20
-    memory.fill_(1)
-    assert resident() - before >= 60 << 20
-    between = [torch.ones(100) for _ in range(100)]  # would keep the end of the heap where it is
-    del large, memory
-    assert resident() - before < 8 << 20
-    assert len(between) == 100
+@pytest.mark.slow
+def test_memory_stays_below_the_largest_tensor_whatever_is_done_with_it(tmp_path: Path) -> None:
+    """100 MB, with one tensor of 48 MiB, transposed, joined and split across rows, in windows of a fourth."""
+    sizes = {"big": (2500, 5000), "wide": (500, 10_000), "q": (1250, 1000), "k": (1250, 2000), "half": (1250, 2000)}
+    for name, part in (("large", 1), ("small", 50)):
+        tensors = {key: torch.randn(rows // part, columns // part) for key, (rows, columns) in sizes.items()}
+        checkpoint.save(tmp_path / name, {**tensors, "half": tensors["half"].half()})
+    small, large = ((tmp_path / name, tmp_path / f"of the {name} one") for name in ("small", "large"))
+    assert 4 < peak_of(through_windows, small, large, window_part=4) < 44
