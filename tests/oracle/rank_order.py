@@ -9,8 +9,6 @@ pipeline, sums have another order that no simple program has: there only closene
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import reduce
 
@@ -20,65 +18,83 @@ from torch import nn
 import shardwise as sw
 from tests.oracle.batches import Batch, count_rows, factors_of, microbatches_of
 from tests.oracle.one_process import Trained, state_under_names, values_of
-from tests.oracle.program import Optimizers, Program
+from tests.oracle.program import Program
 
 Gradients = dict[str, torch.Tensor]
 
 
-@dataclass(kw_only=True)
+def in_rank_order(program: Program, plan: sw.Plan) -> Trained:
+    """What `plan` has to give, to the bit; `comparison.py` says for which plans."""
+    return RankOrder(program, plan).train()
+
+
 class RankOrder:
-    """Masters, working copies and sums in one process, with the order and the roundings that ranks have.
+    """Masters, working copies and sums in one process, with the order and the roundings that ranks have."""
 
-    `model` is built in its own dtype and converted: each parameter computes in `working(name)`.
-    """
+    def __init__(self, program: Program, plan: sw.Plan) -> None:
+        """Each parameter computes in the dtype that the plan's precision says."""
+        mesh, sharding, precision = plan.mesh, plan.sharding, plan.precision
+        self.program, self.plan = program, plan
+        self.num_ranks, self.num_microbatches = mesh.num_data_ranks, plan.merge.microbatches
+        num_owners = mesh.dp_shard if sharding.owners == "dp_shard" else self.num_ranks
+        self.ranks_per_sum = num_owners if sharding.stage > 0 and num_owners > 1 else self.num_ranks
+        """So many ranks are summed first, then their sums are (replicas of owners)."""
+        self.rounds = sharding.stage > 1 and num_owners > 1
+        """Whether each microbatch is summed over the ranks of a group before the next one is."""
+        self.compute = getattr(torch, precision.compute) if precision.compute else None
+        self.master, self.accumulate, self.reduce = (
+            getattr(torch, each) for each in (precision.master, precision.accumulate, precision.reduce)
+        )
+        self.models = [program.oracle(has_stages=mesh.pp > 1) for _ in range(self.num_ranks)]
+        self.model = self.models[0]
+        self.dtypes = {name: each.dtype for name, each in self.model.named_parameters()}
+        self.weigh = program.loss_weight or count_rows
 
-    model: nn.Module
-    make_optimizer: Optimizers
-    loss_of: Callable[[nn.Module, Batch], torch.Tensor]
-    """The loss of the model on one microbatch."""
-    num_ranks: int = 1
-    ranks_per_sum: int | None = None
-    """So many ranks are summed first, then their sums are (replicas of owners); None: all in one sum."""
-    rounds: bool = False
-    """Whether each microbatch is summed over the ranks of a group before the next one is."""
-    num_microbatches: int = 1
-    average: bool = True
-    clip: float | None = None
-    loss_weight: Callable[[Batch], float] = count_rows
-    working: Callable[[str], torch.dtype] = lambda _: torch.float32
-    master: torch.dtype = torch.float32
-    accumulate: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
-    of_ranks: Sequence[nn.Module] = ()
-    """A model for each rank, of which `model` is the first; none: copies of it."""
-    optimizer: torch.optim.Optimizer = field(init=False)
+    def working(self, name: str) -> torch.dtype:
+        """The dtype in which a parameter computes."""
+        around = [name[:at] for at, letter in enumerate(name) if letter == "."]
+        kept = self.plan.precision.keep
+        is_kept = any(fnmatchcase(each, glob) for glob in kept for each in (name, *around))
+        return self.dtypes[name] if self.compute is None or is_kept else self.compute
 
-    def train(self, batches: Sequence[Batch], *, counts: Sequence[int] | None = None) -> Trained:
-        """One update per batch; `counts`: the number of microbatches of each, where it changes."""
-        trained = Trained()
-        if not self.of_ranks:
-            others = range(1, self.num_ranks)
-            has_state = any(True for _ in self.model.buffers())
-            self.of_ranks = [self.model, *(deepcopy(self.model) if has_state else self.model for _ in others)]
-        masters = self._masters()
-        self.optimizer = self.make_optimizer(list(masters.values()))
-        for at, batch in enumerate(batches):
-            if counts is not None:
-                self.num_microbatches = counts[at]
+    def train(self) -> Trained:
+        """One update per batch, and the loss that is evaluated at the end."""
+        trained, masters, clip = Trained(), self._masters(), self.plan.clip_grad_norm
+        assert isinstance(clip, float | None)
+        optimizer = self.program.optimizer(list(masters.values()))
+        for at, batch in enumerate(self.program.batches):
+            if self.program.counts is not None:
+                self.num_microbatches = self.program.counts[at]
             total, loss = self._gradients(batch)
-            divisor = self.num_ranks * (self.num_microbatches if self.average else 1)
+            divisor = self.num_ranks * (self.num_microbatches if self.plan.merge.average else 1)
             for name, parameter in self.model.named_parameters():
                 master = masters[name]
                 master.grad = total[name].to(master.dtype) / divisor if name in total else None
                 if master.dtype == parameter.dtype:  # what a forward wrote
                     master.data.copy_(parameter.data)
             trained.losses.append(loss)
-            trained.grad_norms.append(self._clip([each for each in masters.values() if each.grad is not None]))
-            self.optimizer.step()
+            trained.grad_norms.append(self._clip([each for each in masters.values() if each.grad is not None], clip))
+            optimizer.step()
             self._hand_out(masters)
-            trained.states.append(self._state(masters))
+            trained.states.append(self._state(masters, optimizer))
         trained.parameters = values_of(self.model)
+        trained.held_out = self._evaluate()
         return trained
+
+    def _loss_of(self, model: nn.Module, part: Batch) -> torch.Tensor:
+        return self.program.loss_of(model, part, dtype=self.compute)
+
+    def _evaluate(self) -> float:
+        """The mean loss of the first batch, each rank with its model on its rows."""
+        losses, weights = [], []
+        shares = microbatches_of(self.program.batches[0], self.num_ranks, self.plan.merge.microbatches)
+        for model, parts in zip(self.models, shares, strict=True):
+            model.eval()
+            for part in parts:
+                weights.append(self.weigh(part))
+                with torch.no_grad():
+                    losses.append(self._loss_of(model, part).item() if weights[-1] else 0.0)
+        return math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / math.fsum(weights)
 
     def _masters(self) -> dict[str, nn.Parameter]:
         """Of all parameters; those of floating point compute in their working dtype from now on."""
@@ -87,7 +103,7 @@ class RankOrder:
             is_float = parameter.is_floating_point()
             dtype = torch.promote_types(self.master, self.working(name)) if is_float else parameter.dtype
             masters[name] = nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=is_float)
-        for model in self.of_ranks:
+        for model in self.models:
             for name, parameter in model.named_parameters():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(self.working(name))
@@ -96,15 +112,15 @@ class RankOrder:
     def _hand_out(self, masters: Mapping[str, nn.Parameter]) -> None:
         """The new values to the models of all ranks, and the first one's buffers."""
         buffers = dict(self.model.named_buffers())
-        for model in self.of_ranks:
+        for model in self.models:
             for name, parameter in model.named_parameters():
                 if masters[name].grad is not None:
                     parameter.data.copy_(masters[name].data)
             for name, buffer in model.named_buffers() if model is not self.model else ():
                 buffer.data = buffers[name].detach().clone()
 
-    def _state(self, masters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        state = state_under_names(self.model, masters, self.optimizer)
+    def _state(self, masters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        state = state_under_names(self.model, masters, optimizer)
         for name, parameter in self.model.named_parameters():
             if masters[name].dtype != parameter.dtype and parameter.numel():
                 state[f"optimizer/{name}/master"] = masters[name].detach().clone()
@@ -113,16 +129,16 @@ class RankOrder:
     def _gradients(self, batch: Batch) -> tuple[Gradients, float]:
         """The sum over all microbatches, and the mean loss."""
         parts = microbatches_of(batch, self.num_ranks, self.num_microbatches)
-        weights = [self.loss_weight(part) for of_rank in parts for part in of_rank]
+        weights = [self.weigh(part) for of_rank in parts for part in of_rank]
         factors = factors_of(weights)
         losses = [0.0] * len(weights)
 
         def computed(rank: int, number: int) -> Gradients:
             """The gradients of one microbatch of one rank."""
-            at, model = rank * self.num_microbatches + number, self.of_ranks[rank]
+            at, model = rank * self.num_microbatches + number, self.models[rank]
             if not weights[at]:
                 return {}
-            loss = self.loss_of(model, parts[rank][number])
+            loss = self._loss_of(model, parts[rank][number])
             if loss.requires_grad:
                 (loss if factors[at] == 1.0 else loss * factors[at]).backward()
             losses[at] = loss.item()
@@ -132,7 +148,7 @@ class RankOrder:
                     taken[name], parameter.grad = parameter.grad.to_dense(), None
             return taken
 
-        group = self.ranks_per_sum or self.num_ranks
+        group = self.ranks_per_sum
         groups = [range(first, first + group) for first in range(0, self.num_ranks, group)]
         sums = [(self._by_rounds if self.rounds else self._by_ranks)(ranks, computed) for ranks in groups]
         total = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
@@ -175,7 +191,7 @@ class RankOrder:
             gradient = gradient.to(self.reduce)
         return gradient.to(torch.promote_types(gradient.dtype, self.master))
 
-    def _clip(self, masters: Sequence[nn.Parameter]) -> float:
+    def _clip(self, masters: Sequence[nn.Parameter], clip: float | None) -> float:
         """Clip by the norm that torch takes in one process; over ranks it is summed in float64 and rounded once."""
         gradients = [each.grad for each in masters if each.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -183,8 +199,8 @@ class RankOrder:
             squares = math.fsum(float(each.double().square().sum()) for each in gradients)
             widest = reduce(torch.promote_types, [each.dtype for each in gradients], torch.float32)
             norm = torch.tensor(math.sqrt(squares), dtype=widest)
-        if self.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(masters, self.clip, norm)
+        if clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(masters, clip, norm)
         return float(norm)
 
 
@@ -195,54 +211,3 @@ def _sum(terms: Sequence[Gradients]) -> Gradients:
         for name, value in term.items():
             total[name] = total[name] + value if name in total else value
     return total
-
-
-def in_rank_order(program: Program, plan: sw.Plan) -> Trained:
-    """What `plan` has to give, to the bit; `comparison.py` says for which plans."""
-    mesh, sharding, precision = plan.mesh, plan.sharding, plan.precision
-    num_ranks = mesh.num_data_ranks
-    num_owners = mesh.dp_shard if sharding.owners == "dp_shard" else num_ranks
-    in_groups = sharding.stage > 0 and 1 < num_owners < num_ranks
-    assert isinstance(plan.clip_grad_norm, float | None)
-    models = [program.oracle(has_stages=mesh.pp > 1) for _ in range(num_ranks)]
-
-    def working(name: str) -> torch.dtype:
-        around = [name[:at] for at, letter in enumerate(name) if letter == "."]
-        is_kept = any(fnmatchcase(each, kept) for kept in precision.keep for each in (name, *around))
-        own = dtypes[name]
-        return own if compute is None or is_kept else compute
-
-    dtypes = {name: each.dtype for name, each in models[0].named_parameters()}
-    compute = getattr(torch, precision.compute) if precision.compute else None
-    order = RankOrder(
-        model=models[0],
-        of_ranks=models,
-        make_optimizer=program.optimizer,
-        loss_of=lambda model, part: program.loss_of(model, part, dtype=compute),
-        num_ranks=num_ranks,
-        ranks_per_sum=num_owners if in_groups else None,
-        rounds=sharding.stage > 1 and num_owners > 1,
-        num_microbatches=plan.merge.microbatches,
-        average=plan.merge.average,
-        clip=plan.clip_grad_norm,
-        loss_weight=program.loss_weight or count_rows,
-        working=working,
-        master=getattr(torch, precision.master),
-        accumulate=getattr(torch, precision.accumulate),
-        reduce=getattr(torch, precision.reduce),
-    )
-    trained = order.train(program.batches, counts=program.counts)
-    trained.held_out = _evaluated(order, program, models, plan.merge.microbatches)
-    return trained
-
-
-def _evaluated(order: RankOrder, program: Program, models: Sequence[nn.Module], k: int) -> float:
-    """The mean loss of the first batch, each rank with its model on its rows."""
-    losses, weights = [], []
-    for model, parts in zip(models, microbatches_of(program.batches[0], len(models), k), strict=True):
-        model.eval()
-        for part in parts:
-            weights.append((program.loss_weight or count_rows)(part))
-            with torch.no_grad():
-                losses.append(order.loss_of(model, part).item() if weights[-1] else 0.0)
-    return math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / math.fsum(weights)
